@@ -1,0 +1,57 @@
+"""Where records live: one small protocol, and the in-process store that tests use.
+
+The idea: a store is a dictionary of dictionaries whose entries expire; it is no compare-and-swap, and nothing above it
+may pretend that it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+__all__ = ["MemoryStore", "SharedMemory", "Store"]
+
+
+class Store(Protocol):
+    """`key -> subkey -> (value, expires_at)`; expires_at is wall-clock seconds since the epoch."""
+
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Write; False when no replica took it (a newer value, or nobody reachable)."""
+        ...
+
+    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+        """Every unexpired entry under the key; empty when there is none."""
+        ...
+
+
+class SharedMemory:
+    """The dictionary that the MemoryStores of one test or of one `--local` run share."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.entries: dict[str, dict[str, tuple[bytes, float]]] = {}
+
+
+class MemoryStore:
+    """A Store over a dictionary shared in one process; `reachable=False` cuts this peer off from it."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self.reachable = True
+
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        if not self.reachable or expires_at <= self._shared.clock():
+            return False
+        table = self._shared.entries.setdefault(key, {})
+        if subkey in table and table[subkey][1] > expires_at:
+            return False
+        table[subkey] = (value, expires_at)
+        return True
+
+    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+        if not self.reachable:
+            return {}
+        now = self._shared.clock()
+        table = self._shared.entries.get(key, {})
+        return {s: entry for s, entry in table.items() if entry[1] > now}

@@ -1,0 +1,29 @@
+"""meshcee trains one model across scattered machines, exactly as one machine would have.
+
+Names are loaded on first use: `meshcee.planner` must be importable on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Job": "meshcee.job",
+    "Optimizer": "meshcee.job",
+    "Schedule": "meshcee.job",
+    "seeded": "meshcee.job",
+    "MeshceeError": "meshcee.errors",
+    "join": "meshcee.run",
+    "train": "meshcee.run",
+}
+
+__all__ = ["Job", "MeshceeError", "Optimizer", "Schedule", "__version__", "join", "seeded", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'meshcee' has no attribute {name!r}")

@@ -1,0 +1,42 @@
+"""Time-outs and limits as value objects, passed in by whoever owns the component.
+
+The idea: time-outs are ordered `stream < step < lease < join`, so that the narrowest scope fails first; limits bound
+what anything from the network may cost before it is believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limits", "Timeouts"]
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. Defaults suit links of up to 300 ms; `scaled(rtt_s)` derives longer ones."""
+
+    dial_s: float = 5.0  # one connection attempt
+    handshake_s: float = 5.0  # the HELLO exchange on a new stream
+    join_s: float = 20.0  # all attempts over all seeds
+    record_ttl_s: float = 8.0  # a peer that stops announcing is gone after this
+    announce_every_s: float = 2.5
+    directory_poll_s: float = 1.0
+    lease_ttl_s: float = 8.0
+    lease_confirm_s: float = 1.0  # between writing a claim and believing it
+    offer_s: float = 120.0  # graph and weights to a member, and its READY
+    idle_step_s: float = 600.0  # a running step without any progress
+    shutdown_s: float = 3.0  # each component's bounded shutdown
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and counts that bound what the network may cost us."""
+
+    header_bytes: int = 64 * 1024
+    payload_bytes: int = 1 << 30  # all payloads of one frame; consumers lower it to what they expect
+    payloads: int = 1024  # payloads in a frame
+    chunk_bytes: int = 1 << 20  # payloads are written in chunks of this size
+    window_bytes: int = 64 << 20  # unread bytes in flight per stream and direction
+    graph_bytes: int = 16 << 20
+    record_bytes: int = 16 * 1024
+    streams_per_peer: int = 64

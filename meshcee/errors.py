@@ -1,0 +1,87 @@
+"""Every error that a user of meshcee can meet, and the exit code that each one becomes.
+
+The idea: code raises the narrowest class with one sentence that names the next thing to do; only the command line
+turns it into an exit code. Anything else that escapes is a bug of ours (exit code 1).
+
+    MeshceeError                    1  bug
+    |-- UsageError                  2  a wrong flag, job file or argument
+    |-- JoinError                   3  nobody answers, another protocol version, a second peer with our identity
+    |-- CaptureError                4  the model cannot be captured
+    |-- PlanError                   5  no feasible plan: the peers cannot hold the job
+    |-- PeerLostError               6  a peer was lost and training cannot go on
+    |-- NonFiniteLossError          7  the loss became NaN or infinite
+    |-- NotPermittedError           8  a wrong or expired token, a job that the peer does not accept
+    `-- ProtocolError               1  a frame or graph from the network that is malformed or out of order
+        `-- GraphError              4  a graph from the network that is unsafe or malformed
+"""
+
+__all__ = [
+    "CaptureError",
+    "GraphError",
+    "JoinError",
+    "MeshceeError",
+    "NonFiniteLossError",
+    "NotPermittedError",
+    "PeerLostError",
+    "PlanError",
+    "ProtocolError",
+    "UsageError",
+]
+
+
+class MeshceeError(Exception):
+    """Base of all errors; `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class UsageError(MeshceeError):
+    """The user asked for something that has no meaning; the message says what to type instead."""
+
+    exit_code = 2
+
+
+class JoinError(MeshceeError):
+    """The mesh could not be joined."""
+
+    exit_code = 3
+
+
+class CaptureError(MeshceeError):
+    """The model cannot be captured; the message names the operation and the line of the user's file."""
+
+    exit_code = 4
+
+
+class PlanError(MeshceeError):
+    """No plan fits; the message says how many bytes are missing on which peer."""
+
+    exit_code = 5
+
+
+class PeerLostError(MeshceeError):
+    """A member of the running plan was lost; the message names the peer and the step."""
+
+    exit_code = 6
+
+
+class NonFiniteLossError(MeshceeError):
+    """The loss of a micro-batch was NaN or infinite; the step was not applied."""
+
+    exit_code = 7
+
+
+class NotPermittedError(MeshceeError):
+    """The mesh key, the token or the owner was refused."""
+
+    exit_code = 8
+
+
+class ProtocolError(MeshceeError):
+    """What arrived from another peer is malformed, too large, of the wrong type or out of order."""
+
+
+class GraphError(ProtocolError):
+    """A graph that arrived is unsafe or malformed: an operator outside the allow-list, a dangling value."""
+
+    exit_code = 4

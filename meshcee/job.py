@@ -1,0 +1,170 @@
+"""What a user defines: the model, its loss, data and optimizer. Nothing here knows of peers.
+
+The idea: a Job holds ordinary torch objects; only data derived from it (a graph, numbers, names) ever leaves the
+owner, so the optimizer and the learning-rate schedule are given by name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+
+__all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
+
+# torch.optim classes whose update of a parameter reads that parameter and its own state only.
+PER_PARAMETER = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"})
+
+
+class Optimizer:
+    """A torch.optim class by name, with options and parameter groups by name pattern.
+
+    >>> Optimizer("AdamW", lr=3e-4, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
+
+    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group.
+    """
+
+    def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
+        if name not in PER_PARAMETER:
+            raise UsageError(
+                f"optimizer {name!r} cannot be split over stages; use one of {', '.join(sorted(PER_PARAMETER))}"
+            )
+        for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
+            pair = isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value)
+            if not (value is None or isinstance(value, bool | int | float) or pair):
+                raise UsageError(f"optimizer option {key}={value!r} must be a number, a flag or a pair of numbers")
+        self.name = name
+        self.options = dict(options)
+        self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
+
+    def group_of(self, parameter: str) -> int:
+        """Index of the group that holds this parameter; the group without a pattern is the last."""
+        for i, pattern in enumerate(self.groups):
+            if fnmatch.fnmatchcase(parameter, pattern):
+                return i
+        return len(self.groups)
+
+    def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""
+        groups: list[dict[str, Any]] = [{"params": [], **extra} for extra in [*self.groups.values(), {}]]
+        for name, parameter in named.items():
+            groups[self.group_of(name)]["params"].append(parameter)
+        try:
+            built: torch.optim.Optimizer = getattr(torch.optim, self.name)(groups, **self.options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"torch.optim.{self.name}: {error}") from error
+        return built
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "options": self.options, "groups": [[p, g] for p, g in self.groups.items()]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Optimizer:
+        try:
+            groups = {str(pattern): dict(extra) for pattern, extra in data["groups"]}
+            return cls(str(data["name"]), groups=groups, **dict(data["options"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"this is not an optimizer: {error!r}") from error
+
+
+class Schedule:
+    """A torch.optim.lr_scheduler class by name, stepped once per optimizer step by the owner.
+
+    >>> Schedule("CosineAnnealingLR", T_max=1000)
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        if name == "ReduceLROnPlateau" or not hasattr(torch.optim.lr_scheduler, name):
+            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler")
+        self.name = name
+        self.options = options
+
+    def build(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        try:
+            built: torch.optim.lr_scheduler.LRScheduler = getattr(torch.optim.lr_scheduler, self.name)(
+                optimizer, **self.options
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"torch.optim.lr_scheduler.{self.name}: {error}") from error
+        return built
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    model      an nn.Module
+    loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
+    data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
+               Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
+    optimizer  Optimizer(...) by name
+    batch_size samples per optimizer step; steps: how many
+    micro_batch_size  samples per micro-batch; None lets the first plan choose
+    clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
+    weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
+    precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
+    metrics    name -> (output, target) -> number, averaged over eval_data by samples
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Callable[[Any, Any], torch.Tensor]
+    data: Any
+    optimizer: Optimizer
+    batch_size: int
+    steps: int
+    seed: int = 0
+    schedule: Schedule | None = None
+    micro_batch_size: int | None = None
+    clip_norm: float | None = None
+    reduction: str = "mean"
+    weight: Callable[[Any], float] | None = None
+    precision: str = "fp32"
+    eval_data: Any = None
+    eval_every: int = 0
+    metrics: Mapping[str, Callable[[Any, Any], float]] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    name: str = "job"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.steps < 1:
+            raise UsageError("batch_size and steps must be at least 1")
+        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
+            raise UsageError(f"micro_batch_size must be between 1 and batch_size={self.batch_size}")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise UsageError(f"batch_size={self.batch_size} must be a multiple of micro_batch_size={self.micro_batch_size}")
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.precision not in ("fp32", "bf16"):
+            raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError("clip_norm must be positive")
+        if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
+            raise UsageError("data must be map-style: it needs len(data) and data[i] -> (x, y)")
+        if len(self.data) < self.batch_size:
+            raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}")
+        if self.eval_every and self.eval_data is None:
+            raise UsageError("eval_every needs eval_data")
+
+
+def seed_of(seed: int, step: int, micro: int) -> int:
+    """The generator seed of one micro-batch: 63 bits of SHA-256 over (seed, step, micro)."""
+    digest = hashlib.sha256(f"meshcee:{seed}:{step}:{micro}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+@contextmanager
+def seeded(seed: int, step: int, micro: int) -> Iterator[None]:
+    """For a plain loop: seed torch as the mesh does before the forward of this micro-batch.
+
+    >>> with seeded(seed, step, micro): loss = criterion(model(x), y)
+    """
+    torch.manual_seed(seed_of(seed, step, micro))
+    yield

@@ -1,0 +1,183 @@
+"""A plan: which device holds which blocks, and how samples flow; checked on construction.
+
+The idea: a plan is data. Whoever computed it, a plan that exists is complete (every block once per pipeline), feasible
+in shape (samples add up), and has one canonical JSON form, whose hash the members acknowledge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshcee.errors import PlanError
+
+__all__ = ["LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A device of a group: its peer, and how many samples of every micro-batch it computes."""
+
+    peer: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks [first, end) on a group. `window` counts micro-batches from F to B, `live_cap` from F to W."""
+
+    first: int
+    end: int
+    members: tuple[Member, ...]
+    window: int
+    live_cap: int
+    codec_out: str = "none"  # activations to the next stage
+    codec_back: str = "none"  # gradients to the previous stage
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.end:
+            raise PlanError(f"a stage needs at least one block, got [{self.first}, {self.end})")
+        if not self.members or any(m.samples < 1 for m in self.members):
+            raise PlanError(f"stage [{self.first}, {self.end}) needs members with at least one sample each")
+        if self.window < 1 or self.live_cap < self.window:
+            raise PlanError(f"window {self.window} and live cap {self.live_cap} must satisfy 1 <= window <= live cap")
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(member.peer for member in self.members)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Consecutive stages through which `num_micro` micro-batches of every step flow."""
+
+    num_micro: int
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_micro < 1 or not self.stages:
+            raise PlanError("a pipeline needs at least one micro-batch and one stage")
+        if self.stages[0].first != 0 or any(a.end != b.first for a, b in zip(self.stages, self.stages[1:])):
+            raise PlanError("the stages of a pipeline must cover the blocks from 0 without gap or overlap")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the simulator expects; `step_s` is the period of consecutive steps."""
+
+    step_s: float
+    samples_per_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A device that the plan does not use, and the reason in words."""
+
+    peer: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole: every pipeline runs all blocks; their micro-batches add up to the global batch."""
+
+    micro_batch: int
+    pipelines: tuple[Pipeline, ...]
+    predicted: Predicted | None = None
+    left_out: tuple[LeftOut, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or not self.pipelines:
+            raise PlanError("a plan needs a positive micro-batch and at least one pipeline")
+        if len({p.stages[-1].end for p in self.pipelines}) != 1:
+            raise PlanError("all pipelines of a plan must run the same blocks")
+        seen: set[str] = set()
+        for stage in (s for p in self.pipelines for s in p.stages):
+            if sum(m.samples for m in stage.members) != self.micro_batch:
+                raise PlanError(f"stage [{stage.first}, {stage.end}): samples must add up to {self.micro_batch}")
+            for peer in stage.peers:
+                if peer in seen:
+                    raise PlanError(f"peer {peer} appears twice in the plan")
+                seen.add(peer)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pipelines[0].stages[-1].end
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * sum(p.num_micro for p in self.pipelines)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Every member, in pipeline and stage order."""
+        return tuple(peer for p in self.pipelines for s in p.stages for peer in s.peers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object of `meshcee plan --json`."""
+        return {
+            "micro_batch": self.micro_batch,
+            "pipelines": [
+                {
+                    "num_micro": p.num_micro,
+                    "stages": [
+                        {
+                            "blocks": [s.first, s.end],
+                            "members": [{"peer": m.peer, "samples": m.samples} for m in s.members],
+                            "codec_out": s.codec_out,
+                            "codec_back": s.codec_back,
+                            "window": s.window,
+                            "live_cap": s.live_cap,
+                            "recompute": s.recompute,
+                        }
+                        for s in p.stages
+                    ],
+                }
+                for p in self.pipelines
+            ],
+            "predicted": None if self.predicted is None else vars(self.predicted),
+            "left_out": [{"peer": x.peer, "why": x.why} for x in self.left_out],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_json`; raises PlanError on anything that is not a plan."""
+        try:
+            predicted = data.get("predicted")
+            return cls(
+                micro_batch=int(data["micro_batch"]),
+                pipelines=tuple(
+                    Pipeline(
+                        num_micro=int(p["num_micro"]),
+                        stages=tuple(
+                            Stage(
+                                first=int(s["blocks"][0]),
+                                end=int(s["blocks"][1]),
+                                members=tuple(Member(str(m["peer"]), int(m["samples"])) for m in s["members"]),
+                                window=int(s["window"]),
+                                live_cap=int(s["live_cap"]),
+                                codec_out=str(s.get("codec_out", "none")),
+                                codec_back=str(s.get("codec_back", "none")),
+                                recompute=bool(s.get("recompute", False)),
+                            )
+                            for s in p["stages"]
+                        ),
+                    )
+                    for p in data["pipelines"]
+                ),
+                predicted=None if predicted is None else Predicted(**{k: float(v) for k, v in predicted.items()}),
+                left_out=tuple(LeftOut(str(x["peer"]), str(x["why"])) for x in data.get("left_out", ())),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise PlanError(f"this is not a plan: {error!r}") from error
+
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON, predictions and reasons left out."""
+        data = self.to_json()
+        canonical = json.dumps({k: data[k] for k in ("micro_batch", "pipelines")}, sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()

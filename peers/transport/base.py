@@ -1,0 +1,79 @@
+"""What a transport is: frames over ordered streams between two authenticated peers.
+
+The idea: everything above this file sees only `Frame`, `Stream` and `Transport`; libp2p and the in-process network
+implement them and pass one conformance suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["Frame", "Handler", "Stream", "StreamClosed", "Transport"]
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message: a kind, a small msgpack-able header, and raw payloads (tensors as contiguous bytes)."""
+
+    kind: str
+    header: Mapping[str, Any] = field(default_factory=dict)
+    payloads: Sequence[Buffer] = ()
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(memoryview(p).nbytes for p in self.payloads)
+
+
+class StreamClosed(ConnectionError):
+    """The other end is gone: end of file, a reset, or our own `abort`. The message says which and names the peer."""
+
+
+class Stream(Protocol):
+    """An ordered, reliable, flow-controlled sequence of frames in both directions with one authenticated peer.
+
+    `send` waits for byte credits (backpressure); many tasks may send, a frame is never interleaved with another.
+    `recv` is for one task. Both raise StreamClosed when the other end is gone, ProtocolError on malformed input.
+    """
+
+    peer_id: str  # the remote peer, proven by the handshake
+    purpose: str  # chosen by the opener: "join", "plan", "job", "stage", "probe", ...
+    max_payload_bytes: int  # settable: a frame announcing more is refused before memory is spent
+    sent_bytes: int
+    received_bytes: int
+
+    async def send(self, frame: Frame) -> None: ...
+
+    async def recv(self) -> Frame: ...
+
+    async def aclose(self) -> None:
+        """Polite, bounded close: what was sent is flushed."""
+        ...
+
+    def abort(self) -> None:
+        """Immediate close; never blocks, may be called twice."""
+        ...
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """A peer's way to reach others. Lifetime is `async with`; leaving it closes every stream, bounded in time."""
+
+    peer_id: str
+    addresses: Sequence[str]  # multiaddresses with /p2p/ID that others may dial
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Call `handler(stream)` in a task of the transport's TaskGroup for each accepted stream of this purpose.
+
+        The stream is aborted when the handler returns or raises; a handler's error never takes the transport down.
+        """
+        ...
+
+    async def open(self, peer_id: str, purpose: str) -> Stream:
+        """Dial and handshake. Raises JoinError (unreachable, protocol version), NotPermittedError (mesh key)."""
+        ...
