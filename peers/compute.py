@@ -1,0 +1,62 @@
+"""One thread per device: everything that touches the device runs here, so the event loop never waits for a kernel.
+
+The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. For emulation a
+device can be paced: the small real computation is done, then the thread's result is held until the emulated time has
+passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["Compute", "Pace"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """An emulated device: `flops` of work take flops / speed seconds, never less than the real computation."""
+
+    speed_flops_per_s: float
+
+    def seconds(self, flops: float) -> float:
+        return flops / self.speed_flops_per_s
+
+
+class Compute:
+    """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
+
+    def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
+        self.device = torch.device(device)
+        self.pace = pace
+        self.busy_s = 0.0  # seconds spent in calls, emulated time included
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{device}")
+
+    async def __aenter__(self) -> Compute:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A kernel cannot be interrupted: the thread ends with the call that it is in.
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
+        """Run on the compute thread. `flops` is the work that an emulated device is paced by."""
+        start_s = time.perf_counter()
+        result = await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        if self.pace is not None and flops > 0:
+            left_s = self.pace.seconds(flops) - (time.perf_counter() - start_s)
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+        self.busy_s += time.perf_counter() - start_s
+        return result

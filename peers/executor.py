@@ -1,0 +1,298 @@
+"""Walks the steps of one stage: decides by the local rule, computes on the device's thread, sends what is ready.
+
+The idea: a step is a transaction. F, B and W run as arrivals allow and windows permit; when the first stage has run
+its last B every gradient exists, so it sends the commit down the chain; a stage applies once its own W's are done and
+it knows of the commit. Until then `rollback` forgets the step. There is no barrier between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshcee.errors import NonFiniteLossError
+from meshcee.job import seed_of
+from meshcee.plan import Stage
+from meshcee.schedule.actions import Kind
+from meshcee.schedule.zero_bubble import StageView, choose
+from peers import messages, tensors
+from peers.compute import Compute
+from peers.inbox import Activation, Collect, Inbox
+from peers.messages import Step
+from peers.outbox import Outbox
+from peers.transport.base import Frame
+
+if TYPE_CHECKING:
+    from peers.stage import StageRunner
+
+__all__ = ["Executor", "Place", "StageFlops"]
+
+
+@dataclass(frozen=True)
+class StageFlops:
+    """Work of one micro-batch, forward and input-gradient and weight-gradient, that emulated devices are paced by."""
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this stage stands: its index, its plan entry, and with whom it shares parameters.
+
+    `partial_to` maps a shared parameter to the earlier stage that adds its own use; `partial_from` names the shared
+    parameters whose later uses must arrive first; `totals_to` maps a stage to the parameters whose total it needs;
+    `totals_from` names those that arrive.
+    """
+
+    index: int
+    count: int
+    stage: Stage
+    epoch: tuple[int, int]
+    seed: int
+    clip_norm: float | None
+    norm_order: Mapping[str, int]  # parameter -> its place in named_parameters
+    partial_to: Mapping[str, int] = field(default_factory=dict)
+    partial_from: frozenset[str] = frozenset()
+    totals_to: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    totals_from: frozenset[str] = frozenset()
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    @property
+    def fused(self) -> bool:
+        """Split only where another stage waits for B: not on the first stage, nor where W feeds an earlier stage."""
+        return self.is_first or bool(self.partial_to)
+
+
+class Executor:
+    """Runs the walks that the inbox receives, in order, until the owner's stream ends or something fails."""
+
+    def __init__(
+        self, runner: StageRunner, place: Place, inbox: Inbox, compute: Compute, owner: Outbox, flops: StageFlops
+    ) -> None:
+        self._runner = runner
+        self._place = place
+        self._inbox = inbox
+        self._compute = compute
+        self._owner = owner
+        self._flops = flops
+        self.stages: dict[int, Outbox] = {}  # stage index -> its outbox; set before the first walk
+        self.seconds: dict[str, float] = {}
+        self.max_live = 0  # most micro-batches between F and W, ever
+        self.max_in_flight = 0  # most micro-batches between F and B, ever
+
+    async def run(self) -> None:
+        """Take walks until cancelled."""
+        while True:
+            walk = await self._inbox.walks.get()
+            if isinstance(walk, Collect):
+                await self._send_state()
+            elif walk.forward_only:
+                await self._evaluate(walk)
+            else:
+                await self._train(walk)
+
+    # -- one training step ---------------------------------------------------------------------------------------
+
+    async def _train(self, walk: Step) -> None:
+        place, runner = self._place, self._runner
+        self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
+        start_s = time.perf_counter()
+        runner.begin(walk.step, walk.num_micro)
+        f = b = w = 0
+        while w < walk.num_micro:
+            action = choose(self._view(walk, f, b, w))
+            if action is None:
+                await self._wait()
+            elif action is Kind.F:
+                await self._forward(walk, f)
+                f += 1
+                self.max_live, self.max_in_flight = max(self.max_live, f - w), max(self.max_in_flight, f - b)
+            elif action is Kind.B:
+                await self._backward(walk, b)
+                b += 1
+                w += place.fused
+                if b == walk.num_micro and place.is_first and place.clip_norm is None:
+                    await self.commit(walk.walk, None)
+            else:
+                await self._weight_gradient(walk, w)
+                w += 1
+        await self._exchange_totals(walk)
+        norm = await self._settle(walk)
+        applied_s = time.perf_counter()
+        await self._compute.run(runner.apply, norm, walk.hyper)
+        self.seconds["apply"] = time.perf_counter() - applied_s
+        self._inbox.finish(walk.walk)
+        header = {"walk": walk.walk, "step": walk.step, "norm": norm, "seconds": dict(self.seconds)}
+        header["seconds"]["total"] = time.perf_counter() - start_s
+        await self._owner.put(Frame(messages.APPLIED, header))
+
+    def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
+        """What the local rule sees; each kind in micro order, so only the next of each matters."""
+        place, inbox, key = self._place, self._inbox, walk.walk
+        input_here = f < walk.num_micro and self._input_ready(key, f)
+        gradient_here = b < f and (place.is_last or (key, b) in inbox.back)
+        if place.fused:
+            gradient_here = gradient_here and self._partials_ready(key, b)
+        return StageView(
+            num_micro=walk.num_micro,
+            forwards=f,
+            backwards=b,
+            weights=w,
+            input_here=input_here,
+            gradient_here=gradient_here,
+            weight_here=w < b and self._partials_ready(key, w),
+            window=place.stage.window,
+            live_cap=place.stage.live_cap,
+        )
+
+    def _input_ready(self, walk: int, micro: int) -> bool:
+        raw = not self._runner.spec.raw_inputs or (walk, micro) in self._inbox.raw
+        return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
+
+    def _partials_ready(self, walk: int, micro: int) -> bool:
+        return self._place.partial_from <= self._inbox.shared.get((walk, micro), {}).keys()
+
+    async def _wait(self) -> None:
+        start_s = time.perf_counter()
+        self._inbox.changed.clear()
+        await self._inbox.changed.wait()
+        if "wait" in self.seconds:
+            self.seconds["wait"] += time.perf_counter() - start_s
+
+    async def _timed(self, kind: str, call: Any, *args: Any) -> Any:
+        start_s = time.perf_counter()
+        work = {"f": self._flops.f, "b": self._flops.b, "w": self._flops.w, "bw": self._flops.b + self._flops.w}[kind]
+        result = await self._compute.run(call, *args, flops=work)
+        self.seconds["b" if kind == "bw" else kind] += time.perf_counter() - start_s
+        return result
+
+    def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Activation]:
+        raw = self._inbox.raw.pop((walk, micro), {})
+        return raw, self._inbox.forward.pop((walk, micro), Activation((), None))
+
+    async def _forward(self, walk: Step, micro: int) -> None:
+        raw, activation = self._arrived(walk.walk, micro)
+        rng = seed_of(self._place.seed, walk.step, micro) if self._place.is_first else activation.rng
+        sent, rng_after, loss = await self._timed("f", self._runner.forward, micro, raw, activation.values, rng)
+        if loss is not None:
+            value = float(loss)
+            if not torch.isfinite(loss).all():
+                raise NonFiniteLossError(
+                    f"the loss of step {walk.step}, micro-batch {micro} is {value}; the step was not applied. "
+                    "Lower the learning rate, set clip_norm, or look at this batch"
+                )
+            await self._owner.put(
+                Frame(messages.LOSS, {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value})
+            )
+        if not self._place.is_last:
+            await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, rng_after])
+
+    async def _backward(self, walk: Step, micro: int) -> None:
+        gradients = self._inbox.back.pop((walk.walk, micro), ())
+        weight = walk.weights[micro] if self._place.is_last else None
+        if self._place.fused:
+            partials = self._inbox.shared.pop((walk.walk, micro), {})
+            received, onward = await self._timed("bw", self._runner.backward, micro, gradients, weight, partials)
+            await self._send_partials(walk.walk, micro, onward)
+        else:
+            received = await self._timed("b", self._runner.backward_input, micro, gradients, weight)
+        if not self._place.is_first:
+            await self._send(self._place.index - 1, messages.B, walk.walk, micro, received)
+
+    async def _weight_gradient(self, walk: Step, micro: int) -> None:
+        partials = self._inbox.shared.pop((walk.walk, micro), {})
+        onward = await self._timed("w", self._runner.backward_weight, micro, partials)
+        await self._send_partials(walk.walk, micro, onward)
+
+    async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
+        for target in sorted({self._place.partial_to[name] for name in partials}):
+            chosen = {n: t for n, t in partials.items() if self._place.partial_to[n] == target}
+            await self._send(target, messages.SHARED, walk, micro, list(chosen.values()), names=list(chosen))
+
+    # -- the end of a step: shared totals, the norm, the commit ----------------------------------------------------
+
+    async def _exchange_totals(self, walk: Step) -> None:
+        if self._place.totals_to:
+            totals = self._runner.shared_totals()
+            for target, names in self._place.totals_to.items():
+                held = [n for n in names if n in totals]
+                await self._send(target, messages.TOTAL, walk.walk, 0, [totals[n] for n in held], names=held)
+        while not self._place.totals_from <= self._inbox.totals.get(walk.walk, {}).keys():
+            await self._wait()
+        if self._place.totals_from:
+            self._runner.set_shared_totals(self._inbox.totals[walk.walk])
+
+    async def _settle(self, walk: Step) -> float | None:
+        """Wait until the step is committed; returns the global gradient norm when the job clips."""
+        place, inbox = self._place, self._inbox
+        if place.clip_norm is not None:
+            own = await self._compute.run(self._runner.grad_norms)
+            pairs = [(place.norm_order[name], float(norm)) for name, norm in own if name not in place.totals_from]
+            if not place.is_last:
+                while walk.walk not in inbox.norms:
+                    await self._wait()
+                pairs += inbox.norms[walk.walk]
+            if place.is_first:
+                norms = torch.tensor([norm for _, norm in sorted(pairs)], dtype=self._runner.norm_dtype)
+                await self.commit(walk.walk, float(torch.linalg.vector_norm(norms)) if pairs else 0.0)
+            else:
+                header = {"walk": walk.walk, "norms": pairs}
+                await self.stages[place.index - 1].put(Frame(messages.NORMS, header))
+        while walk.walk not in inbox.commits:
+            await self._wait()
+        return inbox.commits[walk.walk]
+
+    async def commit(self, walk: int, norm: float | None) -> None:
+        """The step is committed: tell the next stage at once, before any F of the next step, then note it."""
+        if not self._place.is_last:
+            await self.stages[self._place.index + 1].put(Frame(messages.COMMIT, {"walk": walk, "norm": norm}))
+        self._inbox.put_commit(walk, norm)
+
+    # -- evaluation and state ----------------------------------------------------------------------------------------
+
+    async def _evaluate(self, walk: Step) -> None:
+        for micro in range(walk.num_micro):
+            while not self._evaluation_ready(walk.walk, micro):
+                await self._wait()
+            raw, activation = self._arrived(walk.walk, micro)
+            sent, outputs = await self._compute.run(self._runner.evaluate, raw, activation.values)
+            if not self._place.is_last:
+                await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, None])
+            else:
+                meta, payloads = tensors.pack(outputs)
+                header = {"walk": walk.walk, "micro": micro, "tensors": meta}
+                await self._owner.put(Frame(messages.OUTPUT, header, payloads))
+        self._inbox.finish(walk.walk)
+
+    def _evaluation_ready(self, walk: int, micro: int) -> bool:
+        spec = self._runner.evaluation_spec
+        raw = spec is None or not spec.raw_inputs or (walk, micro) in self._inbox.raw
+        return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
+
+    async def _send_state(self) -> None:
+        state = await self._compute.run(self._runner.state_dict)
+        for name, tensor in state.items():
+            meta, payloads = tensors.pack([tensor])
+            await self._owner.put(Frame(messages.STATE, {"name": name, "tensors": meta}, payloads))
+        await self._owner.put(Frame(messages.STATE_END, {"tensors": len(state)}))
+
+    async def _send(
+        self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any
+    ) -> None:
+        meta, payloads = tensors.pack(values)
+        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "tensors": meta, **more}
+        await self.stages[target].put(Frame(kind, header, payloads))
+

@@ -1,0 +1,81 @@
+"""What the owner feeds: the walks of a job in order, and the raw inputs of each micro-batch.
+
+The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshcee.capture import Capture, stack
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.sampling import draw
+from peers.hyper import HyperSchedule
+from peers.messages import Step
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """Walks of one epoch. `micro_batch` is fixed by the plan."""
+
+    def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
+        if job.batch_size % micro_batch:
+            raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
+        self._job = job
+        self._capture = capture
+        self._micro_batch = micro_batch
+        self._hyper = HyperSchedule(job.optimizer, job.schedule)
+
+    def evaluates_after(self, step: int) -> bool:
+        every = self._job.eval_every
+        return self._job.eval_data is not None and (step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0))
+
+    def walks(self) -> Iterator[Step]:
+        """Steps, and after some of them an evaluation over the whole of `eval_data`."""
+        walk = 0
+        for step in range(self._job.steps):
+            yield Step(walk, step, self._weights(step), self._hyper.current())
+            self._hyper.advance()
+            walk += 1
+            if self.evaluates_after(step):
+                count = -(-len(self._job.eval_data) // self._micro_batch)
+                yield Step(walk, step, (1.0,) * count, forward_only=True)
+                walk += 1
+
+    def size(self, spec: Step, micro: int) -> int:
+        """Samples in a micro-batch: the last one of an evaluation may be smaller."""
+        return min(self._micro_batch, len(self._job.eval_data) - micro * self._micro_batch) if spec.forward_only else self._micro_batch
+
+    def samples(self, spec: Step, micro: int) -> tuple[Any, Any]:
+        """The stacked (x, y) of one micro-batch."""
+        size = self._micro_batch
+        if spec.forward_only:
+            data: Any = self._job.eval_data
+            indices: Sequence[int] = range(micro * size, min((micro + 1) * size, len(data)))
+        else:
+            data = self._job.data
+            indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[micro * size : (micro + 1) * size]
+        return stack([data[i] for i in indices])
+
+    def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
+        """The raw inputs of one micro-batch by the names that the graph gives them."""
+        return self._capture.inputs_of(self.samples(spec, micro))
+
+    def _weights(self, step: int) -> tuple[float, ...]:
+        """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""
+        count = self._job.batch_size // self._micro_batch
+        if self._job.reduction == "sum":
+            return (1.0,) * count
+        if self._job.weight is None:
+            return (self._micro_batch / self._job.batch_size,) * count
+        spec = Step(0, step, (1.0,) * count)
+        own = [float(self._job.weight(self.samples(spec, m)[1])) for m in range(count)]
+        total = sum(own)
+        if not total > 0:
+            raise UsageError(f"the weights of step {step} add up to {total}; Job.weight must be positive somewhere")
+        return tuple(w / total for w in own)

@@ -1,0 +1,142 @@
+"""What meshcee keeps on this machine: identities and runs, under MESHCEE_HOME (default ~/.meshcee).
+
+The idea: one folder, plain files, every write atomic; several peers on one machine each take the first identity that
+no living process holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from meshcee.errors import UsageError
+
+__all__ = ["Home", "Run", "write_atomic"]
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace the file in one step, so that a reader or a crash never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl and, at the end, result.json."""
+
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def info(self) -> dict[str, Any]:
+        try:
+            data: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return data
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The owner's process, if it still is that process: a pid may have been used again."""
+        info = self.info
+        try:
+            process = psutil.Process(int(info["pid"]))
+            return process if abs(process.create_time() - float(info["process_started"])) < 1 else None
+        except (KeyError, psutil.Error):
+            return None
+
+    @property
+    def state(self) -> str:
+        result = self.folder / "result.json"
+        if result.exists():
+            return str(json.loads(result.read_text()).get("state", "ended"))
+        return "running" if self.process else "died"
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        with (self.folder / "reports.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def reports(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.folder / "reports.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def end(self, state: str, **more: Any) -> None:
+        write_atomic(self.folder / "result.json", json.dumps({"state": state, "ended": time.time(), **more}).encode())
+
+
+class Home:
+    """The folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(os.environ.get("MESHCEE_HOME", "~/.meshcee")).expanduser()
+
+    def identity_files(self) -> Iterator[Path]:
+        """Candidates in order; the caller locks the first that is free."""
+        folder = self.folder / "identities"
+        folder.mkdir(parents=True, exist_ok=True)
+        for i in range(256):
+            yield folder / f"{i}.key"
+        raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
+
+    def next_incarnation(self) -> int:
+        """The owner's start counter: higher with every start, on disk before it is used."""
+        path = self.folder / "incarnation"
+        try:
+            last = int(path.read_text())
+        except FileNotFoundError:
+            last = 0
+        except ValueError as error:
+            raise UsageError(f"{path} is damaged: write a number into it that is higher than any before") from error
+        write_atomic(path, str(last + 1).encode(), durable=True)
+        return last + 1
+
+    def new_run(self, name: str, **info: Any) -> Run:
+        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
+        base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
+        for attempt in range(100):
+            folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+        me = psutil.Process()
+        data = {"name": name, "pid": me.pid, "process_started": me.create_time(), "started": time.time(), **info}
+        write_atomic(folder / "run.json", json.dumps(data).encode())
+        return Run(folder)
+
+    def runs(self) -> list[Run]:
+        """Newest first."""
+        folder = self.folder / "runs"
+        return [Run(f) for f in sorted(folder.iterdir(), reverse=True) if f.is_dir()] if folder.exists() else []
+
+    def run(self, run_id: str) -> Run:
+        """A run by id or unique beginning; "last" is the newest."""
+        found = self.runs()[:1] if run_id == "last" else [r for r in self.runs() if r.id.startswith(run_id)]
+        if len(found) != 1:
+            raise UsageError(f"{len(found)} runs match {run_id!r}; `meshcee run list` shows them")
+        return found[0]

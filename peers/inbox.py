@@ -1,0 +1,110 @@
+"""What has arrived at a stage and waits for its turn: raw inputs, activations, gradients, and word of the commit.
+
+The idea: readers of streams put, the executor takes; every arrival is checked against what the plan allows (who may
+send it, how many may wait, no duplicates), so a peer that misbehaves costs a ProtocolError and no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshcee.errors import ProtocolError
+from peers.messages import Step
+
+__all__ = ["Activation", "Collect", "Inbox"]
+
+Key = tuple[int, int]  # (walk, micro)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What a stage receives for one micro-batch: boundary values in order, and the generator's state."""
+
+    values: Sequence[Any]
+    rng: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Collect:
+    """The owner wants the stage's state once everything before it is applied."""
+
+
+@dataclass
+class Inbox:
+    """Arrivals of one stage. `limit` bounds each kind; `changed` wakes the executor.
+
+    walks    steps, evaluations and collections in the owner's order
+    raw      (walk, micro) -> raw inputs by name, from the owner
+    forward  (walk, micro) -> Activation, from the previous stage
+    back     (walk, micro) -> gradients of what was sent, from the next stage
+    shared   (walk, micro) -> partial gradients of shared parameters, by name, from later stages
+    totals   walk -> summed gradients of shared parameters, by name, from earlier stages
+    norms    walk -> (parameter index, norm) pairs of all later stages
+    commits  walk -> the global gradient norm, None when the job does not clip
+    """
+
+    limit: int
+    walks: asyncio.Queue[Step | Collect] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
+    raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    forward: dict[Key, Activation] = field(default_factory=dict)
+    back: dict[Key, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+    shared: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
+    totals: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    norms: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    commits: dict[int, float | None] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    done: int = -1  # the last walk that this stage has finished; nothing for it may arrive any more
+
+    def _store(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        walk = key[0] if isinstance(key, tuple) else key
+        if walk <= self.done or walk > self.done + self.limit:
+            raise ProtocolError(f"a frame of walk {walk} arrived while walk {self.done + 1} is running")
+        if key in table:
+            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+        if len(table) >= self.limit:
+            raise ProtocolError(f"more than {self.limit} micro-batches are waiting; the sender ignores the window")
+        table[key] = value
+        self.changed.set()
+
+    def put_raw(self, walk: int, micro: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._store(self.raw, (walk, micro), inputs)
+
+    def put_forward(self, walk: int, micro: int, activation: Activation) -> None:
+        self._store(self.forward, (walk, micro), activation)
+
+    def put_back(self, walk: int, micro: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._store(self.back, (walk, micro), gradients)
+
+    def put_shared(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
+        """Partials of different parameters may come from different stages, but each only once."""
+        present = self.shared.pop((walk, micro), {})
+        if present.keys() & partials.keys():
+            raise ProtocolError(f"a shared gradient of walk and micro-batch {(walk, micro)} arrived twice")
+        self._store(self.shared, (walk, micro), {**present, **partials})
+
+    def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor]) -> None:
+        present = self.totals.pop(walk, {})
+        if present.keys() & totals.keys():
+            raise ProtocolError(f"a shared total of walk {walk} arrived twice")
+        self._store(self.totals, walk, {**present, **totals})
+
+    def put_norms(self, walk: int, norms: list[tuple[int, float]]) -> None:
+        self._store(self.norms, walk, norms)
+
+    def put_commit(self, walk: int, norm: float | None) -> None:
+        self._store(self.commits, walk, norm)
+
+    def finish(self, walk: int) -> None:
+        """Forget a walk that is over."""
+        self.done = walk
+        for table in (self.raw, self.forward, self.back, self.shared):
+            for key in [k for k in table if k[0] <= walk]:
+                del table[key]
+        for once in (self.totals, self.norms, self.commits):
+            for key in [k for k in once if k <= walk]:
+                del once[key]

@@ -1,0 +1,308 @@
+"""A peer's part in a job: takes the offer, builds its stage, links to its neighbours, runs until the owner is done.
+
+The idea: one session per epoch, one TaskGroup per session. Whatever goes wrong in it ends the session, tells the owner
+why, and leaves the peer ready for the next job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+import torch
+
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
+from peers import messages, tensors
+from peers.compute import Compute
+from peers.executor import Executor
+from peers.inbox import Activation, Collect, Inbox
+from peers.messages import Step, need
+from peers.offer import Offer
+from peers.outbox import Outbox
+from peers.stage import StageRunner
+from peers.transport.base import Frame, Stream, StreamClosed, Transport
+from peers.weights import StateReceiver, hash_state
+
+__all__ = ["Member", "Session"]
+
+log = structlog.get_logger()
+
+
+class _OwnerDone(Exception):
+    """The owner closed the job's stream: the session is over."""
+
+
+class Session:
+    """One epoch of one job on this peer."""
+
+    def __init__(
+        self, offer: Offer, runner: StageRunner, stream: Stream, transport: Transport, compute: Compute, limits: Limits
+    ) -> None:
+        self.offer = offer
+        self.done = asyncio.Event()
+        self._stream = stream
+        self._transport = transport
+        self._place = offer.place
+        # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
+        self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
+        self._owner = Outbox(stream)
+        self._executor = Executor(runner, offer.place, self._inbox, compute, self._owner, offer.flops)
+        self._group: asyncio.TaskGroup | None = None
+        self._linked = False
+        self._limits = limits
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    async def run(self) -> None:
+        """Until the owner closes its stream; raises what went wrong otherwise."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._owner.run())
+                group.create_task(self._executor.run())
+                group.create_task(self._read_owner())
+        except* _OwnerDone:
+            pass
+        except* StreamClosed as closed:
+            # Only the owner's outbox raises it bare: links name the stage that was lost.
+            log.info("the owner is gone", reason=str(closed.exceptions[0]))
+        finally:
+            self._group = None
+
+    def close(self) -> None:
+        """Drop the links to the other stages, after the owner has heard the cause."""
+        self.done.set()
+        for outbox in self._executor.stages.values():
+            outbox.stream.abort()
+
+    async def _read_owner(self) -> None:
+        while True:
+            try:
+                frame = await self._stream.recv()
+            except StreamClosed as closed:
+                raise _OwnerDone from closed
+            if frame.kind == messages.INPUT:
+                names = need(frame.header, "names", list)
+                values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+                if len(names) != len(values) or not all(isinstance(v, torch.Tensor) for v in values):
+                    raise ProtocolError("an input frame needs one tensor for each name")
+                inputs = dict(zip(names, values))
+                self._inbox.put_raw(need(frame.header, "walk", int), need(frame.header, "micro", int), inputs)
+            elif frame.kind in (messages.STEP, messages.EVALUATE):
+                await self._link()
+                evaluation = frame.kind == messages.EVALUATE
+                walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
+                await self._inbox.walks.put(walk)
+            elif frame.kind == messages.COLLECT:
+                await self._inbox.walks.put(Collect())
+            else:
+                raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+    # -- links to other stages ---------------------------------------------------------------------------------------
+
+    async def _link(self) -> None:
+        """On the first walk: open a stream to each later stage that this one talks to; earlier ones attach to us."""
+        if self._linked:
+            return
+        self._linked = True
+        assert self._group is not None
+        for target in self.offer.links_to:
+            try:
+                stream = await self._transport.open(
+                    self.offer.peer_of(target), "stage", self.offer.addresses_of(target)
+                )
+                await stream.send(Frame(messages.ATTACH, self.offer.attach_header(self._place.index)))
+                reply = await stream.recv()
+            except (JoinError, StreamClosed) as error:
+                raise self._lost(target, error) from error
+            if reply.kind != messages.ATTACH:
+                raise ProtocolError(f"stage {target} answered the attachment with {reply.kind!r}")
+            self._use(target, stream)
+
+    def _use(self, index: int, stream: Stream) -> asyncio.Task[None]:
+        assert self._group is not None
+        stream.max_payload_bytes = self.offer.max_payload_bytes
+        outbox = Outbox(stream)
+        self._executor.stages[index] = outbox
+        self._group.create_task(self._send_to(index, outbox))
+        return self._group.create_task(self._read_stage(index, stream))
+
+    async def attach(self, stream: Stream, index: int) -> None:
+        """An earlier stage has opened a stream to us: serve it until the session ends."""
+        if self._group is None or index >= self._place.index or self.offer.peer_of(index) != stream.peer_id:
+            raise ProtocolError(f"peer {stream.peer_id} is not stage {index} of this epoch")
+        if index in self._executor.stages:
+            raise ProtocolError(f"stage {index} is attached already")
+        self._use(index, stream)
+        await self._executor.stages[index].put(Frame(messages.ATTACH))
+        await self.done.wait()
+
+    async def _send_to(self, index: int, outbox: Outbox) -> None:
+        try:
+            await outbox.run()
+        except StreamClosed as closed:
+            raise self._lost(index, closed) from closed
+
+    async def _read_stage(self, index: int, stream: Stream) -> None:
+        try:
+            while True:
+                await self._take(index, await stream.recv())
+        except StreamClosed as closed:
+            raise self._lost(index, closed) from closed
+
+    def _lost(self, index: int, error: BaseException) -> PeerLostError:
+        lost = PeerLostError(f"stage {index} on peer {self.offer.peer_of(index)} is gone: {error}")
+        lost.add_note(self.offer.peer_of(index))
+        return lost
+
+    async def _take(self, index: int, frame: Frame) -> None:
+        """One frame from another stage: its origin decides what it may be."""
+        place, inbox, header = self._place, self._inbox, frame.header
+        walk = need(header, "walk", int)
+        if frame.kind == messages.COMMIT and index == place.index - 1:
+            norm = header.get("norm")
+            await self._executor.commit(walk, None if norm is None else need(header, "norm", float))
+            return
+        if frame.kind == messages.NORMS and index == place.index + 1:
+            pairs = need(header, "norms", list)
+            inbox.put_norms(walk, [(int(i), float(n)) for i, n in pairs])
+            return
+        values = tensors.unpack(need(header, "tensors", list), frame.payloads)
+        if frame.kind == messages.F and index == place.index - 1:
+            if not values:
+                raise ProtocolError("an activation frame holds the generator's state at least")
+            inbox.put_forward(walk, need(header, "micro", int), Activation(values[:-1], values[-1]))
+        elif frame.kind == messages.B and index == place.index + 1:
+            inbox.put_back(walk, need(header, "micro", int), values)
+        elif frame.kind == messages.SHARED and index > place.index:
+            inbox.put_shared(walk, need(header, "micro", int), _named(header, values))
+        elif frame.kind == messages.TOTAL and index < place.index:
+            inbox.put_totals(walk, _named(header, values))
+        else:
+            raise ProtocolError(f"stage {index} sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+
+def _named(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor]:
+    names = need(header, "names", list)
+    if len(names) != len(values):
+        raise ProtocolError("a frame of shared gradients needs one tensor for each name")
+    return dict(zip(names, values))
+
+
+class Member:
+    """Serves the streams `job` and `stage`; at most one session at a time."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        compute: Compute,
+        *,
+        memory_bytes: int,
+        timeouts: Timeouts,
+        limits: Limits,
+        accept: Callable[[str, tuple[int, str]], None],
+    ) -> None:
+        self._transport = transport
+        self._compute = compute
+        self._memory_bytes = memory_bytes
+        self._timeouts = timeouts
+        self._limits = limits
+        self._accept = accept  # (owner, term) -> raises NotPermittedError
+        self.session: Session | None = None
+        self._reserved = False
+        transport.serve("job", self.serve_job)
+        transport.serve("stage", self.serve_stage)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._reserved
+
+    async def serve_job(self, stream: Stream) -> None:
+        if self._reserved:
+            error = PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            await stream.aclose()
+            return
+        self._reserved = True
+        try:
+            await self._serve(stream)
+        finally:
+            self._reserved = False
+            self.session = None
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(self._timeouts.offer_s):
+                self.session = await self._prepare(stream)
+        except TimeoutError:
+            log.warning("an offer was not completed in time", owner=stream.peer_id)
+            return
+        except MeshceeError as error:
+            log.warning("offer refused", owner=stream.peer_id, error=str(error))
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            await stream.aclose()
+            return
+        offer = self.session.offer
+        log.info("job accepted", job=offer.job, owner=stream.peer_id, stage=offer.place.index, blocks=offer.blocks)
+        try:
+            await self.session.run()
+            log.info("job over", job=offer.job)
+        except* Exception as failures:
+            error = _first(failures)
+            log.error("job failed", job=offer.job, error=f"{type(error).__name__}: {error}")
+            await self._report(stream, error)
+        finally:
+            self.session.close()
+
+    async def _report(self, stream: Stream, error: BaseException) -> None:
+        """Tell the owner before the links close, so that it hears the cause before its consequences."""
+        lost = getattr(error, "__notes__", [None])[0] if isinstance(error, PeerLostError) else None
+        try:
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await stream.send(Frame(messages.FAILED, messages.error_header(error, lost=lost)))
+                await stream.aclose()
+        except (StreamClosed, TimeoutError):
+            log.info("the owner did not hear of the failure", owner=stream.peer_id)
+
+    async def _prepare(self, stream: Stream) -> Session:
+        stream.max_payload_bytes = self._limits.graph_bytes
+        offer = Offer.from_frame(await stream.recv(), self._transport.peer_id, stream.peer_id, self._limits)
+        self._accept(stream.peer_id, offer.term)
+        if offer.state_bytes > self._memory_bytes:
+            missing = offer.state_bytes - self._memory_bytes
+            raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
+        receiver = StateReceiver(offer.expected_state)
+        stream.max_payload_bytes = receiver.max_payload_bytes
+        while not receiver.take(await stream.recv()):
+            pass
+        runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
+        stream.max_payload_bytes = self._limits.payload_bytes
+        session = Session(offer, runner, stream, self._transport, self._compute, self._limits)
+        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), "state": hash_state(receiver.state)}
+        await stream.send(Frame(messages.READY, header))
+        return session
+
+    async def serve_stage(self, stream: Stream) -> None:
+        frame = await stream.recv()
+        session = self.session
+        if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
+            raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")
+        await session.attach(stream, need(frame.header, "stage", int))
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The most telling leaf: anything before a lost peer, which is often only the consequence."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [failures]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return min(leaves, key=lambda e: isinstance(e, PeerLostError))

@@ -1,0 +1,104 @@
+"""Everything that crosses the wire between peers once a stream is open: the kinds, and how their headers are read.
+
+The idea: one table of kinds, one way to read a header field, so that a reader of this file knows all that a peer may
+be told, and a mistyped field is a ProtocolError wherever it turns up.
+
+Purposes of streams, and the frames on them:
+
+    join    (joiner -> seed)            HELLO, WELCOME                 clocks, versions, a second peer with our identity
+    probe   (peer -> peer)              PING, PONG                     latency and bandwidth
+    plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
+    job     (owner -> member)           OFFER, STATE*, READY | REFUSED
+                                        STEP, INPUT*   ->  LOSS*, APPLIED
+                                        EVALUATE, INPUT*  ->  OUTPUT*
+                                        COLLECT  ->  STATE*, STATE_END     FAILED at any time
+    stage   (stage -> later stage)      ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from meshcee import errors
+from meshcee.errors import MeshceeError, ProtocolError
+
+__all__ = ["Step", "epoch_of", "error_from", "error_header", "need"]
+
+T = TypeVar("T")
+
+HELLO, WELCOME = "hello", "welcome"
+PING, PONG = "ping", "pong"
+PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
+OFFER, STATE, STATE_END, READY = "offer", "state", "state_end", "ready"
+STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
+COLLECT, FAILED = "collect", "failed"
+ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
+
+
+def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """The field, of exactly this type (a bool is no int); ProtocolError otherwise."""
+    value = header.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ProtocolError(f"header field {name!r} must be {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
+    """The epoch (incarnation, n) that a frame belongs to."""
+    pair = header.get("epoch")
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(x) is int for x in pair):
+        raise ProtocolError("header field 'epoch' must be two integers")
+    return (pair[0], pair[1])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a member must know before it walks a step: how many micro-batches, their weights, this step's options.
+
+    `walk` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
+    `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
+    multiplied by; `hyper` holds the options of each parameter group that the schedule drives. An evaluation
+    (`forward_only`) applies nothing.
+    """
+
+    walk: int
+    step: int
+    weights: tuple[float, ...]
+    hyper: tuple[Mapping[str, Any], ...] = ()
+    forward_only: bool = False
+
+    @property
+    def num_micro(self) -> int:
+        return len(self.weights)
+
+    def header(self) -> dict[str, Any]:
+        return {"walk": self.walk, "step": self.step, "weights": list(self.weights), "hyper": [dict(h) for h in self.hyper]}
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:
+        weights = need(header, "weights", list)
+        hyper = need(header, "hyper", list)
+        if not 1 <= len(weights) <= max_micro or not all(isinstance(w, float) for w in weights):
+            raise ProtocolError(f"a step needs 1 to {max_micro} micro-batch weights")
+        if not all(isinstance(h, dict) for h in hyper):
+            raise ProtocolError("a step's group options must be mappings")
+        return cls(need(header, "walk", int), need(header, "step", int), tuple(weights), tuple(hyper), forward_only)
+
+
+def error_header(error: BaseException, **more: Any) -> dict[str, Any]:
+    """How an error travels: the class by name and the message; a foreign error becomes a MeshceeError."""
+    known = isinstance(error, MeshceeError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    return {"error": type(error).__name__ if known else "MeshceeError", "message": text[:4000], **more}
+
+
+def error_from(header: Mapping[str, Any]) -> MeshceeError:
+    """The error that another peer reported; an unknown class name becomes a plain MeshceeError."""
+    name = need(header, "error", str)
+    kind = getattr(errors, name, MeshceeError) if name in errors.__all__ else MeshceeError
+    error: MeshceeError = kind(need(header, "message", str))
+    return error

@@ -1,0 +1,250 @@
+"""An offer: all that a member must be told to hold its stage, as one frame, and what follows from it.
+
+The idea: owner and member derive everything else (who links to whom, what a shared parameter needs, how large a frame
+may be) from the plan and the graph by the same pure functions, so it need not be sent and cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import torch
+
+from meshcee.capture import Program, StageSpec, decode_program
+from meshcee.config import Limits
+from meshcee.errors import PlanError, ProtocolError, UsageError
+from meshcee.job import Optimizer
+from meshcee.plan import Plan
+from peers import messages
+from peers.executor import Place, StageFlops
+from peers.messages import need
+from peers.stage import StageRunner
+from peers.transport.base import Frame
+
+__all__ = ["Offer", "Terms"]
+
+RNG_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is the same for every member: the job's settings that a stage must know."""
+
+    job: str
+    optimizer: Optimizer
+    seed: int
+    clip_norm: float | None
+    precision: str
+    flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "optimizer": self.optimizer.to_json(),
+            "seed": self.seed,
+            "clip_norm": self.clip_norm,
+            "precision": self.precision,
+            "flops": list(self.flops),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Terms:
+        clip_norm = data.get("clip_norm")
+        precision = need(data, "precision", str)
+        if precision not in ("fp32", "bf16"):
+            raise ProtocolError(f"unknown precision {precision!r}")
+        return cls(
+            need(data, "job", str)[:200],
+            Optimizer.from_json(need(data, "optimizer", dict)),
+            need(data, "seed", int),
+            None if clip_norm is None else need(data, "clip_norm", float),
+            precision,
+            tuple(float(x) for x in need(data, "flops", list)),
+        )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One member's view of a plan: its place, and the graph that its stage is cut from."""
+
+    terms: Terms
+    plan: Plan
+    epoch: tuple[int, int]
+    term: tuple[int, str]
+    peer_id: str
+    train: Program
+    evaluate: Program | None
+    addresses: Mapping[str, tuple[str, ...]]
+
+    def frame(self) -> Frame:
+        """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
+        body = {
+            "terms": self.terms.to_json(),
+            "plan": self.plan.to_json(),
+            "addresses": {peer: list(known) for peer, known in self.addresses.items()},
+        }
+        header = {"epoch": list(self.epoch), "term": list(self.term), "evaluates": self.evaluate is not None}
+        payloads = [msgpack.packb(body), self.train.encoded()]
+        return Frame(messages.OFFER, header, payloads + ([self.evaluate.encoded()] if self.evaluate else []))
+
+    @classmethod
+    def from_frame(cls, frame: Frame, peer_id: str, owner: str, limits: Limits) -> Offer:
+        """Parse and check; raises ProtocolError, GraphError, PlanError or UsageError."""
+        if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
+            raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        try:
+            body = msgpack.unpackb(frame.payloads[0], raw=False, max_buffer_size=limits.graph_bytes)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"the offer is not msgpack: {error}") from error
+        if not isinstance(body, dict):
+            raise ProtocolError("the offer is not a mapping")
+        term = need(frame.header, "term", list)
+        if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str):
+            raise ProtocolError("header field 'term' must be a counter and a peer id")
+        programs = [decode_program(bytes(payload), limits) for payload in frame.payloads[1:]]
+        offer = cls(
+            Terms.from_json(need(body, "terms", dict)),
+            Plan.from_json(need(body, "plan", dict)),
+            messages.epoch_of(frame.header),
+            (term[0], term[1]),
+            peer_id,
+            programs[0],
+            programs[1] if len(programs) > 1 else None,
+            {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
+        )
+        if offer.plan.num_blocks != offer.train.num_blocks:
+            raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
+        if len(offer.plan.pipelines) != 1 or any(len(s.members) != 1 for s in offer.stages):
+            raise UsageError("this version runs one pipeline with one member a stage; upgrade with `pip install -U meshcee`")
+        if peer_id not in offer.plan.peers:
+            raise PlanError(f"peer {peer_id} is not part of the plan that it was offered")
+        return offer
+
+    # -- the plan, seen from this member -----------------------------------------------------------------------------
+
+    @property
+    def job(self) -> str:
+        return self.terms.job
+
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        return self.plan.pipelines[0].stages
+
+    @cached_property
+    def index(self) -> int:
+        return next(i for i, stage in enumerate(self.stages) if self.peer_id in stage.peers)
+
+    @property
+    def blocks(self) -> str:
+        return f"{self.stages[self.index].first}..{self.stages[self.index].end - 1}"
+
+    def peer_of(self, index: int) -> str:
+        if not 0 <= index < len(self.stages):
+            raise ProtocolError(f"there is no stage {index}")
+        return str(self.stages[index].members[0].peer)
+
+    def addresses_of(self, index: int) -> tuple[str, ...]:
+        return self.addresses.get(self.peer_of(index), ())
+
+    def attach_header(self, index: int) -> dict[str, Any]:
+        return {"epoch": list(self.epoch), "job": self.job, "stage": index}
+
+    def is_epoch(self, header: Mapping[str, Any]) -> bool:
+        return messages.epoch_of(header) == self.epoch and header.get("job") == self.job
+
+    @cached_property
+    def specs(self) -> tuple[StageSpec, ...]:
+        """The training slice of every stage, this one's included."""
+        return tuple(self.train.slice(stage.first, stage.end) for stage in self.stages)
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Each shared trainable parameter and the stages that hold it, ascending."""
+        found: dict[str, list[int]] = {}
+        for i, spec in enumerate(self.specs):
+            for name in spec.trainable:
+                found.setdefault(name, []).append(i)
+        return {name: tuple(at) for name, at in found.items() if len(at) > 1}
+
+    @cached_property
+    def place(self) -> Place:
+        """This member's place: the earliest holder of a shared parameter sums its gradient and tells the others."""
+        me = self.index
+        mine = {name: at for name, at in self.holders.items() if me in at}
+        totals_to: dict[int, list[str]] = {}
+        for name, at in sorted(mine.items()):
+            if at[0] == me:
+                for later in at[1:]:
+                    totals_to.setdefault(later, []).append(name)
+        return Place(
+            index=me,
+            count=len(self.stages),
+            stage=self.stages[me],
+            epoch=self.epoch,
+            seed=self.terms.seed,
+            clip_norm=self.terms.clip_norm,
+            norm_order={name: i for i, name in enumerate(self.train.param_order)},
+            partial_to={name: at[at.index(me) - 1] for name, at in mine.items() if at[0] != me},
+            partial_from=frozenset(name for name, at in mine.items() if at[-1] != me),
+            totals_to={later: tuple(names) for later, names in totals_to.items()},
+            totals_from=frozenset(name for name, at in mine.items() if at[0] != me),
+        )
+
+    @cached_property
+    def links_to(self) -> tuple[int, ...]:
+        """The later stages that this one opens a stream to."""
+        me = self.index
+        later = {me + 1} if me + 1 < len(self.stages) else set()
+        for at in self.holders.values():
+            if me in at:
+                position = at.index(me)
+                later.update(at[position + 1 : position + 2])
+                if position == 0:
+                    later.update(at[1:])
+        return tuple(sorted(later))
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def expected_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every parameter and buffer of this stage."""
+        return self.specs[self.index].state_meta(self.evaluate)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Weights as they arrive; the planner has accounted for gradients, moments and activations."""
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.expected_state.values())
+
+    @property
+    def max_in_flight(self) -> int:
+        return int(max(stage.live_cap for stage in self.stages))
+
+    @property
+    def max_micro(self) -> int:
+        return 1 << 16
+
+    @cached_property
+    def max_payload_bytes(self) -> int:
+        """The largest frame that another stage may send: a boundary, or the shared gradients."""
+        batch = self.plan.micro_batch
+        boundary = max(sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received) for spec in self.specs)
+        return int(boundary + self.state_bytes + RNG_BYTES)
+
+    @cached_property
+    def flops(self) -> StageFlops:
+        """Backward costs twice the forward: half for the inputs, half for the weights."""
+        stage = self.stages[self.index]
+        work = sum(self.terms.flops[stage.first : stage.end]) * self.plan.micro_batch
+        return StageFlops(work, work, work)
+
+    def build(self, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
+        """The stage, ready to run; called on the compute thread."""
+        stage = self.stages[self.index]
+        evaluation = self.evaluate.slice(stage.first, stage.end) if self.evaluate else None
+        return StageRunner(
+            self.specs[self.index], evaluation, state, self.terms.optimizer, precision=self.terms.precision, device=device
+        )

@@ -1,0 +1,373 @@
+"""The owner's side of a job: offers the plan, feeds samples, hears losses, collects the weights.
+
+The idea: the owner computes nothing. It holds the data and the only log that activates a plan; members hold the
+model. Feeding runs ahead of the losses by a bounded number of micro-batches, so steps follow one another without a
+barrier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+import torch
+
+from meshcee.capture import Capture
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import MeshceeError, PeerLostError, ProtocolError
+from meshcee.job import Job
+from meshcee.plan import Plan
+from peers import messages, tensors
+from peers.feed import Feed
+from peers.messages import Step, need
+from peers.offer import Offer, Terms
+from peers.outbox import Outbox
+from peers.transport.base import Frame, Stream, StreamClosed, Transport
+from peers.weights import StateReceiver, hash_state, state_frames
+
+__all__ = ["Owner", "Report"]
+
+log = structlog.get_logger()
+
+GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
+
+
+@dataclass(frozen=True)
+class Report:
+    """One committed step. `loss` is the weighted sum over its micro-batches, in micro order."""
+
+    step: int
+    steps: int
+    loss: float
+    step_s: float
+    samples_per_s: float
+    eta_s: float
+    limit: str  # what bounds the speed, in words
+    norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Walk:
+    """What has come back of one step or evaluation."""
+
+    spec: Step
+    members: int
+    losses: dict[int, float] = field(default_factory=dict)
+    applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    outputs: dict[int, list[Any]] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check(self) -> None:
+        back = self.outputs if self.spec.forward_only else self.losses
+        if len(back) == self.spec.num_micro and (self.spec.forward_only or len(self.applied) == self.members):
+            self.complete.set()
+
+    def loss(self) -> float:
+        return sum(self.losses[m] * self.spec.weights[m] for m in range(self.spec.num_micro))
+
+
+class _Link:
+    """The stream to one member."""
+
+    def __init__(self, offer: Offer, stream: Stream) -> None:
+        self.offer = offer
+        self.peer_id = offer.peer_id
+        self.stream = stream
+        self.outbox = Outbox(stream, limit_frames=64)
+        self.receiver = StateReceiver(offer.expected_state)
+        self.collected = asyncio.Event()
+        self.closing = False
+
+
+class _EpochFailed(Exception):
+    """Some member failed; the group of the epoch ends."""
+
+
+class Owner:
+    """One epoch of one job."""
+
+    def __init__(
+        self,
+        job: Job,
+        capture: Capture,
+        plan: Plan,
+        term: tuple[int, str],
+        epoch: tuple[int, int],
+        transport: Transport,
+        *,
+        addresses: Mapping[str, tuple[str, ...]],
+        names: Mapping[str, str],
+        timeouts: Timeouts,
+        limits: Limits,
+    ) -> None:
+        self._job = job
+        self._capture = capture
+        self.plan = plan
+        self._term = term
+        self._epoch = epoch
+        self._transport = transport
+        self._addresses = addresses
+        self._names = names
+        self._timeouts = timeouts
+        self._limits = limits
+        self._links: list[_Link] = []
+        self._walks: dict[int, _Walk] = {}
+        ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
+        self._ahead = asyncio.Semaphore(ahead)
+        self._order: asyncio.Queue[_Walk | None] = asyncio.Queue(maxsize=256)
+        self._failed = asyncio.Event()
+        self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
+        self._stop = False
+        self._step = 0  # the first step that is not yet complete, for errors
+
+    def stop(self) -> None:
+        """Finish the steps that are fed, then collect and end: the first Ctrl-C."""
+        self._stop = True
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._stop
+
+    async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> dict[str, torch.Tensor]:
+        """Run the job to its end; returns the weights and buffers by name. Raises the cause of a failure."""
+        state: dict[str, torch.Tensor] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                watchdog = group.create_task(self._watch_failures())
+                await self._offer_all(group)
+                group.create_task(self._feed(feed))
+                await self._report_all(feed, report)
+                state = await self._collect()
+                for link in self._links:
+                    link.closing = True
+                    await link.outbox.finish()
+                    await link.stream.aclose()
+                watchdog.cancel()
+        except* _EpochFailed:
+            pass
+        finally:
+            for link in self._links:
+                link.stream.abort()
+        if self._failures:
+            raise min(self._failures, key=lambda failure: failure[0])[1]
+        return state
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    async def _watch_failures(self) -> None:
+        await self._failed.wait()
+        await asyncio.sleep(GRACE_S)
+        raise _EpochFailed
+
+    def _fail(self, rank: int, error: MeshceeError) -> None:
+        self._failures.append((rank, error))
+        self._failed.set()
+
+    def _describe(self, peer_id: str) -> str:
+        stage = next((i for i, s in enumerate(self.plan.pipelines[0].stages) if peer_id in s.peers), None)
+        return f"{self._names.get(peer_id, '')} ({peer_id}, stage {stage})".strip()
+
+    # -- offering ------------------------------------------------------------------------------------------------------
+
+    async def _offer_all(self, group: asyncio.TaskGroup) -> None:
+        job = self._job
+        flops = tuple(cost.flops for cost in self._capture.costs)
+        terms = Terms(job.name, job.optimizer, job.seed, job.clip_norm, job.precision, flops)
+        async with asyncio.TaskGroup() as offering:
+            for peer_id in self.plan.peers:
+                offer = Offer(
+                    terms,
+                    self.plan,
+                    self._epoch,
+                    self._term,
+                    peer_id,
+                    self._capture.train,
+                    self._capture.evaluate,
+                    self._addresses,
+                )
+                offering.create_task(self._offer(offer))
+        self._links.sort(key=lambda link: link.offer.index)
+        for link in self._links:
+            group.create_task(self._send(link))
+            group.create_task(self._read(link))
+
+    async def _offer(self, offer: Offer) -> None:
+        peer_id = offer.peer_id
+        lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step; run the command again")
+        try:
+            async with asyncio.timeout(self._timeouts.offer_s):
+                stream = await self._transport.open(peer_id, "job", self._addresses.get(peer_id, ()))
+                link = _Link(offer, stream)
+                self._links.append(link)
+                await stream.send(offer.frame())
+                state = {name: self._capture.state[name] for name in offer.expected_state}
+                for frame in state_frames(state):
+                    await stream.send(frame)
+                reply = await stream.recv()
+        except (StreamClosed, TimeoutError) as error:
+            self._fail(1, lost)
+            raise _EpochFailed from error
+        except MeshceeError as error:
+            self._fail(1, error)
+            raise _EpochFailed from error
+        if reply.kind == messages.READY:
+            ready = reply.header
+            if ready.get("plan") != self.plan.hash() or ready.get("state") != hash_state(state):
+                self._fail(0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights"))
+                raise _EpochFailed
+        else:
+            self._fail(0, messages.error_from(reply.header))
+            raise _EpochFailed
+        stream.max_payload_bytes = link.receiver.max_payload_bytes + self._limits.chunk_bytes
+
+    # -- feeding -------------------------------------------------------------------------------------------------------
+
+    async def _feed(self, feed: Feed) -> None:
+        for spec in feed.walks():
+            if self._stop and not spec.forward_only:
+                break
+            walk = _Walk(spec, len(self._links))
+            self._walks[spec.walk] = walk
+            await self._order.put(walk)
+            kind = messages.EVALUATE if spec.forward_only else messages.STEP
+            for link in self._links:
+                await link.outbox.put(Frame(kind, spec.header()))
+            for micro in range(spec.num_micro):
+                await self._ahead.acquire()
+                inputs = feed.inputs(spec, micro)
+                for link in self._links:
+                    names = link.offer.raw_inputs(forward_only=spec.forward_only)
+                    if names:
+                        meta, payloads = tensors.pack([inputs[name] for name in names])
+                        header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
+                        await link.outbox.put(Frame(messages.INPUT, header, payloads))
+        await self._order.put(None)
+
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
+    async def _send(self, link: _Link) -> None:
+        try:
+            await link.outbox.run()
+        except StreamClosed as closed:
+            self._gone(link, closed)
+
+    async def _read(self, link: _Link) -> None:
+        try:
+            while True:
+                self._take(link, await link.stream.recv())
+        except StreamClosed as closed:
+            if not link.closing:
+                self._gone(link, closed)
+        except ProtocolError as error:
+            self._fail(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
+
+    def _gone(self, link: _Link, closed: StreamClosed) -> None:
+        self._fail(
+            1, PeerLostError(f"peer {self._describe(link.peer_id)} was lost in step {self._step}, before it was applied: {closed}")
+        )
+
+    def _take(self, link: _Link, frame: Frame) -> None:
+        header = frame.header
+        if frame.kind in (messages.STATE, messages.STATE_END):
+            if link.receiver.take(frame):
+                link.collected.set()
+            return
+        if frame.kind == messages.FAILED:
+            error = messages.error_from(header)
+            link.closing = True  # its end of file is a consequence
+            if isinstance(error, PeerLostError):
+                lost = header.get("lost")
+                who = self._describe(lost) if isinstance(lost, str) else "another stage"
+                self._fail(2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}"))
+            else:
+                self._fail(0, error)
+            return
+        walk = self._walks.get(need(header, "walk", int))
+        if walk is None:
+            raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
+        is_last = link is self._links[-1]
+        if frame.kind == messages.APPLIED:
+            walk.applied[link.peer_id] = header
+        elif frame.kind == messages.LOSS and is_last:
+            walk.losses[need(header, "micro", int)] = need(header, "loss", float)
+            self._ahead.release()
+        elif frame.kind == messages.OUTPUT and is_last:
+            walk.outputs[need(header, "micro", int)] = tensors.unpack(need(header, "tensors", list), frame.payloads)
+            self._ahead.release()
+        else:
+            raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
+        walk.check()
+
+    async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
+        """One report a step, in order; the metrics of an evaluation go with the step before it."""
+        started_s = last_s = time.perf_counter()
+        held: Report | None = None
+        first = True
+        while (walk := await self._order.get()) is not None:
+            self._step = walk.spec.step
+            await walk.complete.wait()
+            del self._walks[walk.spec.walk]
+            if walk.spec.forward_only:
+                assert held is not None
+                await report(replace(held, metrics=self._metrics(feed, walk)))
+                last_s = time.perf_counter()
+                continue
+            now_s = time.perf_counter()
+            step_s, last_s = now_s - last_s, now_s
+            mean_s = (now_s - started_s) / (walk.spec.step + 1) if not first else step_s
+            first = False
+            held = Report(
+                step=walk.spec.step,
+                steps=self._job.steps,
+                loss=walk.loss(),
+                step_s=step_s,
+                samples_per_s=self._job.batch_size / step_s,
+                eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
+                limit=self._limit(walk),
+                norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
+            )
+            if not feed.evaluates_after(walk.spec.step):
+                await report(held)
+
+    def _metrics(self, feed: Feed, walk: _Walk) -> dict[str, float]:
+        """Each metric averaged over the evaluation's samples; "loss" is always there."""
+        totals: dict[str, float] = {}
+        count = 0
+        for micro in range(walk.spec.num_micro):
+            _, target = feed.samples(walk.spec, micro)
+            loss, output = self._capture.outputs_of(walk.outputs[micro])
+            size = feed.size(walk.spec, micro)
+            count += size
+            values = {"loss": float(loss), **{k: float(m(output, target)) for k, m in self._job.metrics.items()}}
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + value * size
+        return {name: value / count for name, value in totals.items()}
+
+    def _limit(self, walk: _Walk) -> str:
+        """The busiest stage, or that none is busy: then links or the window limit."""
+        shares = []
+        for link in self._links:
+            seconds = walk.applied[link.peer_id].get("seconds", {})
+            total = float(seconds.get("total", 0)) or 1.0
+            shares.append((1 - float(seconds.get("wait", 0)) / total, link))
+        share, link = max(shares, key=lambda pair: pair[0])
+        name = self._names.get(link.peer_id) or link.peer_id[-6:]
+        if share >= 0.7:
+            return f"compute of {name} (stage {link.offer.index}, {share:.0%} busy)"
+        return f"links: the busiest stage, {link.offer.index} on {name}, waits {1 - share:.0%}"
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> dict[str, torch.Tensor]:
+        for link in self._links:
+            await link.outbox.put(Frame(messages.COLLECT))
+        state: dict[str, torch.Tensor] = {}
+        for link in reversed(self._links):
+            await link.collected.wait()
+            state.update(link.receiver.state)
+        return {name: state[name] for name in self._capture.state}
