@@ -289,10 +289,7 @@ class Executor:
             await self._owner.put(Frame(messages.STATE, {"name": name, "tensors": meta}, payloads))
         await self._owner.put(Frame(messages.STATE_END, {"tensors": len(state)}))
 
-    async def _send(
-        self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any
-    ) -> None:
+    async def _send(self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any) -> None:
         meta, payloads = tensors.pack(values)
         header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "tensors": meta, **more}
         await self.stages[target].put(Frame(kind, header, payloads))
-

@@ -33,7 +33,9 @@ class Feed:
 
     def evaluates_after(self, step: int) -> bool:
         every = self._job.eval_every
-        return self._job.eval_data is not None and (step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0))
+        return self._job.eval_data is not None and (
+            step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0)
+        )
 
     def walks(self) -> Iterator[Step]:
         """Steps, and after some of them an evaluation over the whole of `eval_data`."""
@@ -49,7 +51,11 @@ class Feed:
 
     def size(self, spec: Step, micro: int) -> int:
         """Samples in a micro-batch: the last one of an evaluation may be smaller."""
-        return min(self._micro_batch, len(self._job.eval_data) - micro * self._micro_batch) if spec.forward_only else self._micro_batch
+        return (
+            min(self._micro_batch, len(self._job.eval_data) - micro * self._micro_batch)
+            if spec.forward_only
+            else self._micro_batch
+        )
 
     def samples(self, spec: Step, micro: int) -> tuple[Any, Any]:
         """The stacked (x, y) of one micro-batch."""
@@ -59,7 +65,9 @@ class Feed:
             indices: Sequence[int] = range(micro * size, min((micro + 1) * size, len(data)))
         else:
             data = self._job.data
-            indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[micro * size : (micro + 1) * size]
+            indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[
+                micro * size : (micro + 1) * size
+            ]
         return stack([data[i] for i in indices])
 
     def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:

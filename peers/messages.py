@@ -76,7 +76,12 @@ class Step:
         return len(self.weights)
 
     def header(self) -> dict[str, Any]:
-        return {"walk": self.walk, "step": self.step, "weights": list(self.weights), "hyper": [dict(h) for h in self.hyper]}
+        return {
+            "walk": self.walk,
+            "step": self.step,
+            "weights": list(self.weights),
+            "hyper": [dict(h) for h in self.hyper],
+        }
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:

@@ -119,7 +119,9 @@ class Offer:
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
         if len(offer.plan.pipelines) != 1 or any(len(s.members) != 1 for s in offer.stages):
-            raise UsageError("this version runs one pipeline with one member a stage; upgrade with `pip install -U meshcee`")
+            raise UsageError(
+                "this version runs one pipeline with one member a stage; upgrade with `pip install -U meshcee`"
+            )
         if peer_id not in offer.plan.peers:
             raise PlanError(f"peer {peer_id} is not part of the plan that it was offered")
         return offer
@@ -231,7 +233,9 @@ class Offer:
     def max_payload_bytes(self) -> int:
         """The largest frame that another stage may send: a boundary, or the shared gradients."""
         batch = self.plan.micro_batch
-        boundary = max(sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received) for spec in self.specs)
+        boundary = max(
+            sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received) for spec in self.specs
+        )
         return int(boundary + self.state_bytes + RNG_BYTES)
 
     @cached_property
@@ -246,5 +250,10 @@ class Offer:
         stage = self.stages[self.index]
         evaluation = self.evaluate.slice(stage.first, stage.end) if self.evaluate else None
         return StageRunner(
-            self.specs[self.index], evaluation, state, self.terms.optimizer, precision=self.terms.precision, device=device
+            self.specs[self.index],
+            evaluation,
+            state,
+            self.terms.optimizer,
+            precision=self.terms.precision,
+            device=device,
         )

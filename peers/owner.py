@@ -218,7 +218,9 @@ class Owner:
         if reply.kind == messages.READY:
             ready = reply.header
             if ready.get("plan") != self.plan.hash() or ready.get("state") != hash_state(state):
-                self._fail(0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights"))
+                self._fail(
+                    0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights")
+                )
                 raise _EpochFailed
         else:
             self._fail(0, messages.error_from(reply.header))
@@ -268,7 +270,10 @@ class Owner:
 
     def _gone(self, link: _Link, closed: StreamClosed) -> None:
         self._fail(
-            1, PeerLostError(f"peer {self._describe(link.peer_id)} was lost in step {self._step}, before it was applied: {closed}")
+            1,
+            PeerLostError(
+                f"peer {self._describe(link.peer_id)} was lost in step {self._step}, before it was applied: {closed}"
+            ),
         )
 
     def _take(self, link: _Link, frame: Frame) -> None:
@@ -283,7 +288,9 @@ class Owner:
             if isinstance(error, PeerLostError):
                 lost = header.get("lost")
                 who = self._describe(lost) if isinstance(lost, str) else "another stage"
-                self._fail(2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}"))
+                self._fail(
+                    2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}")
+                )
             else:
                 self._fail(0, error)
             return

@@ -118,7 +118,9 @@ class RichView(LineView):
             TextColumn("[dim]{task.fields[limit]}"),
             console=console,
         )
-        self._task = self._progress.add_task("training", start=False, visible=False, loss="", speed="", eta="", limit="")
+        self._task = self._progress.add_task(
+            "training", start=False, visible=False, loss="", speed="", eta="", limit=""
+        )
 
     def __enter__(self) -> RichView:
         self._progress.start()

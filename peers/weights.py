@@ -32,7 +32,9 @@ def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
             yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])
             group, size = {}, 0
         # safetensors refuses views that share memory: tied parameters are already one entry, a clone is rare.
-        group[name] = tensor.detach().cpu().contiguous().clone() if tensor._is_view() else tensor.detach().cpu().contiguous()
+        group[name] = (
+            tensor.detach().cpu().contiguous().clone() if tensor._is_view() else tensor.detach().cpu().contiguous()
+        )
         size += tensor.nbytes
     if group:
         yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])

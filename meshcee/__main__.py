@@ -1,0 +1,6 @@
+"""`python -m meshcee`: the command line, for when the script is not on the PATH."""
+
+from peers.cli import main
+
+if __name__ == "__main__":
+    main()

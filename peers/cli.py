@@ -1,0 +1,201 @@
+"""The command line: options become values, errors become one sentence and an exit code.
+
+The idea: each command is a thin function over the Python API; this file knows flags, the modules in commands/ know
+what to do with them.
+
+Exit codes: 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured, 5 no feasible plan, 6 unrecoverable loss of
+peers, 7 non-finite loss, 8 not permitted, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshcee import __version__
+from meshcee.errors import MeshceeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="meshcee",
+    help="Train one model across scattered machines, exactly as one machine would have.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
+app.add_typer(run_app, name="run")
+
+Join = Annotated[
+    str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token or multiaddress of a peer.")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
+Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
+Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
+Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
+Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, help="CPU threads of torch.")]
+Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
+Listen = Annotated[
+    str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
+]
+Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshcee {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def peer(
+    join: Join = None,
+    name: Annotated[
+        str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: the host name.")
+    ] = None,
+    device: Device = "auto",
+    memory: Memory = None,
+    region: Region = None,
+    threads: Threads = None,
+    listen: Listen = "0.0.0.0:0",
+    announce: Announce = None,
+    identity: Identity = None,
+    open_: Annotated[
+        bool, typer.Option("--open", help="A mesh without a key: any address of it lets anyone join.")
+    ] = False,
+    valid: Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")] = "7d",
+    shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
+    shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Lend this machine to a mesh: start one, or join with --join."""
+    from peers.commands.peer import PeerOptions, run_peer
+
+    run_peer(
+        PeerOptions(
+            join, name, device, memory, region, threads, listen, announce, identity, open_, valid, shape, shape_device
+        ),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    join: Join = None,
+    local: Annotated[int | None, typer.Option(min=1, help="No mesh: this many peers inside this process.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
+    compute: Annotated[bool, typer.Option("--compute", help="Let this machine hold a stage too.")] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train a job on a mesh (--join) or inside this process (--local N)."""
+    from peers.commands.train import TrainOptions, run_train
+
+    run_train(TrainOptions(job, join, local, out, dry_run, compute, device, threads), as_json=as_json)
+
+
+@app.command()
+def status(join: Join = None, as_json: Json = False) -> None:
+    """Show the mesh: peers, links, coordinator, and the running plan."""
+    from peers.commands.status import run_status
+
+    run_status(join, as_json=as_json)
+
+
+@app.command()
+def local(
+    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=64, help="How many peers.")] = 4,
+    shape: Annotated[
+        str | None, typer.Option(help="Emulate a testbed: NAME, or FILE:NAME; sets the peers too.")
+    ] = None,
+    job: Annotated[Path | None, typer.Option(help="Train this job on it, then end; default: run until Ctrl-C.")] = None,
+    threads: Threads = 1,
+    as_json: Json = False,
+) -> None:
+    """Start a mesh of real peer processes on this machine, with emulated devices and links if a shape is given."""
+    from peers.commands.local import run_local
+
+    run_local(peers, shape, job, threads or 1, as_json=as_json)
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers.")] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a character GPT on four local peers and check it against the plain PyTorch loop."""
+    from peers.commands.demo import run_demo
+
+    run_demo(peers, steps, as_json=as_json)
+
+
+@run_app.command("list")
+def run_list(as_json: Json = False) -> None:
+    """List the runs of this machine, newest first."""
+    from peers.commands.runs import list_runs
+
+    list_runs(as_json=as_json)
+
+
+@run_app.command("stop")
+def run_stop(run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last") -> None:
+    """Finish the running step, save, and end the run."""
+    from peers.commands.runs import stop_run
+
+    stop_run(run)
+
+
+@run_app.command("logs")
+def run_logs(
+    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last", as_json: Json = False
+) -> None:
+    """Print the reports of a run."""
+    from peers.commands.runs import show_logs
+
+    show_logs(run, as_json=as_json)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
+    try:
+        app(arguments)
+    except MeshceeError as error:
+        _fail(error, error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        traceback.print_exc()
+        _fail(error, 1)
+
+
+def _fail(error: BaseException, code: int) -> None:
+    arguments: list[Any] = sys.argv
+    if "--json" in arguments:
+        print(json.dumps({"error": type(error).__name__, "message": str(error), "exit_code": code}), flush=True)
+    hint = (
+        "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
+    )
+    print(f"meshcee: {error}{hint}", file=sys.stderr)
+    sys.exit(code)

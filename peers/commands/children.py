@@ -1,0 +1,116 @@
+"""Peer processes that a command starts on this machine, for `meshcee local` and `meshcee demo`.
+
+The idea: each is the user's own `meshcee peer` command in a process of its own; whatever happens to us, they end: asked
+politely first, then killed, and the kernel kills them when we die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshcee.errors import MeshceeError
+
+__all__ = ["Children", "die_with_parent"]
+
+START_S = 60.0
+END_S = 8.0
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a child of ours, first thing: SIGTERM when the process named by MESHCEE_PARENT dies (Linux only)."""
+    parent = os.environ.pop("MESHCEE_PARENT", None)
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we could ask
+        sys.exit(130)
+
+
+class Children:
+    """Peer processes. Lifetime is `async with`; leaving ends them all within END_S."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.token = ""
+
+    async def __aenter__(self) -> Children:
+        self.home.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.terminate()
+        try:
+            async with asyncio.timeout(END_S):
+                for process in self.processes.values():
+                    await process.wait()
+        except TimeoutError:
+            for process in self.processes.values():
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    async def start_peers(
+        self, count: int, *, threads: int, names: list[str] | None = None, shape: str | None = None
+    ) -> str:
+        """Start one peer, then the others joining it, each with its own identity; returns the token to join with."""
+        names = names or [f"peer-{i}" for i in range(count)]
+        self.token = await self._start(names[0], threads, None, shape)
+        async with asyncio.TaskGroup() as group:
+            for name in names[1:]:
+                group.create_task(self._start(name, threads, self.token, shape))
+        return self.token
+
+    async def _start(self, name: str, threads: int, token: str | None, shape: str | None) -> str:
+        log = (self.home / f"{name}.log").open("ab")
+        command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", "127.0.0.1:0"]
+        command += ["--threads", str(threads), "--device", "cpu"]
+        if token:
+            command += ["--join", token]
+        if shape:
+            command += ["--shape", shape, "--shape-device", name]
+        environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
+        environment["MESHCEE_PARENT"] = str(os.getpid())
+        environment.pop("MESHCEE_JOIN", None)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+        )
+        log.close()
+        self.processes[name] = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_S):
+                while line := await process.stdout.readline():
+                    event: dict[str, Any] = json.loads(line)
+                    if "token" in event:
+                        return str(event["token"])
+        except TimeoutError as error:
+            raise MeshceeError(f"{name} did not start within {START_S:.0f} s; its log is {log.name}") from error
+        lines = Path(log.name).read_text(errors="replace").splitlines()[-15:]
+        raise MeshceeError(f"{name} ended while starting:\n" + "\n".join(lines))
+
+    async def run(self, arguments: list[str]) -> None:
+        """Run another meshcee command to its end, its output going where ours goes; its failure is ours."""
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "meshcee", *arguments)
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.send_signal(signal.SIGINT)
+            await process.wait()
+            raise
+        if code:
+            sys.exit(code)

@@ -1,0 +1,42 @@
+"""`meshcee local`: a whole mesh on this machine, each peer a real process, devices and links emulated on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from peers.commands.children import Children
+from peers.commands.session import configure_logging, run_async
+from peers.emulation import device_names
+
+__all__ = ["run_local"]
+
+
+def run_local(count: int, shape: str | None, job: Path | None, threads: int, *, as_json: bool) -> None:
+    configure_logging(as_json=as_json, level="warning")
+    names = device_names(shape) if shape else [f"peer-{i}" for i in range(count)]
+    run_async(_local(names, shape, job, threads, as_json=as_json))
+
+
+async def _local(names: list[str], shape: str | None, job: Path | None, threads: int, *, as_json: bool) -> None:
+    console = Console(stderr=as_json, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="meshcee-local-") as folder:
+        async with Children(Path(folder)) as children:
+            token = await children.start_peers(len(names), threads=threads, names=names, shape=shape)
+            if as_json:
+                print(
+                    json.dumps({"token": token, "pids": {n: p.pid for n, p in children.processes.items()}}), flush=True
+                )
+            else:
+                console.print(f"{len(names)} peers are up: {', '.join(names)}")
+                console.print(f"\n  meshcee train JOB.py --join {token}", soft_wrap=True)
+                console.print(f"  meshcee status --join {token}\n\nCtrl-C ends them.", soft_wrap=True)
+            if job is None:
+                await asyncio.Event().wait()
+            else:
+                command = ["train", str(job), "--join", token] + (["--json"] if as_json else [])
+                await children.run(command)

@@ -1,0 +1,78 @@
+"""`meshcee run list | stop | logs`: the runs that this machine owns, read from their folders."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshcee.errors import UsageError
+from peers.home import Home, Run
+
+__all__ = ["list_runs", "show_logs", "stop_run"]
+
+
+def _summary(run: Run) -> dict[str, object]:
+    reports = run.reports()
+    last = reports[-1] if reports else {}
+    return {
+        "run": run.id,
+        "state": run.state,
+        "step": last.get("step", -1) + 1,
+        "steps": last.get("steps", run.info.get("steps", 0)),
+        "loss": last.get("loss"),
+        "started": run.info.get("started"),
+    }
+
+
+def list_runs(*, as_json: bool) -> None:
+    summaries = [_summary(run) for run in Home().runs()]
+    if as_json:
+        for summary in summaries:
+            print(json.dumps(summary))
+        return
+    if not summaries:
+        print("No runs yet: start one with `meshcee train JOB.py --join TOKEN`.")
+        return
+    table = Table()
+    for column in ("run", "state", "step", "loss"):
+        table.add_column(column)
+    for s in summaries:
+        loss = f"{s['loss']:.4f}" if isinstance(s["loss"], float) else "-"
+        table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss)
+    Console().print(table)
+
+
+def stop_run(run_id: str) -> None:
+    """Send the owner the first Ctrl-C; wait until it has saved."""
+    run = Home().run(run_id)
+    process = run.process
+    if process is None or run.state != "running":
+        raise UsageError(f"run {run.id} is not running ({run.state})")
+    process.send_signal(signal.SIGINT)
+    typer.echo(f"{run.id}: finishing its step and saving ...")
+    deadline_s = time.monotonic() + 60
+    while run.state == "running":
+        if time.monotonic() > deadline_s:
+            raise UsageError(f"run {run.id} is still busy after 60 s; `kill {process.pid}` aborts it")
+        time.sleep(0.2)
+    typer.echo(f"{run.id}: {run.state}")
+
+
+def show_logs(run_id: str, *, as_json: bool) -> None:
+    run = Home().run(run_id)
+    for report in run.reports():
+        if as_json:
+            print(json.dumps(report))
+        else:
+            metrics = "  ".join(f"{k} {v:.4f}" for k, v in report["metrics"].items())
+            line = f"step {report['step'] + 1}/{report['steps']}  loss {report['loss']:.4f}"
+            print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
+    result = run.folder / "result.json"
+    if result.exists() and not as_json:
+        data = json.loads(result.read_text())
+        print(f"{data['state']}" + (f": {data['error']}" if data.get("error") else ""))

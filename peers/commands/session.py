@@ -1,0 +1,90 @@
+"""How a command runs a coroutine: uvloop, Ctrl-C twice, and errors unwrapped from task groups.
+
+The idea: the first Ctrl-C (or SIGTERM) asks politely, the second cancels; either way every `async with` is left, so
+nothing of ours remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+import uvloop
+
+from meshcee.errors import MeshceeError
+
+__all__ = ["Interrupted", "configure_logging", "run_async", "unwrap"]
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """The user asked twice; becomes exit code 130."""
+
+
+def configure_logging(*, as_json: bool, level: str | None = None) -> None:
+    """Logs go to standard error: key=value lines, or JSON with --json. MESHCEE_LOG sets the level."""
+    name = (level or os.environ.get("MESHCEE_LOG", "info")).upper()
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+            structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(name, logging.INFO)),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The error inside task groups that a user should see: the first of ours, else the first of all."""
+    while isinstance(error, BaseExceptionGroup):
+        ours = [e for e in error.exceptions if isinstance(e, MeshceeError)]
+        error = ours[0] if ours else error.exceptions[0]
+    return error
+
+
+def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
+    """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end."""
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        count = 0
+
+        def interrupt() -> None:
+            nonlocal count
+            count += 1
+            if count > 1 or polite is None or not polite():
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if count:
+                raise Interrupted from None
+            raise
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(supervised())
+    except Interrupted:
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        error = unwrap(group)
+        if isinstance(error, Interrupted | asyncio.CancelledError | KeyboardInterrupt):
+            sys.exit(130)
+        raise error from group

@@ -1,0 +1,142 @@
+"""`meshcee train`: load the job, join a mesh or make one in this process, train, save."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.plan import Plan
+from peers.assemble import JoinOptions, join
+from peers.commands.session import configure_logging, run_async
+from peers.home import Home, write_atomic
+from peers.jobfile import load_job
+from peers.mesh import Mesh, Result
+from peers.profiler import resolve_device
+from peers.view import View, view_for
+
+__all__ = ["TrainOptions", "run_train", "save_weights"]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The flags of `meshcee train`."""
+
+    job: Path
+    join: str | None
+    local: int | None
+    out: Path | None
+    dry_run: bool
+    compute: bool
+    device: str
+    threads: int | None
+
+
+def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
+    """Write a .safetensors file atomically, under the model's own names."""
+    import safetensors.torch
+
+    write_atomic(path, safetensors.torch.save({k: v.contiguous() for k, v in state.items()}))
+
+
+def run_train(options: TrainOptions, *, as_json: bool) -> None:
+    if (options.join is None) == (options.local is None):
+        raise UsageError("say where to train: --join TOKEN for a mesh, or --local N for N peers in this process")
+    if options.out is not None and options.out.suffix != ".safetensors":
+        raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UsageError(f"--out: there is no folder {options.out.parent}")
+    configure_logging(as_json=as_json, level="warning")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    job = load_job(options.job)
+    where = JoinOptions(
+        token=options.join,
+        local=options.local,
+        compute=options.compute,
+        device=resolve_device(options.device) if options.compute or options.local else "cpu",
+        name="owner",
+    )
+    current: list[Mesh] = []
+
+    def polite() -> bool:
+        for mesh in current:
+            mesh.stop()
+        return bool(current)
+
+    view = view_for(as_json=as_json)
+    with view:
+        result = run_async(_train(job, where, options, view, current), polite)
+    if result is None:
+        return
+    out = options.out
+    if out is None and result.stopped:
+        out = Path(f"{job.name}-stopped.safetensors")
+    if out is not None:
+        save_weights(out, result.state_dict)
+    summary = {
+        "state": "stopped" if result.stopped else "done",
+        "steps": len(result.losses),
+        "first_loss": result.losses[0] if result.losses else None,
+        "last_loss": result.losses[-1] if result.losses else None,
+        "metrics": result.metrics[-1][1] if result.metrics else {},
+        "out": str(out) if out else None,
+    }
+    if as_json:
+        print(json.dumps({"result": summary}), flush=True)
+        return
+    verb = "Stopped" if result.stopped else "Done"
+    losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"
+    print(f"{verb}: {len(result.losses)} steps, {losses}" + (f"; weights in {out}" if out else ""))
+    for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
+        print(f"  eval {name}: {value:.4f}")
+
+
+async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View, current: list[Mesh]) -> Result | None:
+    start_s = time.perf_counter()
+    captured = capture(job)
+    size = sum(t.nbytes for t in captured.state.values())
+    view.note(
+        f"captured {job.name}: {len(captured.costs)} blocks, {size / 2**20:.1f} MiB of weights "
+        f"in {time.perf_counter() - start_s:.1f} s"
+    )
+    async with join(where, Home()) as mesh:
+        if options.dry_run:
+            plan, _ = await mesh.plan(job, captured)
+            view.plan(plan, mesh.agent.names())
+            _explain(job, captured, plan, mesh, view)
+            return None
+        current.append(mesh)
+        try:
+            async for report in mesh.train(job, captured=captured, on_plan=view.plan):
+                view.report(report)
+        finally:
+            current.clear()
+        return mesh.result
+
+
+def _explain(job: Job, captured: Capture, plan: Plan, mesh: Mesh, view: View) -> None:
+    """Memory and expected time of each stage, for --dry-run."""
+    from meshcee.planner.memory import stage_bytes
+
+    devices = mesh.agent.devices()
+    names = mesh.agent.names()
+    slowest_s = 0.0
+    for stage in plan.pipelines[0].stages:
+        peer = stage.members[0].peer
+        costs = captured.costs[stage.first : stage.end]
+        need = stage_bytes(costs, plan.micro_batch, stage.live_cap)
+        seconds = 3 * sum(c.flops for c in costs) * plan.micro_batch / devices[peer].speed_flops_per_s
+        slowest_s = max(slowest_s, seconds)
+        view.note(
+            f"{names.get(peer, peer)}: blocks {stage.first}..{stage.end - 1}, "
+            f"{need / 2**20:.1f} MiB of {devices[peer].memory_bytes / 2**20:.0f} MiB, {seconds * 1e3:.1f} ms a micro-batch"
+        )
+    step_s = slowest_s * (plan.pipelines[0].num_micro + len(plan.pipelines[0].stages) - 1)
+    view.note(f"expected: {step_s:.2f} s a step, {step_s * job.steps:.0f} s for {job.steps} steps")

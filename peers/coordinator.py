@@ -1,0 +1,135 @@
+"""The coordinator's work: answer owners who ask for a plan.
+
+The idea: whoever holds the lease plans, from the records that every peer publishes; nobody else does. A plan carries
+the term under which it was made, and members refuse terms older than the newest that they have accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from meshcee.errors import JoinError, MeshceeError, PlanError, ProtocolError
+from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.planner.proportional import proportional
+from meshcee.profile import BlockCost, DeviceProfile
+from peers import messages
+from peers.messages import need
+from peers.transport.base import Frame, Stream, StreamClosed
+
+if TYPE_CHECKING:
+    from peers.agent import Agent
+
+__all__ = ["PlanRequest", "PlanService", "request_plan"]
+
+log = structlog.get_logger()
+
+MAX_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a planner must know of a job: no tensor, no code."""
+
+    costs: Sequence[BlockCost]
+    batch_size: int
+    micro_batch: int | None
+    precision: str
+
+    @classmethod
+    def of(cls, job: Job, costs: Sequence[BlockCost]) -> PlanRequest:
+        return cls(costs, job.batch_size, job.micro_batch_size, job.precision)
+
+    def header(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "micro_batch": self.micro_batch, "precision": self.precision}
+
+    def frame(self) -> Frame:
+        import msgpack
+
+        costs = [{**asdict(cost), "parameters": []} for cost in self.costs]
+        return Frame(messages.PLAN_REQUEST, self.header(), [msgpack.packb(costs)])
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> PlanRequest:
+        import msgpack
+
+        if frame.kind != messages.PLAN_REQUEST or len(frame.payloads) != 1:
+            raise ProtocolError(f"expected a request for a plan, got a frame of kind {frame.kind!r}")
+        try:
+            raw = msgpack.unpackb(frame.payloads[0], raw=False)
+            if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_BLOCKS:
+                raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks")
+            costs = [BlockCost(**{**cost, "parameters": ()}) for cost in raw]
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"this is not a list of block costs: {error}") from error
+        micro_batch = frame.header.get("micro_batch")
+        return cls(
+            costs,
+            need(frame.header, "batch_size", int),
+            None if micro_batch is None else need(frame.header, "micro_batch", int),
+            need(frame.header, "precision", str),
+        )
+
+    def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
+        if not devices:
+            raise PlanError("no peer of the mesh lends a device: start one with `meshcee peer --join TOKEN`")
+        return proportional(devices, self.costs, self.batch_size, self.micro_batch)
+
+
+class PlanService:
+    """Serves the stream `plan` on every peer; only the coordinator answers with a plan."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        agent.transport.serve("plan", self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        stream.max_payload_bytes = 16 << 20
+        try:
+            request = PlanRequest.from_frame(await stream.recv())
+            lease = self._agent.lease
+            if lease is None or lease.peer_id != self._agent.peer_id:
+                holder = lease.peer_id if lease else "nobody yet"
+                raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
+            plan = await asyncio.to_thread(request.plan, self._agent.devices())
+            log.info("planned", stages=len(plan.pipelines[0].stages), owner=stream.peer_id, term=lease.term)
+            await stream.send(Frame(messages.PLAN, {"plan": plan.to_json(), "term": list(lease.term)}))
+        except MeshceeError as error:
+            log.warning("no plan", owner=stream.peer_id, error=str(error))
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+
+
+async def request_plan(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[int, str]]:
+    """Ask whoever holds the lease, waiting for an election if need be. Raises PlanError or JoinError."""
+    last = "nobody holds the coordinator's lease"
+    try:
+        async with asyncio.timeout(agent.timeouts.join_s):
+            while True:
+                lease = await agent.coordinator()
+                if lease.peer_id == agent.peer_id:
+                    return await asyncio.to_thread(request.plan, agent.devices()), lease.term
+                try:
+                    return await _ask(agent, lease.peer_id, request)
+                except (JoinError, StreamClosed) as error:
+                    last = str(error)
+                    await asyncio.sleep(agent.timeouts.directory_poll_s)
+    except TimeoutError as error:
+        raise JoinError(f"no coordinator answered within {agent.timeouts.join_s:.0f} s: {last}") from error
+
+
+async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> tuple[Plan, tuple[int, str]]:
+    stream = await agent.transport.open(peer_id, "plan", agent.addresses_of([peer_id]).get(peer_id, ()))
+    try:
+        await stream.send(request.frame())
+        reply = await stream.recv()
+    finally:
+        await stream.aclose()
+    if reply.kind == messages.REFUSED:
+        raise messages.error_from(reply.header)
+    term = need(reply.header, "term", list)
+    return Plan.from_json(need(reply.header, "plan", dict)), (int(term[0]), str(term[1]))

@@ -1,0 +1,146 @@
+"""A mesh as Python code sees it: who is there, and `train`.
+
+The idea: `async with meshcee.join(...) as mesh` gives an agent that may own jobs. Training a job is: capture, ask the
+coordinator for a plan, offer it, feed it; reports come back as an async iterator, and `mesh.result` holds the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import MeshceeError, PeerLostError
+from meshcee.job import Job
+from meshcee.plan import Plan
+from peers.agent import Agent
+from peers.coordinator import PlanRequest, request_plan
+from peers.feed import Feed
+from peers.home import Home, Run
+from peers.owner import Owner, Report
+from peers.view import report_json
+
+__all__ = ["Mesh", "Result"]
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Result:
+    """What a job leaves: one loss a step, evaluations by step, the trained weights under their original names."""
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    state_dict: dict[str, torch.Tensor] = field(default_factory=dict)
+    plan: Plan | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
+
+    @property
+    def micro_batch_size(self) -> int:
+        assert self.plan is not None
+        return self.plan.micro_batch
+
+
+class Mesh:
+    """A joined mesh. Made by `meshcee.join`, which also ends it."""
+
+    def __init__(self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None) -> None:
+        self.agent = agent
+        self.result = Result()
+        self._group = group
+        self._home = home
+        self._owner: Owner | None = None
+
+    def stop(self) -> None:
+        """Finish the running step, collect the weights, end: what the first Ctrl-C does."""
+        if self._owner is not None:
+            self._owner.stop()
+
+    async def plan(self, job: Job, captured: Capture) -> tuple[Plan, tuple[int, str]]:
+        """Ask the mesh's coordinator for a plan, with the term under which it was made."""
+        request = PlanRequest.of(job, captured.costs)
+        return await request_plan(self.agent, request)
+
+    async def train(
+        self,
+        job: Job,
+        *,
+        captured: Capture | None = None,
+        on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
+    ) -> AsyncIterator[Report]:
+        """Train; yields one report a step. Raises the cause of a failure; leaving the loop early aborts the job."""
+        reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
+        task = self._group.create_task(self._train(job, captured, on_plan, reports))
+        try:
+            while (item := await reports.get()) is not None:
+                if isinstance(item, MeshceeError):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _train(
+        self,
+        job: Job,
+        captured: Capture | None,
+        on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
+        reports: asyncio.Queue[Report | MeshceeError | None],
+    ) -> None:
+        run: Run | None = None
+        try:
+            if captured is None:
+                captured = await asyncio.to_thread(capture, job)
+            plan, term = await self.plan(job, captured)
+            names = self.agent.names()
+            self.result = Result(plan=plan, names=names)
+            if on_plan is not None:
+                on_plan(plan, names)
+            incarnation = 1
+            if self._home is not None:
+                incarnation = self._home.next_incarnation()
+                run = self._home.new_run(job.name, steps=job.steps, plan=plan.to_json(), names=names)
+            self._owner = Owner(
+                job,
+                captured,
+                plan,
+                term,
+                (incarnation, 1),
+                self.agent.transport,
+                addresses=self.agent.addresses_of(plan.peers),
+                names=names,
+                timeouts=self.agent.timeouts,
+                limits=self.agent.limits,
+            )
+
+            async def hear(report: Report) -> None:
+                self.result.losses.append(report.loss)
+                if report.metrics:
+                    self.result.metrics.append((report.step, dict(report.metrics)))
+                if run is not None:
+                    run.report(report_json(report))
+                self.agent.announce_run(job.name, plan, report.step, report.loss)
+                await reports.put(report)
+
+            self.result.state_dict = await self._owner.train(Feed(job, captured, plan.micro_batch), hear)
+            self.result.stopped = self._owner.was_stopped
+            if run is not None:
+                run.end("stopped" if self.result.stopped else "done")
+            await reports.put(None)
+        except MeshceeError as error:
+            if run is not None:
+                run.end("failed", error=str(error))
+            await reports.put(error)
+        except BaseException as error:
+            if run is not None:
+                run.end("aborted", error=repr(error))
+            raise
+        finally:
+            self._owner = None
+            self.agent.announce_run(None, None, 0, 0.0)

@@ -1,0 +1,128 @@
+"""What this peer measures: its device's speed and memory, and its links to the others.
+
+The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work; a link by a
+few empty round trips and one payload sized so that it takes about a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+
+import psutil
+import torch
+
+from meshcee.errors import ProtocolError, UsageError
+from meshcee.profile import DeviceProfile, LinkProfile
+from peers import messages
+from peers.compute import Compute
+from peers.messages import need
+from peers.transport.base import Frame, Stream, Transport
+
+__all__ = ["measure_device", "probe_link", "resolve_device", "serve_probe"]
+
+MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
+PING_COUNT = 5
+FIRST_PAYLOAD_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 4 << 20  # a probe never sends more than this at once
+TARGET_S = 0.1
+
+
+def resolve_device(wanted: str) -> str:
+    """ "auto" becomes the best device at hand; a device that torch does not have is a UsageError."""
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return "cuda:0"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device {wanted!r} is not usable here: {str(error).splitlines()[0]}; try --device cpu"
+        ) from error
+    return str(device)
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.9)
+    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return device.type
+
+
+def _timed_speed(device: torch.device) -> float:
+    """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device; median of several."""
+    size = 1024 if device.type != "cpu" else 256
+    a = torch.randn(size, size, device=device)
+    b = torch.randn(size, size, device=device)
+    speeds = []
+    for attempt in range(12):
+        start_s = time.perf_counter()
+        c = torch.nn.functional.gelu(a @ b) + a
+        c.flatten()[0].item()  # waits for the device
+        if attempt >= 2:  # warmed up
+            speeds.append(2 * size**3 / (time.perf_counter() - start_s))
+    return statistics.median(speeds)
+
+
+async def measure_device(compute: Compute, memory_bytes: int | None = None) -> DeviceProfile:
+    """Profile this device; an emulated one reports the speed that it is paced to."""
+    speed = await compute.run(_timed_speed, compute.device)
+    if compute.pace is not None:
+        speed = min(speed, compute.pace.speed_flops_per_s)
+    return DeviceProfile(
+        kind=compute.device.type,
+        name=_device_name(compute.device),
+        memory_bytes=memory_bytes if memory_bytes is not None else _device_memory(compute.device),
+        speed_flops_per_s=speed,
+        threads=torch.get_num_threads(),
+    )
+
+
+async def serve_probe(stream: Stream) -> None:
+    """Answer pings until the prober closes."""
+    stream.max_payload_bytes = MAX_PAYLOAD_BYTES
+    while True:
+        frame = await stream.recv()
+        if frame.kind != messages.PING:
+            raise ProtocolError(f"a probe holds pings only, got {frame.kind!r}")
+        await stream.send(Frame(messages.PONG, {"bytes": frame.payload_bytes}))
+
+
+async def _ping(stream: Stream, payload: bytes) -> float:
+    start_s = time.perf_counter()
+    await stream.send(Frame(messages.PING, {}, [payload] if payload else []))
+    reply = await stream.recv()
+    elapsed_s = time.perf_counter() - start_s
+    if reply.kind != messages.PONG or need(reply.header, "bytes", int) != len(payload):
+        raise ProtocolError(f"peer {stream.peer_id} answered a probe with something else")
+    return elapsed_s
+
+
+async def probe_link(transport: Transport, peer_id: str, addresses: tuple[str, ...], now: float) -> LinkProfile:
+    """Latency is half the median empty round trip; bandwidth what a payload took beyond it. Raises JoinError."""
+    stream = await transport.open(peer_id, "probe", addresses)
+    try:
+        round_trip_s = statistics.median([await _ping(stream, b"") for _ in range(PING_COUNT)])
+        size, elapsed_s = FIRST_PAYLOAD_BYTES, 0.0
+        while True:
+            elapsed_s = max(await _ping(stream, bytes(size)) - round_trip_s, 1e-6)
+            if elapsed_s >= TARGET_S / 2 or size >= MAX_PAYLOAD_BYTES:
+                break
+            size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * TARGET_S / elapsed_s)))
+            await asyncio.sleep(0)
+        return LinkProfile(round_trip_s / 2, size / elapsed_s, now)
+    finally:
+        await stream.aclose()

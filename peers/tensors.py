@@ -1,0 +1,146 @@
+"""Tensors as (meta, payloads): what crosses a stage boundary, without a copy where memory allows.
+
+The idea: a tensor on the wire is its raw bytes in the order in which they lie in memory, and a meta entry that says
+how to read them; the order of dimensions is kept, because a kernel may round differently on a transposed tensor and
+the mesh must compute what one process would. Numbers and None travel in the meta. Nothing is built before meta and
+sizes agree.
+
+    meta entry    [dtype, shape]  or  [dtype, shape, order of dimensions in memory]  or  an int, float, bool or None
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshcee.errors import ProtocolError
+from peers.transport.base import Buffer
+
+__all__ = ["Expected", "Value", "pack", "unpack"]
+
+Value = torch.Tensor | int | float | bool | None
+Expected = tuple[torch.dtype, Sequence[int]] | type | None  # dtype and shape, a number's type, or anything
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        torch.bool,
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_DIMENSIONS = 32
+_MAX_ELEMENTS = 1 << 48
+_MAX_ENTRIES = 4096
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def pack(values: Sequence[Value]) -> tuple[list[Any], list[Buffer]]:
+    """Meta for a frame's header, and one payload per tensor.
+
+    A dense CPU tensor is not copied: do not write to it before `send` has returned.
+    """
+    meta: list[Any] = []
+    payloads: list[Buffer] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            entry, payload = _pack_tensor(value)
+            meta.append(entry)
+            payloads.append(payload)
+        elif value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value in _INT64):
+            meta.append(value)
+        else:
+            raise ProtocolError(f"cannot send a {type(value).__name__} between stages: {value!r}")
+    return meta, payloads
+
+
+def unpack(meta: Any, payloads: Sequence[Buffer], expected: Sequence[Expected] | None = None) -> list[Value]:
+    """Inverse of `pack`. CPU tensors over the payloads' own memory; ProtocolError on anything that does not fit."""
+    if not isinstance(meta, list) or len(meta) > _MAX_ENTRIES:
+        raise ProtocolError(f"tensors' meta must be a list of at most {_MAX_ENTRIES} entries")
+    if expected is not None and len(expected) != len(meta):
+        raise ProtocolError(f"{len(meta)} values arrived, {len(expected)} were expected")
+    checked = [_check(entry) for entry in meta]
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in filter(None, checked)]
+    got = [memoryview(payload).nbytes for payload in payloads]
+    if sizes != got:
+        raise ProtocolError(f"the tensors' meta describes payloads of {sizes} bytes, {got} arrived")
+    for index, want in enumerate(expected or ()):
+        _check_expected(index, want, meta[index], checked[index])
+    buffers = iter(payloads)
+    return [meta[i] if tensor is None else _build(*tensor, next(buffers)) for i, tensor in enumerate(checked)]
+
+
+def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], Buffer]:
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        raise ProtocolError(f"cannot send a tensor of {tensor.dtype} with layout {tensor.layout}")
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    entry: list[Any] = [_NAMES[tensor.dtype], list(tensor.shape)]
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        if tensor.permute(order).is_contiguous():
+            tensor = tensor.permute(order)
+            entry.append(order)
+        else:
+            tensor = tensor.contiguous()  # overlapping or with gaps
+    if not tensor.numel():
+        return entry, b""
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return entry, data
+
+
+_Checked = tuple[torch.dtype, list[int], list[int] | None]
+
+
+def _check(entry: Any) -> _Checked | None:
+    """The tensor that an entry describes, or None for a number; refuses everything else."""
+    if entry is None or isinstance(entry, (bool, int, float)):
+        return None
+    if not isinstance(entry, list) or len(entry) not in (2, 3):
+        raise ProtocolError("a tensor's meta must be [dtype, shape] or [dtype, shape, order]")
+    name, shape = entry[0], entry[1]
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ProtocolError(f"a tensor's dtype {str(name)[:40]!r} is unknown")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise ProtocolError(f"a tensor's shape must be a list of at most {_MAX_DIMENSIONS} sizes")
+    if not all(type(size) is int and 0 <= size <= _MAX_ELEMENTS for size in shape):
+        raise ProtocolError("a tensor's shape has a size that is not a sensible number")
+    if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:  # zeros too must not hide an overflow
+        raise ProtocolError("a tensor's shape is absurdly large")
+    order = entry[2] if len(entry) == 3 else None
+    if order is not None and not (
+        isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == list(range(len(shape)))
+    ):
+        raise ProtocolError("the order of a tensor's dimensions is not a permutation")
+    return _DTYPES[name], shape, order
+
+
+def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | None) -> None:
+    if want is None:
+        return
+    if isinstance(want, tuple):
+        if tensor is None or tensor[0] != want[0] or tensor[1] != list(want[1]):
+            got = f"{tensor[0]} {tensor[1]}" if tensor else repr(entry)
+            raise ProtocolError(f"value {index} must be a tensor {want[0]} {list(want[1])}, got {got}")
+    elif tensor is not None or type(entry) is not want:
+        raise ProtocolError(f"value {index} must be a number of type {want.__name__}")
+
+
+def _build(dtype: torch.dtype, shape: list[int], order: list[int] | None, payload: Buffer) -> torch.Tensor:
+    stored = shape if order is None else [shape[dim] for dim in order]
+    if 0 in shape:
+        tensor = torch.empty(stored, dtype=dtype)
+    else:
+        if memoryview(payload).readonly:
+            payload = bytearray(payload)  # torch has no read-only tensors
+        tensor = torch.frombuffer(payload, dtype=dtype).view(stored)
+    if order is None:
+        return tensor
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(back)

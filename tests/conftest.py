@@ -1,0 +1,7 @@
+"""Settings that every test shares."""
+
+from hypothesis import HealthCheck, settings
+
+# Two slow cores must not turn a property test into a timing test.
+settings.register_profile("meshcee", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("meshcee")
