@@ -35,8 +35,10 @@ class StreamClosed(ConnectionError):
 class Stream(Protocol):
     """An ordered, reliable, flow-controlled sequence of frames in both directions with one authenticated peer.
 
-    `send` waits for byte credits (backpressure); many tasks may send, a frame is never interleaved with another.
-    `recv` is for one task. Both raise StreamClosed when the other end is gone, ProtocolError on malformed input.
+    `send` waits for byte credits (backpressure); many tasks may send, a frame is never interleaved with another. When
+    it returns, the payloads' memory may be reused. Cancelling it retracts the frame; the stream stays usable.
+    `recv` is for one task and may be cancelled without losing a frame; payloads arrive as writable memoryviews.
+    Both raise StreamClosed when the other end is gone; recv raises ProtocolError on malformed input.
     """
 
     peer_id: str  # the remote peer, proven by the handshake
@@ -70,10 +72,14 @@ class Transport(Protocol):
     def serve(self, purpose: str, handler: Handler) -> None:
         """Call `handler(stream)` in a task of the transport's TaskGroup for each accepted stream of this purpose.
 
-        The stream is aborted when the handler returns or raises; a handler's error never takes the transport down.
+        The stream is closed politely when the handler returns (its last frame arrives) and aborted when it raises; a
+        handler's error is logged and never takes the transport down.
         """
         ...
 
-    async def open(self, peer_id: str, purpose: str) -> Stream:
-        """Dial and handshake. Raises JoinError (unreachable, protocol version), NotPermittedError (mesh key)."""
+    async def open(self, peer_id: str, purpose: str, addresses: Sequence[str] = ()) -> Stream:
+        """Dial and handshake; `addresses` are hints where the peer listens, needed only before it is known otherwise.
+
+        Raises JoinError (unreachable, protocol version, purpose not served), NotPermittedError (mesh key, identity).
+        """
         ...

@@ -1,0 +1,213 @@
+"""What every transport does, whatever carries its bytes: accept, dial, hand streams to handlers, close in bounded time.
+
+The idea: a transport is an Endpoint plus `_connect` (dial a byte stream) and a call of `_accepted` for each byte stream
+that comes in. Every task lives in the endpoint's one TaskGroup; a handler's error ends its stream and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
+from peers.transport import handshake
+from peers.transport.base import Handler, Stream, StreamClosed
+from peers.transport.stream import FramedStream, short
+
+__all__ = ["Endpoint"]
+
+log = structlog.get_logger(__name__)
+
+
+class Endpoint:
+    """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        mesh_key: bytes,
+        *,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.peer_id = peer_id
+        self.addresses: Sequence[str] = ()
+        self.timeouts = timeouts or Timeouts()
+        self.limits = limits or Limits()
+        self._mesh_key = mesh_key
+        self._clock = clock
+        self._handlers: dict[str, Handler] = {}
+        self._accepted_per_peer: Counter[str] = Counter()
+        self._streams: set[FramedStream] = set()
+        self._handling: set[asyncio.Task[None]] = set()
+        self._group: asyncio.TaskGroup | None = None
+        self._closing = False
+
+    # -- to be provided by the transport
+
+    async def _start(self) -> None:
+        """Begin to listen."""
+
+    async def _stop(self) -> None:
+        """Stop listening; bounded by the caller."""
+
+    async def _connect(self, stream: FramedStream, addresses: Sequence[str]) -> None:
+        """Dial `stream.peer_id` and attach the stream; raises JoinError."""
+        raise NotImplementedError
+
+    # -- base.Transport
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand accepted streams of this purpose to `handler`; a second call replaces the first."""
+        self._handlers[purpose] = handler
+
+    async def open(self, peer_id: str, purpose: str, addresses: Sequence[str] = ()) -> Stream:
+        if self._group is None or self._closing:
+            raise UsageError("the transport is not running: use it inside `async with`")
+        if peer_id == self.peer_id:
+            raise JoinError(
+                f"peer {short(peer_id)} is this peer itself: two peers with one identity, or its own address to join; "
+                "give each peer an identity file of its own"
+            )
+        stream = self._new_stream(peer_id, purpose)
+        try:
+            try:
+                async with asyncio.timeout(self.timeouts.dial_s):
+                    await self._connect(stream, addresses)
+            except TimeoutError as error:
+                raise JoinError(
+                    f"peer {short(peer_id)} did not answer within {self.timeouts.dial_s:g} s: "
+                    "check that it runs and that its address and port are reachable from here"
+                ) from error
+            await self._shake(stream, handshake.dial(stream, self.peer_id, purpose, self._mesh_key, clock=self._clock))
+        except BaseException:
+            stream.abort()
+            self._streams.discard(stream)
+            raise
+        return stream
+
+    async def __aenter__(self) -> Self:
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        try:
+            await self._start()
+        except BaseException:
+            await self._group.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._group is not None
+        self._closing = True
+        try:
+            async with asyncio.timeout(self.timeouts.shutdown_s):
+                await self._stop()
+        except Exception as problem:
+            log.warning("transport.stop_failed", peer=short(self.peer_id), error=repr(problem))
+        finally:
+            for task in list(self._handling):
+                task.cancel()
+            for stream in list(self._streams):
+                if error is None:
+                    self._group.create_task(stream.aclose())
+                else:
+                    stream.abort()
+            try:
+                # The group is not told of the body's error, which would reach the caller wrapped in an ExceptionGroup.
+                await self._group.__aexit__(None, None, None)
+            finally:
+                for stream in list(self._streams):
+                    stream.abort()
+
+    # -- streams
+
+    def _new_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
+        self._streams = {s for s in self._streams if not s.closed}
+        stream = FramedStream(
+            peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check
+        )
+        self._streams.add(stream)
+        return stream
+
+    def _accepted(self, stream: FramedStream) -> None:
+        """A byte stream came in: shake hands and handle it in a task of ours."""
+        # Refusing in words needs a handshake, so a few more than the limit may be under way; beyond that, hang up.
+        if self._group is None or self._closing or self._accepted_per_peer[stream.peer_id] >= 2 * self._cap:
+            stream.abort()
+            self._streams.discard(stream)
+            return
+        self._accepted_per_peer[stream.peer_id] += 1
+        task = self._group.create_task(self._handle(stream))
+        self._handling.add(task)
+        task.add_done_callback(self._handling.discard)
+
+    @property
+    def _cap(self) -> int:
+        return self.limits.streams_per_peer
+
+    async def _handle(self, stream: FramedStream) -> None:
+        try:
+            if not await self._welcome(stream):
+                return
+            await self._handlers[stream.purpose](stream)
+            await stream.aclose()
+        except StreamClosed as error:
+            log.debug("stream.closed", peer=short(stream.peer_id), purpose=stream.purpose, reason=str(error))
+        except Exception:
+            log.exception("stream.handler_failed", peer=short(stream.peer_id), purpose=stream.purpose)
+        finally:
+            stream.abort()
+            self._streams.discard(stream)
+            self._accepted_per_peer[stream.peer_id] -= 1
+            if not self._accepted_per_peer[stream.peer_id]:
+                del self._accepted_per_peer[stream.peer_id]
+
+    async def _welcome(self, stream: FramedStream) -> bool:
+        """Shake hands as the accepting side; False when the stream was refused, which was then logged."""
+
+        def refusal(purpose: str) -> str | None:
+            if self._accepted_per_peer[stream.peer_id] > self._cap:
+                return f"it has {self._cap} streams to this peer already: close some"
+            if purpose not in self._handlers:
+                return f"this peer does not serve {purpose!r} at the moment"
+            return None
+
+        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, clock=self._clock)
+        try:
+            await self._shake(stream, shaking)
+        except MeshceeError as error:
+            log.warning("stream.refused", peer=short(stream.peer_id), error=str(error))
+            return False
+        return True
+
+    async def _shake(self, stream: FramedStream, shaking: handshake.Shaking) -> None:
+        """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed."""
+        try:
+            async with asyncio.timeout(self.timeouts.handshake_s):
+                done = await shaking
+        except TimeoutError as error:
+            stream.abort()
+            raise JoinError(
+                f"peer {short(stream.peer_id)} did not finish the handshake within {self.timeouts.handshake_s:g} s: "
+                "check that it is a meshcee peer and not overloaded"
+            ) from error
+        except StreamClosed as error:
+            raise JoinError(f"peer {short(stream.peer_id)} hung up during the handshake: {error}") from error
+        except ProtocolError as error:
+            stream.abort()
+            raise JoinError(f"peer {short(stream.peer_id)} does not answer as a meshcee peer does: {error}") from error
+        except MeshceeError:
+            await stream.aclose()  # so that a refusal of ours arrives
+            raise
+        stream.clock_skew_s = done.clock_skew_s
+        stream.establish(done.purpose)

@@ -1,0 +1,334 @@
+"""A Stream over any asyncio byte transport: a Unix socket to p2pd, a TCP socket, an in-process pipe.
+
+The idea: the stream IS the transport's protocol object. Bytes land by callback in their final memory
+(`BufferedProtocol`), so receiving needs no task and no copy, and there is nothing to leak: what runs is the caller's
+own `send`, `recv` or `aclose`. A slow consumer stops the other side by byte credits, a slow wire stops `send` by the
+transport's own buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+from meshcee.config import Limits
+from meshcee.errors import ProtocolError
+from peers.transport.base import Frame, StreamClosed
+from peers.transport.frame import (
+    CREDIT,
+    GOODBYE,
+    MAX_CHUNK_BYTES,
+    PRELUDE_BYTES,
+    RETRACT,
+    Credit,
+    Decoder,
+    Event,
+    Goodbye,
+    Retracted,
+    Spent,
+    control_record,
+    encode_chunks,
+    encode_head,
+    frame_cost,
+    views,
+)
+from peers.transport.window import ReceiveWindow, SendWindow
+
+__all__ = ["FramedStream", "short"]
+
+_JOINED_BYTES = 64 * 1024  # payloads up to this are copied into one write with their head: fewer system calls
+_MAX_CREDIT = (1 << 32) - 1  # what one CREDIT record can hold
+
+
+def short(peer_id: str) -> str:
+    """A peer id as people want to read it: libp2p ids differ at their end."""
+    return peer_id if len(peer_id) <= 12 else f"..{peer_id[-8:]}"
+
+
+class FramedStream(asyncio.BufferedProtocol):
+    """base.Stream over an asyncio.Transport, to which it is attached by `attach` or by a protocol factory.
+
+    Until `establish` it lends the small handshake window and accepts no payloads.
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        *,
+        purpose: str = "",
+        limits: Limits | None = None,
+        close_s: float = 3.0,
+        check: bool = True,
+    ) -> None:
+        self.peer_id = peer_id
+        self.purpose = purpose
+        self.clock_skew_s = 0.0  # the other side's wall clock minus ours, as seen in the handshake
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.keep: object = None  # whatever must live as long as the connection does
+        self._limits = limits or Limits()
+        self._close_s = close_s
+        self._check = check
+        self._decoder = Decoder(self._limits, check)
+        self._decoder.max_payload_bytes = 0
+        self._transport: asyncio.Transport | None = None
+        self._inbox: deque[tuple[Frame, int]] = deque()  # bounded by the receive window
+        largest_head = frame_cost(self._limits.header_bytes, self._limits.payloads)
+        self._incoming = ReceiveWindow(max(MAX_CHUNK_BYTES, largest_head))
+        self._outgoing = SendWindow()
+        self._sending = asyncio.Lock()
+        self._paused = False  # the transport's buffer is not empty
+        self._closing = False  # we said goodbye
+        self._why: str | None = None  # why the stream is over, once it is
+        self._error: ProtocolError | None = None  # what the other side did wrong, for recv
+        self._receiver: asyncio.Future[None] | None = None
+        self._sender: asyncio.Future[None] | None = None
+        self._lost = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<stream {self.purpose!r} with {short(self.peer_id)}{', closed' if self._why else ''}>"
+
+    # -- life
+
+    def attach(self, transport: asyncio.Transport, early: bytes = b"") -> None:
+        """Take over a transport; `early` is what its previous protocol had already read."""
+        if transport.is_closing():
+            self._end("it was closed before it was used")
+            return
+        transport.pause_reading()  # uvloop chooses its read callback when reading starts
+        transport.set_protocol(self)
+        self.connection_made(transport)
+        if early:
+            self._feed(early)
+        transport.resume_reading()
+
+    def establish(self, purpose: str) -> None:
+        """The handshake succeeded: lend the whole window, and accept payloads."""
+        self.purpose = purpose
+        self._decoder.max_payload_bytes = self._limits.payload_bytes
+        self._grant(self._incoming.widen(min(self._limits.window_bytes, _MAX_CREDIT)))
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._decoder.max_payload_bytes
+
+    @max_payload_bytes.setter
+    def max_payload_bytes(self, value: int) -> None:
+        self._decoder.max_payload_bytes = value
+
+    @property
+    def closed(self) -> bool:
+        """Nothing can be sent any more; frames that have arrived may still be received."""
+        return self._why is not None
+
+    async def wait_closed(self) -> None:
+        """Until the other side, or we, have closed."""
+        await self._lost.wait()
+
+    # -- sending
+
+    async def send(self, frame: Frame) -> None:
+        payloads = views(frame)
+        sizes = [len(view) for view in payloads]
+        head = encode_head(frame, sizes, self._limits, self._check)
+        cost = frame_cost(len(head) - PRELUDE_BYTES, len(sizes))
+        async with self._sending:
+            await self._may_send(payloads=bool(payloads))
+            if sum(sizes) <= _JOINED_BYTES:
+                parts = [head]
+                for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
+                    parts += (prelude, bytes(chunk))
+                self._outgoing.spend(cost + sum(sizes))
+                self._write(b"".join(parts))
+                return
+            self._outgoing.spend(cost)
+            self._write(head)
+            complete = False
+            try:
+                for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
+                    await self._may_send()
+                    self._outgoing.spend(len(chunk))
+                    self._write(prelude)
+                    self._write(chunk)
+                complete = True
+            finally:
+                if not complete and self._why is None:
+                    self._write(control_record(RETRACT, check=self._check))
+            await self._flushed()  # only then the payloads' memory may be reused: the transport may hold references
+
+    async def _may_send(self, payloads: bool = True) -> None:
+        """Until there is credit and the transport has written what it was given; only the holder of the lock waits."""
+        window = self._outgoing
+        while (self._paused or not window.is_open or (payloads and not window.accepted)) and not self._over:
+            await self._wait_to_send()
+        self._refuse_closed()
+
+    async def _flushed(self) -> None:
+        while self._paused and not self._over:
+            await self._wait_to_send()
+        self._refuse_closed()
+
+    async def _wait_to_send(self) -> None:
+        self._sender = asyncio.get_running_loop().create_future()
+        try:
+            await self._sender
+        finally:
+            self._sender = None
+
+    @property
+    def _over(self) -> bool:
+        return self._why is not None or self._closing
+
+    def _refuse_closed(self) -> None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        if self._closing:
+            raise StreamClosed(f"{self!r} was closed here")
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._transport is not None
+        self.sent_bytes += len(data)
+        self._transport.write(data)
+
+    def _grant(self, cost: int) -> None:
+        if cost and self._why is None and self._transport is not None:
+            self._write(control_record(CREDIT, cost, self._check))
+
+    # -- receiving
+
+    async def recv(self) -> Frame:
+        if self._receiver is not None:
+            raise RuntimeError(f"two tasks receive from {self!r}; frames have one order, so only one may")
+        while not self._inbox:
+            if self._error is not None:
+                raise self._error
+            if self._why is not None:
+                raise StreamClosed(self._why)
+            self._receiver = asyncio.get_running_loop().create_future()
+            self._grant(self._incoming.take_partial())
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        frame, cost = self._inbox.popleft()
+        self._grant(self._incoming.release(cost))
+        return frame
+
+    def _happened(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case Spent():
+                    self._incoming.arrive(event.cost)
+                    if self._receiver is not None and not self._inbox:
+                        self._grant(self._incoming.take_partial())
+                case Frame():
+                    cost = self._incoming.complete()
+                    if self._closing:
+                        self._grant(self._incoming.release(cost))  # nobody will take it
+                        continue
+                    self._inbox.append((event, cost))
+                    self._wake(self._receiver)
+                case Credit():
+                    self._outgoing.grant(event.cost)
+                    self._wake(self._sender)
+                case Retracted():
+                    self._grant(self._incoming.take_partial())
+                case Goodbye():
+                    transport = self._transport
+                    self._end("the other side closed it")
+                    if transport is not None:
+                        transport.close()
+
+    # -- the end
+
+    async def aclose(self) -> None:
+        """Say goodbye and wait, bounded, until the other side has read everything and closed."""
+        try:
+            if self._why is None and self._transport is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._close_s):
+                        async with self._sending:
+                            if self._why is None and not self._closing:
+                                self._closing = True
+                                self._write(control_record(GOODBYE, check=self._check))
+                                self._drop_inbox()
+                        await self._lost.wait()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        self._inbox.clear()
+        transport, self._transport = self._transport, None
+        self._end("it was closed here")
+        if transport is not None:
+            transport.abort()
+
+    def _drop_inbox(self) -> None:
+        """Nobody will take these frames; the other side must not wait for that before it can read our goodbye."""
+        for _, cost in self._inbox:
+            self._grant(self._incoming.release(cost))
+        self._inbox.clear()
+        self._grant(self._incoming.take_partial())
+        self._wake(self._receiver)
+
+    def _end(self, why: str) -> None:
+        if self._why is None:
+            self._why = f"the stream {self.purpose!r} with {short(self.peer_id)} is over: {why}"
+        self._lost.set()
+        self._wake(self._receiver)
+        self._wake(self._sender)
+
+    @staticmethod
+    def _wake(waiter: asyncio.Future[None] | None) -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # -- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)  # paused means: not everything is with the kernel yet
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._decoder.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
+        if self._why is not None:
+            return
+        try:
+            self._happened(self._decoder.advance(nbytes))
+        except ProtocolError as error:
+            self._misbehaved(error)
+
+    def _feed(self, data: bytes) -> None:
+        self.received_bytes += len(data)
+        try:
+            self._happened(self._decoder.feed(data))
+        except ProtocolError as error:
+            self._misbehaved(error)
+
+    def _misbehaved(self, error: ProtocolError) -> None:
+        self._error = ProtocolError(f"{short(self.peer_id)}, stream {self.purpose!r}: {error}")
+        transport, self._transport = self._transport, None
+        self._end(f"the other side broke the protocol: {error}")
+        if transport is not None:
+            transport.abort()
+
+    def eof_received(self) -> bool:
+        return False  # close: half-open streams have no use here
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        where = " in the middle of a frame" if self._decoder.mid_frame else ""
+        self._end(f"the connection was lost{where}{f': {exc}' if exc else ''}")
+        self._transport = None
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._wake(self._sender)

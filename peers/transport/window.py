@@ -1,0 +1,83 @@
+"""Byte credits: how much a sender may have unread at the other end.
+
+The idea: the receiver alone decides. It starts by lending a small window, enough for a handshake, widens it afterwards
+(payloads wait for that), and lends again what its consumer has taken. The sender goes on while it has any credit left,
+even if the next record is larger, so nothing is too large to pass; hence the receiver tolerates one record above the
+window and refuses more. A frame larger than the window passes because a consumer that waits takes bytes as they
+arrive, before the frame is whole.
+"""
+
+from __future__ import annotations
+
+from meshcee.errors import ProtocolError
+
+__all__ = ["INITIAL_WINDOW_BYTES", "ReceiveWindow", "SendWindow"]
+
+INITIAL_WINDOW_BYTES = 64 * 1024  # before the handshake; both sides know it, so it is part of the protocol
+_MAX_CREDIT_BYTES = 1 << 40
+
+
+class SendWindow:
+    """The credits that the other side has lent us."""
+
+    def __init__(self) -> None:
+        self.available = INITIAL_WINDOW_BYTES
+        self.accepted = False  # a first grant has come: the other side has accepted the handshake and takes payloads
+
+    @property
+    def is_open(self) -> bool:
+        return self.available > 0
+
+    def spend(self, cost: int) -> None:
+        self.available -= cost
+
+    def grant(self, cost: int) -> None:
+        if self.available + cost > _MAX_CREDIT_BYTES:
+            raise ProtocolError("the other side grants an absurd number of credits")
+        self.accepted = True
+        self.available += cost
+
+
+class ReceiveWindow:
+    """What has arrived and was not taken, and what was taken and is not yet lent again.
+
+    `release` and `widen` return the credit to send now, or 0: grants are batched to a quarter of the window, which
+    never starves the sender because the other three quarters are then his.
+    """
+
+    def __init__(self, record_bytes: int) -> None:
+        self.window_bytes = INITIAL_WINDOW_BYTES
+        self.unread_bytes = 0
+        self._owed = 0  # taken, not yet granted
+        self._partial = 0  # of the frame in assembly, not yet taken
+        self._record_bytes = record_bytes  # the largest record, by which a sender may overshoot
+
+    def arrive(self, cost: int) -> None:
+        self.unread_bytes += cost
+        self._partial += cost
+        if self.unread_bytes + self._owed > self.window_bytes + self._record_bytes:
+            raise ProtocolError(
+                f"the other side sent more than the {self.window_bytes} bytes that it was allowed to have unread"
+            )
+
+    def complete(self) -> int:
+        """The frame in assembly is whole: its cost, to be released when the consumer takes it."""
+        cost, self._partial = self._partial, 0
+        return cost
+
+    def take_partial(self) -> int:
+        """The consumer waits for the frame in assembly (or it was retracted): its bytes so far count as taken."""
+        return self.release(self.complete())
+
+    def release(self, cost: int) -> int:
+        self.unread_bytes -= cost
+        self._owed += cost
+        if self._owed * 4 < self.window_bytes:
+            return 0
+        grant, self._owed = self._owed, 0
+        return grant
+
+    def widen(self, window_bytes: int) -> int:
+        grant = max(1, window_bytes - self.window_bytes)  # never nothing: the first grant opens the way for payloads
+        self.window_bytes += grant
+        return grant
