@@ -1,0 +1,96 @@
+"""Transports to test: the same mesh of a few peers in process or over real p2pd processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from meshcee.config import Limits, Timeouts
+from peers.transport.base import Frame, Stream, Transport
+from peers.transport.libp2p import Libp2pTransport
+from peers.transport.memory import MemoryNetwork
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from hivemind.p2p import P2P
+
+KEY = b"the key of the mesh under test.."
+SHORT = Timeouts(dial_s=3.0, handshake_s=1.0, shutdown_s=2.0)
+# Small enough that a test reaches every bound with a few megabytes.
+SMALL = Limits(window_bytes=1 << 20, chunk_bytes=128 << 10, streams_per_peer=4)
+
+
+@contextlib.asynccontextmanager
+async def p2pd(**options: Any) -> AsyncIterator[P2P]:
+    """One p2pd on loopback, whose shutdown is bounded: hivemind's hangs once p2pd has been killed."""
+    with warnings.catch_warnings():  # hivemind finds its binary by a deprecated function
+        warnings.simplefilter("ignore", DeprecationWarning)
+        p2p = await P2P.create(nat_port_map=False, auto_nat=False, use_relay=False, **options)
+    try:
+        yield p2p
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3.0):
+                await p2p.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def mesh(
+    kind: str,
+    count: int = 2,
+    *,
+    keys: Sequence[bytes] = (),
+    limits: Limits = SMALL,
+    timeouts: Timeouts = SHORT,
+) -> AsyncIterator[list[Transport]]:
+    """`count` running transports of the kind "memory" or "libp2p"."""
+    async with contextlib.AsyncExitStack() as stack:
+        network = MemoryNetwork(check=True)
+        transports: list[Transport] = []
+        for index in range(count):
+            key = keys[index] if keys else KEY
+            if kind == "memory":
+                made: Any = network.transport(f"peer-{index}", key, timeouts=timeouts, limits=limits)
+            else:
+                made = Libp2pTransport(await stack.enter_async_context(p2pd()), key, timeouts=timeouts, limits=limits)
+            transports.append(await stack.enter_async_context(made))
+        yield transports
+
+
+async def pair(a: Transport, b: Transport, purpose: str = "test") -> tuple[Stream, Stream]:
+    """Both ends of a new stream; the accepted end lives until its transport is left."""
+    accepted: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+
+    async def handler(stream: Stream) -> None:
+        accepted.set_result(stream)
+        await asyncio.get_running_loop().create_future()
+
+    b.serve(purpose, handler)
+    near = await a.open(b.peer_id, purpose, b.addresses)
+    return near, await accepted
+
+
+async def settled(stream: Stream) -> int:
+    """The bytes that a stream has sent once it has stopped sending: no change over several polls."""
+    last, same = -1, 0
+    while same < 5:
+        await asyncio.sleep(0.02)
+        same = same + 1 if stream.sent_bytes == last else 0
+        last = stream.sent_bytes
+    return last
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send(await stream.recv())
+
+
+def same(a: Frame, b: Frame) -> bool:
+    return (a.kind, dict(a.header), [bytes(p) for p in a.payloads]) == (
+        b.kind,
+        dict(b.header),
+        [bytes(p) for p in b.payloads],
+    )

@@ -1,0 +1,373 @@
+"""One suite for every transport: what base.py promises, in process and over real p2pd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from meshcee.errors import JoinError, NotPermittedError, ProtocolError
+from peers.transport.base import Frame, Stream, StreamClosed
+from peers.transport.frame import MAX_CHUNK_BYTES
+from tests.peers.transport.harness import KEY, SMALL, echo, mesh, pair, same, settled
+
+
+@pytest.fixture(params=["memory", "libp2p"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+async def test_frames_arrive_as_they_were_sent(kind: str) -> None:
+    frames = [
+        Frame("empty"),
+        Frame("header", {"int": 1 << 62, "float": 0.1, "none": None, "list": [1, [2]], "text": "ü", "bytes": b"\x00"}),
+        Frame("zero-length", {}, [b"", b"", b""]),
+        Frame("mixed", {"n": 3}, [b"a", bytearray(os.urandom(3_000_001)), b"", memoryview(os.urandom(65_537))]),
+        Frame("many", {}, [bytes([i]) * i for i in range(200)]),
+    ]
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        assert (near.peer_id, far.peer_id) == (b.peer_id, a.peer_id)
+        assert near.purpose == far.purpose == "test"
+        for frame in frames:
+            _, there = await asyncio.gather(near.send(frame), far.recv())
+            assert same(there, frame)
+            _, back = await asyncio.gather(far.send(there), near.recv())
+            assert same(back, frame)
+        assert near.sent_bytes > 3_000_001
+        assert far.received_bytes >= near.sent_bytes  # the handshake's bytes are counted alike
+        assert far.sent_bytes >= near.received_bytes
+
+
+async def test_payload_memory_may_be_reused_after_send_and_written_after_recv(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        memory = bytearray(300_000)
+        for value in range(8):
+            memory[:] = bytes([value]) * len(memory)
+            await near.send(Frame("x", {"value": value}, [memory]))
+            memory[:] = b"\xff" * len(memory)
+            frame = await far.recv()
+            payload = memoryview(frame.payloads[0])
+            assert payload == bytes([frame.header["value"]]) * len(memory)
+            payload[0] = 77
+
+
+async def test_frames_of_many_senders_are_never_interleaved(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+
+        async def sender(number: int) -> None:
+            for index in range(5):
+                await near.send(Frame("x", {"from": number, "index": index}, [bytes([number]) * 400_000, b"end"]))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(sender(number))
+            following = [0] * 4
+            for _ in range(20):
+                frame = await far.recv()
+                number = frame.header["from"]
+                assert frame.header["index"] == following[number]
+                following[number] += 1
+                assert bytes(frame.payloads[0]) == bytes([number]) * 400_000
+
+
+async def test_a_slow_consumer_stops_the_sender(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        frames = 40
+
+        async def sender() -> None:
+            for index in range(frames):
+                await near.send(Frame("x", {"index": index}, [bytes(256 << 10)]))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sender())
+            stopped_at = await settled(near)
+            assert SMALL.window_bytes // 2 < stopped_at <= SMALL.window_bytes + SMALL.chunk_bytes + 64_000
+            for index in range(frames):
+                assert (await far.recv()).header["index"] == index
+
+
+async def test_small_frames_count_against_the_window_too(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        count = 5000
+
+        async def sender() -> None:
+            for index in range(count):
+                await near.send(Frame("x", {"index": index}))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sender())
+            stopped_at = await settled(near)
+            assert stopped_at < 100_000  # some 40 bytes each: the window weighs them as the objects that they become
+            for index in range(count):
+                assert (await far.recv()).header["index"] == index
+
+
+async def test_frames_larger_than_the_window_pass_each_other(kind: str) -> None:
+    size = 5 * SMALL.window_bytes + 7
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        payload = os.urandom(size)
+        async with asyncio.timeout(20):
+            results = await asyncio.gather(
+                near.send(Frame("out", {}, [payload])),
+                far.send(Frame("back", {}, [payload])),
+                far.recv(),
+                near.recv(),
+            )
+        assert results[2].kind == "out"
+        assert results[2].payloads[0] == results[3].payloads[0] == payload
+
+
+async def test_a_cancelled_send_takes_its_frame_back(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(8 * SMALL.window_bytes)])))
+        await settled(near)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        for index in range(12):  # several windows full: the credits of the retracted bytes have come back
+            receiving = asyncio.create_task(far.recv())
+            await near.send(Frame("next", {"index": index}, [bytes(400_000)]))
+            frame = await receiving
+            assert (frame.kind, frame.header["index"]) == ("next", index)
+
+
+async def test_a_cancelled_send_that_still_waits_for_its_turn_sends_nothing(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        first = asyncio.create_task(near.send(Frame("first", {}, [bytes(4 * SMALL.window_bytes)])))
+        second = asyncio.create_task(near.send(Frame("second")))
+        third = asyncio.create_task(near.send(Frame("third")))
+        await settled(near)
+        second.cancel()
+        assert [(await far.recv()).kind for _ in range(2)] == ["first", "third"]
+        await asyncio.gather(first, third)
+        assert second.cancelled()
+
+
+async def test_a_cancelled_recv_loses_nothing(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        for index in range(5):
+            receiving = asyncio.create_task(far.recv())
+            await asyncio.sleep(0)
+            receiving.cancel()
+            await near.send(Frame("x", {"index": index}, [bytes(200_000)]))
+            await asyncio.wait([receiving])
+            assert (await far.recv()).header["index"] == index
+
+
+async def test_only_one_task_may_receive(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        receiving = asyncio.create_task(far.recv())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="two tasks"):
+            await far.recv()
+        await near.send(Frame("x"))
+        assert (await receiving).kind == "x"
+
+
+async def test_more_payload_than_allowed_ends_the_stream(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        far.max_payload_bytes = 1000
+        await near.send(Frame("good", {}, [bytes(1000)]))
+        assert (await far.recv()).kind == "good"
+        await near.send(Frame("bad", {}, [bytes(600), bytes(401)]))
+        with pytest.raises(ProtocolError, match=r"'bad' announces 1001 payload bytes.*1000"):
+            await far.recv()
+        with pytest.raises(StreamClosed):
+            await near.recv()
+        with pytest.raises(StreamClosed):
+            await near.send(Frame("more"))
+
+
+async def test_what_was_sent_before_aclose_arrives(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        for index in range(3):
+            await near.send(Frame("x", {"index": index}, [bytes(200_000)]))
+        await near.aclose()
+        for index in range(3):
+            assert (await far.recv()).header["index"] == index
+        with pytest.raises(StreamClosed, match="the other side closed it") as caught:
+            await far.recv()
+        assert a.peer_id[-8:] in str(caught.value)
+        with pytest.raises(StreamClosed):
+            await far.send(Frame("x"))
+        with pytest.raises(StreamClosed, match="closed here"):
+            await near.send(Frame("x"))
+        await near.aclose()  # a second time does nothing
+
+
+async def test_both_sides_may_close_at_once(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        async with asyncio.timeout(1.0):
+            await asyncio.gather(near.aclose(), far.aclose())
+
+
+async def test_aclose_is_bounded_when_the_other_side_does_not_read(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(4 * SMALL.window_bytes)])))
+        await settled(near)
+        async with asyncio.timeout(4.0):
+            await near.aclose()
+        with pytest.raises(StreamClosed):
+            await sending
+        with pytest.raises(StreamClosed):
+            await far.recv()
+
+
+async def test_abort_is_noticed_at_once_and_may_be_repeated(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        receiving = asyncio.create_task(far.recv())
+        await asyncio.sleep(0)
+        near.abort()
+        near.abort()
+        async with asyncio.timeout(1.0):
+            with pytest.raises(StreamClosed):
+                await receiving
+        with pytest.raises(StreamClosed, match="closed here"):
+            await near.recv()
+
+
+async def test_abort_wakes_a_waiting_sender_and_receiver(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, _ = await pair(a, b)
+        sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(4 * SMALL.window_bytes)])))
+        receiving = asyncio.create_task(near.recv())
+        await settled(near)
+        near.abort()
+        for waiting in (sending, receiving):
+            with pytest.raises(StreamClosed, match="closed here"):
+                await waiting
+
+
+async def test_a_handlers_last_frame_arrives(kind: str) -> None:
+    async def answer(stream: Stream) -> None:
+        frame = await stream.recv()
+        await stream.send(Frame("answer", frame.header, [bytes(100_000)]))
+        await stream.send(Frame("last"))
+
+    async with mesh(kind) as (a, b):
+        b.serve("question", answer)
+        stream = await a.open(b.peer_id, "question", b.addresses)
+        await stream.send(Frame("ask", {"number": 6}))
+        answered = await stream.recv()
+        assert (answered.kind, answered.header, (await stream.recv()).kind) == ("answer", {"number": 6}, "last")
+        with pytest.raises(StreamClosed):
+            await stream.recv()
+
+
+async def test_a_handlers_error_ends_its_stream_and_nothing_else(kind: str) -> None:
+    async def broken(stream: Stream) -> None:
+        await stream.recv()
+        raise ValueError("a bug in a handler")
+
+    async with mesh(kind) as (a, b):
+        b.serve("broken", broken)
+        b.serve("echo", echo)
+        good = await a.open(b.peer_id, "echo", b.addresses)
+        with capture_logs() as logs:
+            bad = await a.open(b.peer_id, "broken")
+            await bad.send(Frame("x"))
+            with pytest.raises(StreamClosed):
+                await bad.recv()
+            await good.send(Frame("still here"))
+            assert (await good.recv()).kind == "still here"
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["stream.handler_failed"]
+        again = await a.open(b.peer_id, "echo")
+        await again.send(Frame("new"))
+        assert (await again.recv()).kind == "new"
+
+
+async def test_leaving_a_transport_closes_its_streams(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        near, far = await pair(a, b)
+        receiving = asyncio.create_task(near.recv())
+        async with asyncio.timeout(4.0):
+            await b.__aexit__(None, None, None)  # type: ignore[attr-defined]
+            with pytest.raises(StreamClosed):
+                await receiving
+        with pytest.raises(StreamClosed):
+            await far.recv()
+        with pytest.raises(JoinError):
+            await a.open(b.peer_id, "test")
+
+
+async def test_streams_per_peer_are_limited_in_words(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        b.serve("echo", echo)
+        streams = [await a.open(b.peer_id, "echo", b.addresses) for _ in range(SMALL.streams_per_peer)]
+        with pytest.raises(JoinError, match=f"it has {SMALL.streams_per_peer} streams"):
+            await a.open(b.peer_id, "echo")
+        await streams[0].aclose()
+        async with asyncio.timeout(2.0):
+            while True:
+                try:
+                    streams[0] = await a.open(b.peer_id, "echo")
+                    break
+                except JoinError:
+                    await asyncio.sleep(0.01)
+        for stream in streams:
+            await stream.send(Frame("x"))
+            assert (await stream.recv()).kind == "x"
+
+
+async def test_an_unserved_purpose_an_unknown_peer_and_oneself(kind: str) -> None:
+    async with mesh(kind) as (a, b):
+        with pytest.raises(JoinError, match="does not serve 'nothing'"):
+            await a.open(b.peer_id, "nothing", b.addresses)
+        stranger = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+        with pytest.raises(JoinError, match="inSupNKC cannot be reached"):
+            await a.open(stranger, "test")
+        with pytest.raises(JoinError, match="this peer itself"):
+            await a.open(a.peer_id, "test")
+
+
+async def test_another_mesh_key_is_refused_on_both_sides(kind: str) -> None:
+    async with mesh(kind, keys=[KEY, b"another mesh"]) as (a, b):
+        b.serve("echo", echo)
+        with capture_logs() as logs, pytest.raises(NotPermittedError, match="the token belongs to another mesh") as caught:
+            await a.open(b.peer_id, "echo", b.addresses)
+        async with asyncio.timeout(1.0):
+            while not logs:
+                await asyncio.sleep(0.01)
+        assert "another mesh" in logs[0]["error"]
+        assert logs[0]["event"] == "stream.refused"
+        shown = str(caught.value) + str(logs)
+        assert KEY.decode() not in shown
+        assert KEY.hex() not in shown
+
+
+async def test_three_peers_talk_at_once(kind: str) -> None:
+    async with mesh(kind, 3) as peers:
+        for peer in peers:
+            peer.serve("echo", echo)
+
+        async def talk(a: int, b: int) -> None:
+            stream = await peers[a].open(peers[b].peer_id, "echo", peers[b].addresses)
+            for size in (0, 10, 70_000, MAX_CHUNK_BYTES + 1):
+                frame = Frame("x", {"from": a, "to": b}, [os.urandom(size)])
+                _, back = await asyncio.gather(stream.send(frame), stream.recv())
+                assert same(back, frame)
+            await stream.aclose()
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            for a in range(3):
+                for b in range(3):
+                    if a != b:
+                        group.create_task(talk(a, b))
