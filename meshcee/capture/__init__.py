@@ -1,0 +1,25 @@
+"""Any nn.Module as a program: exported, cut into blocks, priced, encoded, sliced into stages.
+
+Job -> capture() -> Capture(train: Program, evaluate: Program | None, costs, state)
+Program.slice(first, end) -> StageSpec -> build() -> a function of (raw inputs, received, parameters, buffers)
+encode_program / decode_program: the same as bytes that an untrusting peer can read
+"""
+
+from meshcee.capture.capture import Capture, capture
+from meshcee.capture.data import inputs_of, stack
+from meshcee.capture.encoding import decode_program, encode_program
+from meshcee.capture.program import Batch, Program, Value
+from meshcee.capture.slicing import StageSpec
+
+__all__ = [
+    "Batch",
+    "Capture",
+    "Program",
+    "StageSpec",
+    "Value",
+    "capture",
+    "decode_program",
+    "encode_program",
+    "inputs_of",
+    "stack",
+]

@@ -1,0 +1,160 @@
+"""What a program does, found without computing: a run on fake tensors, and which values share memory.
+
+The idea: one fake forward pass under the FLOP counter and with hooks on what autograd saves tells, per node, FLOPs,
+bytes that stay until the backward pass, and whether a gradient flows; everything else follows from the numbering.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshcee.capture.program import Input, Node, Ref, Value, is_random
+
+__all__ = ["Analysis", "analyse", "find_recomputed"]
+
+_HINT = 2  # samples in the fake pass; figures are divided by it
+_SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
+
+
+@dataclasses.dataclass
+class Analysis:
+    """Per node: FLOPs and saved bytes for one sample. Per value: does a gradient flow, who reads it, alias groups."""
+
+    flops: list[float]
+    saved_bytes: list[float]
+    requires_grad: list[bool]
+    users: list[list[int]]  # value number -> node positions that read it
+    group: list[int]  # value number -> alias group
+    mutations: dict[int, list[int]]  # alias group -> node positions that write it
+
+
+def resolve(argument: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """An argument with every Ref replaced by its value."""
+    if isinstance(argument, Ref):
+        return values[argument.index]
+    if isinstance(argument, list | tuple):
+        return [resolve(a, values) for a in argument]
+    return argument
+
+
+def analyse(inputs: Sequence[Input], nodes: Sequence[Node]) -> Analysis:
+    flops, saved, requires = _fake_pass(inputs, nodes)
+    users: list[list[int]] = [[] for _ in range(len(inputs) + len(nodes))]
+    for position, node in enumerate(nodes):
+        for number in set(node.refs):
+            users[number].append(position)
+    group, mutations = _aliases(inputs, nodes)
+    return Analysis(flops, saved, requires, users, group, mutations)
+
+
+def _fake_pass(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[float], list[float], list[bool]]:
+    flops: list[float] = []
+    saved: list[float] = []
+    requires: list[bool] = []
+    now = [0.0]
+    seen: set[int] = set()
+    kept: list[torch.Tensor] = []  # keeps storages alive, so that their addresses stay unique
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kept.append(tensor)
+            now[0] += storage.nbytes()
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        values: list[Any] = []
+        for entry in inputs:
+            fake = torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype)
+            if entry.kind != "raw":  # weights are there anyway, activations are not
+                seen.add(fake.untyped_storage()._cdata)
+            if entry.kind == "constant":
+                fake = entry.data  # type: ignore[assignment]
+            kept.append(fake)
+            requires.append(entry.trainable)
+            values.append(fake.requires_grad_(entry.trainable) if entry.trainable else fake)
+        with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
+            for node in nodes:
+                before, now[0] = counter.get_total_flops(), 0.0
+                with torch.set_grad_enabled(not node.no_grad):
+                    out = node.operator.call(
+                        *(resolve(a, values) for a in node.args),
+                        **{k: resolve(v, values) for k, v in node.kwargs.items()},
+                    )
+                values.append(out)
+                tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
+                counted = counter.get_total_flops() - before
+                elementwise = 0 if node.operator.aliases else sum(t.numel() for t in tensors)
+                flops.append(max(counted, elementwise) / _HINT)
+                saved.append(now[0] / _HINT)
+                requires.append(any(t.requires_grad for t in tensors))
+    return flops, saved, requires
+
+
+def _aliases(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[int], dict[int, list[int]]]:
+    """Union-find over what may share memory, by the operators' schemas."""
+    base = len(inputs)
+    parent = list(range(base + len(nodes)))
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    written: list[tuple[int, int]] = []
+    for position, node in enumerate(nodes):
+        number = base + position
+        if node.operator.name == "getitem":
+            parent[root(number)] = root(node.refs[0])
+        names = node.operator.argument_names
+        for place in {*node.operator.aliases, *node.operator.mutates}:
+            argument = node.args[place] if place < len(node.args) else node.kwargs.get(names[place])
+            for shared in argument if isinstance(argument, list) else [argument]:
+                if isinstance(shared, Ref):
+                    if place in node.operator.aliases:
+                        parent[root(number)] = root(shared.index)
+                    if place in node.operator.mutates:
+                        written.append((shared.index, position))
+    group = [root(number) for number in range(len(parent))]
+    mutations: dict[int, list[int]] = {}
+    for number, position in written:
+        mutations.setdefault(group[number], []).append(position)
+    return group, mutations
+
+
+def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> frozenset[int]:
+    """Values computed from constants, small fixed buffers and sizes only, such as masks: any stage can redo them."""
+    base = len(inputs)
+    cheap = {
+        i
+        for i, entry in enumerate(inputs)
+        if entry.kind == "constant"
+        or (entry.kind == "buffer" and not entry.mutated and entry.value.nbytes(1) <= _SMALL_BUFFER_BYTES)
+    }
+    found: set[int] = set()
+    for position, node in enumerate(nodes):
+        number = base + position
+        if node.operator.mutates or is_random(node) or analysis.group[number] in analysis.mutations:
+            continue
+        if all(r in cheap or r in found or _is_size(base, nodes, r) for r in node.refs):
+            found.add(number)
+    return frozenset(found)
+
+
+def _is_size(base: int, nodes: Sequence[Node], number: int) -> bool:
+    """A Python integer read off a tensor: carried, for a few bytes, to whoever computes with it."""
+    return number >= base and nodes[number - base].operator.name == "aten.sym_size.int"
+
+
+def with_gradients(values: Sequence[Value], requires: Sequence[bool]) -> list[Value]:
+    return [dataclasses.replace(v, requires_grad=r) for v, r in zip(values, requires, strict=True)]

@@ -1,0 +1,281 @@
+"""capture(job): the model of a job as programs, block costs and state.
+
+The idea: the training graph decides what a block is; the evaluation graph of the same model is laid over the same
+blocks by the parameters that its nodes use, so that one placement of the parameters serves both.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.capture import data as data_rules
+from meshcee.capture.analysis import Analysis, analyse, find_recomputed
+from meshcee.capture.cuts import find_cuts, named_cuts, positions
+from meshcee.capture.export import Exported, export_module
+from meshcee.capture.program import Node, Program
+from meshcee.errors import CaptureError, UsageError
+from meshcee.job import Job
+from meshcee.profile import BlockCost
+
+__all__ = ["Capture", "capture"]
+
+_EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A captured job. `state` holds full-precision tensors, each once; `aliases` names the other names of tied ones."""
+
+    train: Program
+    evaluate: Program | None
+    costs: tuple[BlockCost, ...]
+    state: dict[str, torch.Tensor]
+    aliases: dict[str, str]  # other name -> the name in `state`
+    param_order: tuple[str, ...]
+    persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
+    output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
+    output_type: Callable[..., Any] | None = None
+
+    @staticmethod
+    def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+        """The raw inputs of the programs for a stacked (x, y)."""
+        return data_rules.inputs_of(batch)
+
+    def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The model's output as a metric expects it, from the evaluation outputs behind the loss.
+
+        A tensor stays a tensor, tuples become tuples; mappings and dataclasses allow both `out.logits` and
+        `out["logits"]`.
+        """
+        if self.output_paths == ((),):
+            return tensors[0]
+        return _tree(dict(zip(self.output_paths, tensors, strict=True)))
+
+    def state_dict(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state as `model.load_state_dict` expects it: persistent entries under all their names."""
+        full = {n: state[n] for n in self.persistent}
+        return full | {other: full[name] for other, name in self.aliases.items() if name in full}
+
+
+class _Output(dict[Any, Any]):
+    """A mapping whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _tree(entries: Mapping[tuple[Any, ...], torch.Tensor]) -> Any:
+    if set(entries) == {()}:
+        return entries[()]
+    children: dict[Any, dict[tuple[Any, ...], torch.Tensor]] = {}
+    for path, tensor in entries.items():
+        children.setdefault(path[0], {})[path[1:]] = tensor
+    if all(isinstance(k, int) for k in children):
+        return tuple(_tree(c) for c in children.values())
+    return _Output({k: _tree(c) for k, c in children.items()})
+
+
+class _WithLoss(nn.Module):
+    """The model and the loss as one module over flat inputs; bf16 models get their floating inputs in bf16."""
+
+    def __init__(self, model: nn.Module, job: Job, example: tuple[Any, Any], evaluate: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._job = job
+        self._example = example
+        self._evaluate = evaluate
+        self.paths: tuple[tuple[Any, ...], ...] = ()
+
+    def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, y = self._example
+        tensors = dict(zip(data_rules.inputs_of(self._example), flat, strict=True))
+        if self._job.precision == "bf16":
+            tensors = {
+                n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
+                for n, t in tensors.items()
+            }
+        output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
+        loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum()")
+        if not self._evaluate:
+            return (loss,)
+        found = data_rules.tensors_of(output)
+        self.paths = tuple(path for path, _ in found)
+        return (loss, *(tensor for _, tensor in found))
+
+
+def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
+    """Export, cut and price the job's model; `evaluate` asks for the evaluation program (default: if there is eval_data)."""
+    model = job.model if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError("Job.model must be an nn.Module, or a function that returns one")
+    modes = {m: m.training for m in model.modules()}
+    names, aliases = _names(model)
+    state = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    example = data_rules.stack([job.data[i % len(job.data)] for i in range(_EXAMPLES)])
+    work = model if job.precision == "fp32" else copy.deepcopy(model).to(torch.bfloat16)
+    try:
+        model.train()
+        work.train()
+        train_wrap = _WithLoss(work, job, example, evaluate=False)
+        exported = _export(train_wrap, example, names)
+        program, analysis = _cut(exported, job.cuts)
+        evaluation: Program | None = None
+        paths: tuple[tuple[Any, ...], ...] = ()
+        if evaluate if evaluate is not None else job.eval_data is not None:
+            work.eval()
+            eval_wrap = _WithLoss(work, job, example, evaluate=True)
+            evaluation = _overlay(_export(eval_wrap, example, names), program)
+            paths = eval_wrap.paths
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    persistent = {n for n in model.state_dict(keep_vars=True) if n not in aliases}
+    return Capture(
+        train=program,
+        evaluate=evaluation,
+        costs=_costs(program, analysis),
+        state=state,
+        aliases=aliases,
+        param_order=tuple(n for n, _ in model.named_parameters()),
+        persistent=tuple(n for n in state if n in persistent),
+        output_paths=paths,
+    )
+
+
+def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Every name -> the first name of the same tensor; and the aliases alone."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in _entries(model)}
+    return names, {name: target for name, target in names.items() if name != target}
+
+
+def _export(wrap: _WithLoss, example: tuple[Any, Any], names: Mapping[str, str]) -> Exported:
+    def name_of(target: str) -> str:
+        return names[target.removeprefix("model.")]
+
+    return export_module(wrap, data_rules.inputs_of(example), name_of)
+
+
+def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
+    inputs, nodes = exported.inputs, exported.nodes
+    analysis = analyse(inputs, nodes)
+    base = len(inputs)
+    if not analysis.requires_grad[exported.outputs[0]]:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter; set requires_grad on what is to be trained"
+        )
+    nodes = [
+        dataclasses.replace(n, value=dataclasses.replace(n.value, requires_grad=analysis.requires_grad[base + i]))
+        for i, n in enumerate(nodes)
+    ]
+    recomputed = find_recomputed(inputs, nodes, analysis)
+    live = positions(inputs, nodes, exported.outputs, analysis, recomputed)
+    chosen = named_cuts(nodes, live, cuts) if cuts else find_cuts(nodes, live, _work(exported, analysis))
+    block, marks = 0, set(chosen)
+    placed: list[Node] = []
+    for i, node in enumerate(nodes):
+        block += i in marks
+        placed.append(dataclasses.replace(node, block=block))
+    return Program(tuple(inputs), tuple(placed), tuple(exported.outputs), len(chosen) + 1, recomputed), analysis
+
+
+def _work(exported: Exported, analysis: Analysis) -> list[float]:
+    """A node's share of the FLOPs plus its share of the parameter bytes (counted where first used)."""
+    flops = sum(analysis.flops) or 1.0
+    parameters = [0.0] * len(exported.nodes)
+    for number, entry in enumerate(exported.inputs):
+        if entry.kind == "parameter" and analysis.users[number]:
+            parameters[analysis.users[number][0]] += entry.value.nbytes(1)
+    total = sum(parameters) or 1.0
+    return [f / flops + p / total for f, p in zip(analysis.flops, parameters)]
+
+
+def _overlay(exported: Exported, train: Program) -> Program:
+    """The evaluation program on the training program's blocks."""
+    holds: dict[str, list[int]] = {}
+    for node in train.nodes:
+        for r in node.refs:
+            if r < len(train.inputs) and train.inputs[r].kind in ("parameter", "buffer"):
+                blocks = holds.setdefault(train.inputs[r].name, [])
+                if not blocks or blocks[-1] != node.block:
+                    blocks.append(node.block)
+    analysis = analyse(exported.inputs, exported.nodes)
+    recomputed = find_recomputed(exported.inputs, exported.nodes, analysis)
+    current, base = 0, len(exported.inputs)
+    placed = []
+    for i, node in enumerate(exported.nodes):
+        if base + i not in recomputed:
+            for r in node.refs:
+                if r < base and exported.inputs[r].kind in ("parameter", "buffer"):
+                    name = exported.inputs[r].name
+                    later = [b for b in holds.get(name, ()) if b >= current]
+                    if not later:
+                        raise CaptureError(
+                            f"model.eval() uses {name!r} in another order than model.train(); leave out eval_data"
+                        )
+                    current = later[0]
+        value = dataclasses.replace(node.value, requires_grad=False)
+        placed.append(dataclasses.replace(node, block=current, no_grad=False, value=value))
+    inputs = tuple(dataclasses.replace(x, trainable=False) for x in exported.inputs)
+    return Program(inputs, tuple(placed), tuple(exported.outputs), train.num_blocks, recomputed)
+
+
+def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
+    base = len(program.inputs)
+    costs = []
+    seen: set[int] = set()
+    for b in range(program.num_blocks):
+        spec = program.slice(b, b + 1)
+        inside = [i for i, n in enumerate(program.nodes) if n.block == b]
+        own = []
+        for number in dict.fromkeys(r for i in inside for r in program.nodes[i].refs):
+            if number < base and program.inputs[number].kind == "parameter" and number not in seen:
+                seen.add(number)
+                own.append(program.inputs[number])
+        costs.append(
+            BlockCost(
+                name=_block_name([program.nodes[i].scope for i in inside]),
+                flops=sum(analysis.flops[i] for i in inside),
+                parameter_bytes=sum(p.value.nbytes(1) for p in own),
+                trainable_bytes=sum(p.value.nbytes(1) for p in own if p.trainable),
+                activation_bytes=int(sum(analysis.saved_bytes[i] for i in inside)),
+                boundary_bytes=sum(v.nbytes(1) for v in spec.sent),
+                boundary_grad_bytes=sum(v.nbytes(1) for v in spec.sent if v.requires_grad),
+                parameters=tuple(spec.parameters),
+            )
+        )
+    return tuple(costs)
+
+
+def _block_name(scopes: Sequence[str]) -> str:
+    """The modules a block covers: the longest common path, or "first..last"."""
+    paths = [s.split("@")[0] for s in scopes if s]
+    if not paths:
+        return "loss" if scopes else ""
+    parts = [p.split(".") for p in (paths[0], paths[-1])]
+    common = [a for a, b in zip(*parts) if a == b]
+    split = [p.split(".") for p in paths]
+    shared = []
+    for level in zip(*split):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared) if shared and len(shared) >= len(common) else f"{paths[0]}..{paths[-1]}"

@@ -1,0 +1,167 @@
+"""Where a program is cut into blocks.
+
+The idea: a good cut has few bytes alive, and a useful set of cuts has them spread over the work. So every position
+between two nodes is a candidate; they are taken in order of live bytes (module boundaries first among equals), each one
+suppressing its neighbours within a fraction of a layer's work. Layers are what the module tree calls by number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Sequence
+
+from meshcee.capture.analysis import Analysis
+from meshcee.capture.program import Input, Node
+from meshcee.errors import UsageError
+
+__all__ = ["find_cuts", "named_cuts", "positions"]
+
+MAX_BLOCKS = 512
+_WORSE = 1.5  # a cut between two better ones, or between one and a near end, may have this many times their live bytes
+
+
+def positions(
+    inputs: Sequence[Input],
+    nodes: Sequence[Node],
+    outputs: Sequence[int],
+    analysis: Analysis,
+    recomputed: frozenset[int],
+) -> list[float | None]:
+    """Live bytes, for one sample, at each position p (before node p); None where a cut would change the meaning.
+
+    That is: where a value with several outputs is alive, between the uses of a buffer that the forward pass writes, and
+    between the making and the last in-place change of a tensor.
+    """
+    base, count = len(inputs), len(nodes)
+    delta = [0.0] * (count + 2)
+    blocked = [0.0] * (count + 2)
+
+    def span(table: list[float], start: int, stop: int, amount: float) -> None:
+        """Adds to positions start..stop, both included."""
+        if start <= stop:
+            table[start] += amount
+            table[stop + 1] -= amount
+
+    last_use = last_uses(base, nodes, outputs, analysis, recomputed)
+    for position, node in enumerate(nodes):
+        number = base + position
+        if number in recomputed:
+            continue
+        if node.value.multiple:
+            span(blocked, position + 1, last_use[number], 1)
+        elif node.value.is_tensor:
+            span(
+                delta,
+                position + 1,
+                last_use[number],
+                node.value.nbytes(1) * (2 if analysis.requires_grad[number] else 1),
+            )
+    for group, writes in analysis.mutations.items():
+        members = [n for n in range(base + count) if analysis.group[n] == group]
+        if any(n < base for n in members):  # a buffer: all its uses stay together
+            uses = sorted(u for n in members for u in analysis.users[n])
+            span(blocked, uses[0] + 1, uses[-1], 1)
+        else:
+            span(blocked, min(members) - base + 1, max(writes), 1)
+    live: list[float | None] = []
+    total, stops = 0.0, 0.0
+    for p in range(count + 1):
+        total += delta[p]
+        stops += blocked[p]
+        live.append(None if stops or p in (0, count) else total)
+    return live
+
+
+def last_uses(
+    base: int, nodes: Sequence[Node], outputs: Sequence[int], analysis: Analysis, recomputed: frozenset[int]
+) -> list[int]:
+    """Position of each value's last reader, uses through recomputed values included; outputs live to the end."""
+    last = [-1] * (base + len(nodes))
+    for number in range(base + len(nodes) - 1, -1, -1):
+        last[number] = max([len(nodes) if number in outputs else -1, last[number], *analysis.users[number]])
+        if number >= base and number in recomputed:
+            for r in nodes[number - base].refs:
+                last[r] = max(last[r], last[number])
+    return last
+
+
+def find_cuts(nodes: Sequence[Node], live: Sequence[float | None], work: Sequence[float]) -> list[int]:
+    """Positions of the cuts, ascending. `work[i]` is node i's share of the whole, in FLOPs and parameters."""
+    layers = count_layers(nodes)
+    reach = 1.0 / (4 * max(layers, 4))
+    total = sum(work) or 1.0
+    done = [0.0]
+    for w in work:
+        done.append(done[-1] + w / total)
+    candidates = sorted(
+        (p for p in range(1, len(nodes)) if live[p] is not None),
+        key=lambda p: (
+            _rounded(live[p]),
+            not _begins_layer(nodes, p),
+            _common_depth(nodes[p - 1].scope, nodes[p].scope),
+            p,
+        ),
+    )
+    chosen: list[int] = []
+    for p in candidates:
+        if len(chosen) >= MAX_BLOCKS - 1:
+            break
+        if done[p] < reach / 4 or 1 - done[p] < reach / 4:
+            continue
+        i = bisect.bisect(chosen, p)
+        left = chosen[i - 1] if i else None
+        right = chosen[i] if i < len(chosen) else None
+        if any(q is not None and abs(done[q] - done[p]) < reach for q in (left, right)):
+            continue
+        beside = [live[q] or 0.0 for q in (left, right) if q is not None]
+        # In a funnel (an encoder's halves) there are better cuts on one side only, and that is no reason to have none.
+        near_end = done[p] < 4 * reach if left is None else 1 - done[p] < 4 * reach
+        if (len(beside) == 2 or (beside and near_end)) and (live[p] or 0.0) > _WORSE * max(beside):
+            continue
+        chosen.insert(i, p)
+    return chosen
+
+
+def named_cuts(nodes: Sequence[Node], live: Sequence[float | None], names: Sequence[str]) -> list[int]:
+    """The user's own cuts: one after each named module."""
+    chosen = []
+    for name in names:
+        inside = [i for i, n in enumerate(nodes) if n.scope.split("@")[0] == name or n.scope.startswith(name + ".")]
+        if not inside:
+            raise UsageError(f"cuts: the model has no module {name!r} that computes anything")
+        p = inside[-1] + 1
+        if live[p] is None:
+            raise UsageError(f"cuts: a cut after {name!r} would separate values that must stay together; leave it out")
+        chosen.append(p)
+    return sorted(set(chosen))
+
+
+def count_layers(nodes: Sequence[Node]) -> int:
+    """Modules that a container calls by number, the outermost number of each path; repeated calls count again."""
+    return len({layer for node in nodes if (layer := _layer(node)) is not None})
+
+
+def _layer(node: Node) -> tuple[str, str] | None:
+    path, _, call = node.scope.partition("@")
+    matched = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", path)
+    return (matched[1], call) if matched else None
+
+
+def _begins_layer(nodes: Sequence[Node], p: int) -> bool:
+    layer = _layer(nodes[p])
+    return layer is not None and layer != _layer(nodes[p - 1])
+
+
+def _rounded(live: float | None) -> float:
+    """Live bytes to within a few per cent, so that a mask more or less does not outweigh a module boundary."""
+    return float(f"{live or 0.0:.1e}")
+
+
+def _common_depth(a: str, b: str) -> int:
+    depth = 0
+    for x, y in zip(a.split("@")[0].split("."), b.split("@")[0].split(".")):
+        if x != y or not x:
+            break
+        depth += 1
+    return depth

@@ -1,0 +1,87 @@
+"""How a list of samples becomes the named raw inputs of a program, and an output its tensors.
+
+The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors; a leaf's name is its path
+("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshcee.errors import UsageError
+
+__all__ = ["call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of"]
+
+
+def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Samples (x, y) -> one (x, y) whose tensors have a new first dimension."""
+    if not samples:
+        raise UsageError("a micro-batch needs at least one sample")
+    if any(not isinstance(s, tuple | list) or len(s) != 2 for s in samples):
+        raise UsageError("data[i] must be a pair (x, y)")
+    return _stack([s[0] for s in samples], "x"), _stack([s[1] for s in samples], "y")
+
+
+def _stack(items: Sequence[Any], path: str) -> Any:
+    first = items[0]
+    if isinstance(first, Mapping):
+        return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
+    if isinstance(first, tuple | list):
+        return tuple(_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first)))
+    try:
+        return torch.stack([torch.as_tensor(item) for item in items])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"samples cannot be stacked at {path}: {error}; pad them to one shape in data[i]") from error
+
+
+def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a stacked tree by path."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    if isinstance(tree, Mapping):
+        return {n: t for k, v in tree.items() for n, t in leaves(v, f"{path}.{k}").items()}
+    if isinstance(tree, tuple | list):
+        return {n: t for i, v in enumerate(tree) for n, t in leaves(v, f"{path}.{i}").items()}
+    raise UsageError(
+        f"{path} is a {type(tree).__name__}; data[i] must hold tensors, numbers, and tuples or dicts of them"
+    )
+
+
+def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+    """A stacked (x, y) as the program's raw inputs."""
+    return {**leaves(batch[0], "x"), **leaves(batch[1], "y")}
+
+
+def rebuild(tree: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """A tree like `tree` with other tensors at its leaves."""
+    if isinstance(tree, Mapping):
+        return {k: rebuild(v, f"{path}.{k}", tensors) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(rebuild(v, f"{path}.{i}", tensors) for i, v in enumerate(tree))
+    return tensors[path]
+
+
+def call_model(model: Any, x: Any) -> Any:
+    """`model(x)`, `model(*x)` or `model(**x)`."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, tuple | list):
+        return model(*x)
+    return model(x)
+
+
+def tensors_of(output: Any) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in a model's output with their paths; what is neither tensor nor container (a cache) is left out."""
+    if isinstance(output, torch.Tensor):
+        return [((), output)]
+    if isinstance(output, Mapping):
+        return [((k, *p), t) for k, v in output.items() for p, t in tensors_of(v)]
+    if isinstance(output, tuple | list):
+        return [((i, *p), t) for i, v in enumerate(output) for p, t in tensors_of(v)]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [((f.name, *p), t) for f in dataclasses.fields(output) for p, t in tensors_of(getattr(output, f.name))]
+    return []

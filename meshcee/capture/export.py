@@ -1,0 +1,351 @@
+"""From an nn.Module to flat nodes, by torch.export.
+
+The idea: torch.export already gives aten calls in eager execution order. What is left to do here: give every value our
+own number, call parameters by their original names, inline the sub-graphs of `torch.no_grad()`, drop assertions, and
+turn what cannot be captured into one sentence that names the operation and the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.capture.operators import Operator, find_operator, operator_name
+from meshcee.capture.program import Batch, Dim, Input, Node, Ref, Value, is_random
+from meshcee.errors import CaptureError, GraphError, MeshceeError
+
+__all__ = ["Exported", "export_module"]
+
+MAX_BATCH = 65536
+_DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
+# What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first.
+_REWRITTEN = {
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+    "aten.detach_.default": "aten.detach.default",
+}
+
+
+@dataclasses.dataclass
+class Exported:
+    """The flat graph before blocks are known."""
+
+    inputs: list[Input]
+    nodes: list[Node]
+    outputs: list[int]
+
+
+def export_module(
+    module: nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    name_of: Callable[[str], str],
+) -> Exported:
+    """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name."""
+    size = next(iter(arguments.values())).shape[0]
+    batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
+    shapes = tuple({0: batch} for _ in arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
+    except MeshceeError:
+        raise
+    except Exception as error:  # torch.export raises a dozen unrelated classes
+        raise CaptureError(explain(error, module)) from error
+    return _Flattener(exported, tuple(arguments), name_of, size).run()
+
+
+class _Flattener:
+    """Walks the exported graph once; `numbers` maps its nodes to our value numbers."""
+
+    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str], batch_hint: int) -> None:
+        self.exported = exported
+        self.raw = raw
+        self.name_of = name_of
+        self.numbers: dict[Any, Any] = {}
+        self.inputs: list[Input] = []
+        self.nodes: list[Node] = []
+        self.by_name: dict[str, int] = {}
+        self.batch_symbol: Any = None
+        self.batch_number: int | None = None
+
+    def run(self) -> Exported:
+        graph = self.exported.graph_module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        users = [s for s in self.exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+        raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
+        specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
+        for placeholder in placeholders:
+            self._input(placeholder, specs[placeholder.name], raw_of)
+        self._graph(self.exported.graph_module, graph, no_grad=False)
+        output = next(n for n in graph.nodes if n.op == "output")
+        kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
+        outputs = [
+            self._argument(a, output) for a, kind in zip(output.args[0], kinds, strict=True) if kind == "USER_OUTPUT"
+        ]
+        if not all(isinstance(o, Ref) for o in outputs):
+            raise CaptureError(
+                "an output of the model does not depend on its inputs; return tensors computed from them"
+            )
+        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs]))
+
+    def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
+        kind = spec.kind.name
+        held = placeholder.meta["val"]
+        if kind == "USER_INPUT":
+            if not isinstance(held, torch.Tensor):
+                raise CaptureError(f"input {placeholder.name} is not a tensor; make it one in data[i]")
+            if self.batch_symbol is None:
+                self.batch_symbol = _symbol(held.shape[0])
+            made = Input("raw", self._value(held, raw_of[placeholder.name]))
+        elif kind in ("PARAMETER", "BUFFER"):
+            name = self.name_of(spec.target)
+            if name in self.by_name:
+                self.numbers[placeholder] = Ref(self.by_name[name])
+                return
+            trainable = kind == "PARAMETER" and bool(held.requires_grad)
+            persistent = kind == "PARAMETER" or bool(spec.persistent)
+            value = dataclasses.replace(self._value(held, name), requires_grad=trainable)
+            made = Input(kind.lower(), value, trainable=trainable, persistent=persistent)
+            self.by_name[name] = len(self.inputs)
+        elif kind == "CONSTANT_TENSOR":
+            data = self.exported.constants[spec.target].detach().contiguous()
+            made = Input("constant", self._value(data, f"c{len(self.inputs)}"), data=data)
+        else:
+            raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
+        self.numbers[placeholder] = Ref(len(self.inputs))
+        self.inputs.append(made)
+
+    def _graph(self, owner: Any, graph: Any, no_grad: bool) -> None:
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                self.numbers[node] = getattr(owner, node.target)
+            elif node.op == "call_function":
+                self._call(owner, node, no_grad)
+            else:
+                raise CaptureError(
+                    f"the exported graph holds a {node.op}{_where(node)}, which cannot be sent to a peer"
+                )
+
+    def _call(self, owner: Any, node: Any, no_grad: bool) -> None:
+        target = node.target
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, sub, *rest = node.args
+            self._inline(node, self.numbers[sub], rest, no_grad or not enabled)
+            return
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            _device, _dtype, enabled, _cache, sub, *rest = node.args
+            if enabled:
+                raise CaptureError(f"autocast is on{_where(node)}; remove it and use Job(precision='bf16')")
+            self._inline(node, self.numbers[sub], rest, no_grad)
+            return
+        name = operator_name(target)
+        if _DROPPED.fullmatch(name or str(target)):
+            return
+        if name == "getitem" and isinstance(self.numbers.get(node.args[0]), list):
+            self.numbers[node] = self.numbers[node.args[0]][node.args[1]]  # output of an inlined sub-graph
+            return
+        args = [self._argument(a, node) for a in node.args]
+        kwargs = {k: self._argument(v, node) for k, v in node.kwargs.items()}
+        if name in _REWRITTEN:
+            name = _REWRITTEN[name]
+            if name == "aten.zeros.default":
+                kwargs.pop("memory_format", None)
+        if name is None:
+            raise CaptureError(
+                f"operation {target}{_where(node)} is not an aten operator; write it with torch functions"
+            )
+        try:
+            operator: Operator = find_operator(name)
+        except GraphError as error:
+            raise CaptureError(f"operation {name}{_where(node)} cannot run on a peer: {error}") from error
+        held = node.meta.get("val")
+        if name == "aten.sym_size.int" and _symbol(held) is not None and _symbol(held) == self.batch_symbol:
+            if self.batch_number is not None:  # one number for the batch size, whoever asks
+                self.numbers[node] = Ref(self.batch_number)
+                return
+            args = [Ref(self._first_raw()), 0]
+            self.batch_number = len(self.inputs) + len(self.nodes)
+        number = len(self.inputs) + len(self.nodes)
+        self.numbers[node] = Ref(number)
+        value = self._value(held, f"n{len(self.nodes)}")
+        self.nodes.append(Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node)))
+
+    def _first_raw(self) -> int:
+        return next(i for i, x in enumerate(self.inputs) if x.kind == "raw")
+
+    def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
+        placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            self.numbers[placeholder] = self._argument(argument, node)
+        self._graph(sub, sub.graph, no_grad)
+        output = next(n for n in sub.graph.nodes if n.op == "output")
+        self.numbers[node] = [self._argument(a, output) for a in output.args[0]]
+
+    def _argument(self, argument: Any, node: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return self.numbers[argument]
+        if isinstance(argument, tuple | list):
+            return [self._argument(a, node) for a in argument]
+        if isinstance(argument, bool | int | float | str | torch.dtype | torch.layout | torch.memory_format | None):
+            return argument
+        if isinstance(argument, torch.device):
+            return argument
+        raise CaptureError(f"argument {argument!r} of {node.target}{_where(node)} cannot be sent to a peer")
+
+    def _value(self, held: Any, name: str) -> Value:
+        if isinstance(held, torch.Tensor):
+            shape = tuple(self._dim(d) for d in held.shape)
+            strides = [_hint(s) for s in held.stride()]
+            sizes = [_hint(s) for s in held.shape]
+            # Ties (size 1) keep their place, so that a contiguous tensor has the identity order.
+            order = sorted(range(len(shape)), key=lambda d: (-strides[d] if sizes[d] > 1 else 0, d))
+            if held.is_contiguous():
+                order = list(range(len(shape)))
+            elif any(sizes[d] == 1 for d in range(len(shape))):
+                order = _order_with_ones(sizes, strides)
+            return Value(name, held.dtype, shape, tuple(order))
+        if isinstance(held, tuple | list):
+            return Value(name, None, multiple=True)
+        return Value(name, None)
+
+    def _dim(self, dim: Any) -> Dim:
+        if isinstance(dim, int):
+            return dim
+        expression = dim.node.expr
+        if self.batch_symbol is not None:
+            scale = expression / self.batch_symbol
+            if scale.is_Integer:
+                return Batch(int(scale))
+        raise CaptureError(
+            f"a tensor has size {expression}, not a multiple of the batch size; keep samples apart in the model"
+        )
+
+
+def _order_with_ones(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions from slow to fast; those of size 1 go where they were, between their neighbours."""
+    order = sorted((d for d in range(len(sizes)) if sizes[d] != 1), key=lambda d: (-strides[d], d))
+    for d in range(len(sizes)):
+        if sizes[d] == 1:
+            order.insert(min(d, len(order)), d)
+    return order
+
+
+def _symbol(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _scope(node: Any) -> str:
+    """Path of the innermost module, "" for the model itself; repeated calls of a module keep their "@n"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    entries = [(key, entry[0]) for key, entry in stack.items() if not key.startswith("_empty")]
+    if not entries:
+        return ""
+    key, path = entries[-1]
+    path = re.sub(r"@\d+", "", path)
+    call = re.search(r"@(\d+)$", key)
+    path = path.removeprefix("model").removeprefix(".")
+    return path + (f"@{call[1]}" if call else "")
+
+
+def _canonical(exported: Exported) -> Exported:
+    """Drop what nothing needs (random draws are needed: they advance the generator), number anew.
+
+    Outputs of a node with several are taken right behind it, so that no tuple ever crosses a cut.
+    """
+    inputs, nodes = exported.inputs, exported.nodes
+    base = len(inputs)
+    needed = set(exported.outputs)
+    for i in range(len(nodes) - 1, -1, -1):
+        if base + i in needed or nodes[i].operator.mutates or is_random(nodes[i]):
+            needed.update(nodes[i].refs)
+            needed.add(base + i)
+    taken: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.operator.name == "getitem" and base + i in needed:
+            taken.setdefault(node.refs[0], []).append(base + i)
+    keep: list[int] = [i for i in range(base) if i in needed]
+    for i, node in enumerate(nodes):
+        if base + i in needed and node.operator.name != "getitem":
+            keep.append(base + i)
+            pending = [base + i]
+            while pending:
+                items = taken.get(pending.pop(0), [])
+                keep += items
+                pending += items
+    renumber = {old: new for new, old in enumerate(keep)}
+    mutated = {
+        node.args[p].index
+        for node in nodes
+        for p in node.operator.mutates
+        if p < len(node.args) and isinstance(node.args[p], Ref)
+    }
+    new_inputs = []
+    new_nodes: list[Node] = []
+    for number in keep:
+        if number < base:
+            old = inputs[number]
+            if number in mutated and old.kind != "buffer":
+                raise CaptureError(f"the model changes its {old.kind} {old.name!r} in place; work on a copy of it")
+            new_inputs.append(dataclasses.replace(old, mutated=number in mutated))
+            continue
+        node = nodes[number - base]
+        args = _renumbered(node.args, renumber)
+        kwargs = {k: _renumbered(v, renumber) for k, v in node.kwargs.items()}
+        value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
+        new_nodes.append(dataclasses.replace(node, args=args, kwargs=kwargs, value=value))
+    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs])
+
+
+def _renumbered(argument: Any, renumber: Mapping[int, int]) -> Any:
+    if isinstance(argument, Ref):
+        return Ref(renumber[argument.index])
+    if isinstance(argument, list):
+        return [_renumbered(a, renumber) for a in argument]
+    if isinstance(argument, tuple):
+        return tuple(_renumbered(a, renumber) for a in argument)
+    return argument
+
+
+def _where(node: Any) -> str:
+    """ ", at FILE:LINE `code`" of the innermost user frame in the node's stack trace."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', node.meta.get("stack_trace") or "")
+    for file, line, code in reversed(frames):
+        if "/torch/" not in file and "meshcee/capture" not in file:
+            return f" at {file}:{line} `{code.strip()}`"
+    return ""
+
+
+def explain(error: BaseException, module: nn.Module) -> str:
+    """What torch.export could not do, in one sentence: the operation, the line, what to do."""
+    text = str(error)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not re.search(r"/torch/|/meshcee/capture/|<eval_with_key>|/contextlib\.py", f.filename)
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`" if frames else ""
+    first = re.sub(r"\s+", " ", text.strip().splitlines()[0] if text.strip() else type(error).__name__)[:300]
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "unbacked" in text:
+        advice = "the path taken depends on the values in a tensor; write it with torch.where or a mask"
+    elif "Constraints violated" in text or "specializ" in text:
+        advice = "the model fixes the batch size; compute sizes from x.shape[0] instead of a constant"
+    elif "device" in text and "meta" in text:
+        advice = "create tensors on the device of the input"
+    else:
+        advice = "replace this operation by torch functions of tensors"
+    return f"the model cannot be captured{where}: {first}; {advice}"
