@@ -74,4 +74,5 @@ job = meshcee.Job(
 if __name__ == "__main__":
     result = meshcee.train(job)
     print(f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f} in {len(result.losses)} steps")
-    print(f"test accuracy {100 * result.metrics['accuracy']:.2f} %")
+    _, last = result.metrics[-1]
+    print(f"test accuracy {100 * last['accuracy']:.2f} %")

@@ -146,7 +146,7 @@ job = meshcee.Job(
     optimizer=meshcee.Optimizer(
         "AdamW", lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}}
     ),
-    schedule=meshcee.Schedule("OneCycleLR", max_lr=3e-3, total_steps=STEPS + 1, cycle_momentum=False),
+    schedule=meshcee.Schedule("LinearLR", start_factor=0.1, total_iters=30),
     clip_norm=1.0,
     batch_size=16,
     micro_batch_size=4,

@@ -16,7 +16,7 @@ wheel=$(echo "$work"/dist/*.whl)
 
 echo "Installing $(basename "$wheel") into an empty environment ..."
 "$(scripts/find_python.sh)" -m venv "$work/venv"
-pip() { "$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$checkout/constraints.txt" "$@"; }
+pip() { "$work/venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$checkout/constraints.txt" "$@"; }
 pip torch==2.13.0
 pip "$wheel" pytest pytest-asyncio pytest-timeout hypothesis
 
