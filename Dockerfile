@@ -22,11 +22,12 @@ COPY peers peers
 RUN /venv/bin/pip install -c constraints.txt .
 
 FROM python:${PYTHON}-slim
-RUN useradd --create-home --uid 10001 meshcee
+RUN useradd --uid 10001 --create-home meshcee && install -d -o meshcee -g meshcee /data
 COPY --from=build /venv /venv
-ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
+# /data holds the peer's identity and its runs: mount a volume there to keep them when the container is replaced.
+ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 MESHCEE_HOME=/data
 USER meshcee
-# The identity of a peer lives here: mount a volume to keep it when the container is replaced.
-WORKDIR /home/meshcee
+WORKDIR /data
+# No HEALTHCHECK: a peer that cannot go on exits, and a restart policy sees that; `meshcee status` asks the whole mesh.
 ENTRYPOINT ["meshcee"]
 CMD ["--help"]

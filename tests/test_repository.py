@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import meshcee
+from meshcee import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450
@@ -127,3 +128,59 @@ def test_every_dependency_has_one_exact_version() -> None:
     names = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in wanted}
     assert names - {name.lower() for name in pinned} == set()
     assert [name for name, version in pinned.items() if "+" in version or "/" in version] == []
+
+
+def test_the_readme_lists_every_exit_code() -> None:
+    """Each class of errors.py by its code, and nothing that no error becomes."""
+    table = re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    codes = {getattr(errors, name).exit_code for name in errors.__all__}
+    assert {int(code) for code in table} == codes | {0, 130}
+
+
+def test_links_inside_the_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions and their arguments, continuation lines joined, comments left out."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_runs_meshcee_as_an_ordinary_user() -> None:
+    lines = dockerfile()
+    starts = [i for i, (word, _) in enumerate(lines) if word == "FROM"]
+    assert len(starts) == 2, "one stage builds, one runs"
+    final = lines[starts[-1] :]
+    assert ("ENTRYPOINT", '["meshcee"]') in final
+    users = [argument for word, argument in final if word == "USER"]
+    assert users
+    assert users[-1] not in {"root", "0"}
+    assert not [argument for word, argument in final if word == "RUN" and "pip" in argument], "compilers stay behind"
+
+
+def test_the_image_is_built_from_files_that_exist_and_are_sent_along() -> None:
+    sent = {
+        line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
+    }
+    copied = {
+        source
+        for word, argument in dockerfile()
+        if word == "COPY" and "--from" not in argument
+        for source in argument.split()[:-1]
+    }
+    assert copied == sent
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    assert set(PRODUCT) <= copied
+
+
+def test_torch_is_pinned_to_one_version_everywhere() -> None:
+    pinned = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert len(pinned) == 1
+    for place in ("Dockerfile", "scripts/install.sh", "scripts/wheel_test.sh"):
+        assert re.findall(r"torch==([\w.]+)", (ROOT / place).read_text()) == pinned, place
