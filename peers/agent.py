@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -21,15 +22,14 @@ from dht.signing import Identity, MeshKey
 from dht.store import Store
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, NotPermittedError
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError
 from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile
 from peers.compute import Compute
 from peers.coordinator import PlanService
-from peers.home import TermFile
 from peers.member import Member
 from peers.profiler import measure_device, probe_link, serve_probe
-from peers.transport.base import Stream, StreamClosed, Transport
+from peers.transport.base import StreamClosed, Transport
 
 __all__ = ["Agent", "AgentOptions"]
 

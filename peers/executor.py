@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,10 +24,9 @@ from peers.compute import Compute
 from peers.inbox import Activation, Collect, Inbox
 from peers.messages import Step
 from peers.outbox import Outbox
+from peers.stage import StageRunner, clip_coefficient
 from peers.transport.base import Frame
-
-if TYPE_CHECKING:
-    from peers.stage import StageRunner
+from peers.weights import state_frames
 
 __all__ = ["Executor", "Place", "StageFlops"]
 
@@ -90,6 +89,7 @@ class Executor:
         self._flops = flops
         self.stages: dict[int, Outbox] = {}  # stage index -> its outbox; set before the first walk
         self.seconds: dict[str, float] = {}
+        self._norm: float | None = None  # the last step's global gradient norm, known to the first stage
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -110,7 +110,7 @@ class Executor:
         place, runner = self._place, self._runner
         self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
         start_s = time.perf_counter()
-        runner.begin(walk.step, walk.num_micro)
+        runner.begin(walk.step)
         f = b = w = 0
         while w < walk.num_micro:
             action = choose(self._view(walk, f, b, w))
@@ -130,13 +130,13 @@ class Executor:
                 await self._weight_gradient(walk, w)
                 w += 1
         await self._exchange_totals(walk)
-        norm = await self._settle(walk)
+        clip = await self._settle(walk)
         applied_s = time.perf_counter()
-        await self._compute.run(runner.apply, norm, walk.hyper)
+        await self._compute.run(runner.apply, None if clip is None else torch.tensor(clip), walk.hyper)
         self.seconds["apply"] = time.perf_counter() - applied_s
         self._inbox.finish(walk.walk)
-        header = {"walk": walk.walk, "step": walk.step, "norm": norm, "seconds": dict(self.seconds)}
-        header["seconds"]["total"] = time.perf_counter() - start_s
+        seconds = {**self.seconds, "total": time.perf_counter() - start_s}
+        header = {"walk": walk.walk, "step": walk.step, "norm": self._norm, "seconds": seconds}
         await self._owner.put(Frame(messages.APPLIED, header))
 
     def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
@@ -202,9 +202,9 @@ class Executor:
 
     async def _backward(self, walk: Step, micro: int) -> None:
         gradients = self._inbox.back.pop((walk.walk, micro), ())
-        weight = walk.weights[micro] if self._place.is_last else None
+        weight = walk.weights[micro]
         if self._place.fused:
-            partials = self._inbox.shared.pop((walk.walk, micro), {})
+            partials = self._partials(walk.walk, micro)
             received, onward = await self._timed("bw", self._runner.backward, micro, gradients, weight, partials)
             await self._send_partials(walk.walk, micro, onward)
         else:
@@ -213,14 +213,19 @@ class Executor:
             await self._send(self._place.index - 1, messages.B, walk.walk, micro, received)
 
     async def _weight_gradient(self, walk: Step, micro: int) -> None:
-        partials = self._inbox.shared.pop((walk.walk, micro), {})
+        partials = self._partials(walk.walk, micro)
         onward = await self._timed("w", self._runner.backward_weight, micro, partials)
         await self._send_partials(walk.walk, micro, onward)
 
     async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
-        for target in sorted({self._place.partial_to[name] for name in partials}):
-            chosen = {n: t for n, t in partials.items() if self._place.partial_to[n] == target}
-            await self._send(target, messages.SHARED, walk, micro, list(chosen.values()), names=list(chosen))
+        """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
+        for target in sorted(set(self._place.partial_to.values())):
+            names = [name for name, at in self._place.partial_to.items() if at == target]
+            await self._send(target, messages.SHARED, walk, micro, [partials.get(n) for n in names], names=names)
+
+    def _partials(self, walk: int, micro: int) -> dict[str, torch.Tensor]:
+        arrived = self._inbox.shared.pop((walk, micro), {})
+        return {name: tensor for name, tensor in arrived.items() if tensor is not None}
 
     # -- the end of a step: shared totals, the norm, the commit ----------------------------------------------------
 
@@ -228,15 +233,17 @@ class Executor:
         if self._place.totals_to:
             totals = self._runner.shared_totals()
             for target, names in self._place.totals_to.items():
-                held = [n for n in names if n in totals]
-                await self._send(target, messages.TOTAL, walk.walk, 0, [totals[n] for n in held], names=held)
+                # Copies: clipping writes to the gradients while these may still be on their way.
+                copies = [totals[n].clone() if n in totals else None for n in names]
+                await self._send(target, messages.TOTAL, walk.walk, 0, copies, names=list(names))
         while not self._place.totals_from <= self._inbox.totals.get(walk.walk, {}).keys():
             await self._wait()
         if self._place.totals_from:
-            self._runner.set_shared_totals(self._inbox.totals[walk.walk])
+            arrived = self._inbox.totals[walk.walk]
+            self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
 
     async def _settle(self, walk: Step) -> float | None:
-        """Wait until the step is committed; returns the global gradient norm when the job clips."""
+        """Wait until the step is committed; returns what gradients are multiplied by when the job clips."""
         place, inbox = self._place, self._inbox
         if place.clip_norm is not None:
             own = await self._compute.run(self._runner.grad_norms)
@@ -246,8 +253,10 @@ class Executor:
                     await self._wait()
                 pairs += inbox.norms[walk.walk]
             if place.is_first:
-                norms = torch.tensor([norm for _, norm in sorted(pairs)], dtype=self._runner.norm_dtype)
-                await self.commit(walk.walk, float(torch.linalg.vector_norm(norms)) if pairs else 0.0)
+                # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
+                norms = [torch.tensor(norm, dtype=torch.float32) for _, norm in sorted(pairs)]
+                self._norm = float(torch.linalg.vector_norm(torch.stack(norms), 2.0))
+                await self.commit(walk.walk, float(clip_coefficient(norms, place.clip_norm)))
             else:
                 header = {"walk": walk.walk, "norms": pairs}
                 await self.stages[place.index - 1].put(Frame(messages.NORMS, header))
@@ -255,11 +264,11 @@ class Executor:
             await self._wait()
         return inbox.commits[walk.walk]
 
-    async def commit(self, walk: int, norm: float | None) -> None:
+    async def commit(self, walk: int, clip: float | None) -> None:
         """The step is committed: tell the next stage at once, before any F of the next step, then note it."""
         if not self._place.is_last:
-            await self.stages[self._place.index + 1].put(Frame(messages.COMMIT, {"walk": walk, "norm": norm}))
-        self._inbox.put_commit(walk, norm)
+            await self.stages[self._place.index + 1].put(Frame(messages.COMMIT, {"walk": walk, "clip": clip}))
+        self._inbox.put_commit(walk, clip)
 
     # -- evaluation and state ----------------------------------------------------------------------------------------
 
@@ -278,16 +287,18 @@ class Executor:
         self._inbox.finish(walk.walk)
 
     def _evaluation_ready(self, walk: int, micro: int) -> bool:
-        spec = self._runner.evaluation_spec
+        spec = self._runner.eval_spec
         raw = spec is None or not spec.raw_inputs or (walk, micro) in self._inbox.raw
         return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
 
     async def _send_state(self) -> None:
-        state = await self._compute.run(self._runner.state_dict)
-        for name, tensor in state.items():
-            meta, payloads = tensors.pack([tensor])
-            await self._owner.put(Frame(messages.STATE, {"name": name, "tensors": meta}, payloads))
-        await self._owner.put(Frame(messages.STATE_END, {"tensors": len(state)}))
+        """What training has changed; the owner has kept the rest."""
+        for frame in await self._compute.run(self._state_frames):
+            await self._owner.put(frame)
+
+    def _state_frames(self) -> list[Frame]:
+        state = self._runner.state_dict()
+        return list(state_frames({name: state[name] for name in (*self._runner.spec.trainable, *self._runner.spec.mutated)}))
 
     async def _send(self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any) -> None:
         meta, payloads = tensors.pack(values)

@@ -26,7 +26,7 @@ class Activation:
     """What a stage receives for one micro-batch: boundary values in order, and the generator's state."""
 
     values: Sequence[Any]
-    rng: torch.Tensor | None
+    rng: torch.Tensor | int | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Inbox:
     shared   (walk, micro) -> partial gradients of shared parameters, by name, from later stages
     totals   walk -> summed gradients of shared parameters, by name, from earlier stages
     norms    walk -> (parameter index, norm) pairs of all later stages
-    commits  walk -> the global gradient norm, None when the job does not clip
+    commits  walk -> what gradients are multiplied by, None when the job does not clip
     """
 
     limit: int
@@ -53,8 +53,8 @@ class Inbox:
     raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     forward: dict[Key, Activation] = field(default_factory=dict)
     back: dict[Key, Sequence[torch.Tensor | None]] = field(default_factory=dict)
-    shared: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
-    totals: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    shared: dict[Key, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    totals: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
     norms: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     commits: dict[int, float | None] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,14 +80,14 @@ class Inbox:
     def put_back(self, walk: int, micro: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._store(self.back, (walk, micro), gradients)
 
-    def put_shared(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
+    def put_shared(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor | None]) -> None:
         """Partials of different parameters may come from different stages, but each only once."""
         present = self.shared.pop((walk, micro), {})
         if present.keys() & partials.keys():
             raise ProtocolError(f"a shared gradient of walk and micro-batch {(walk, micro)} arrived twice")
         self._store(self.shared, (walk, micro), {**present, **partials})
 
-    def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor]) -> None:
+    def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor | None]) -> None:
         present = self.totals.pop(walk, {})
         if present.keys() & totals.keys():
             raise ProtocolError(f"a shared total of walk {walk} arrived twice")
@@ -96,8 +96,8 @@ class Inbox:
     def put_norms(self, walk: int, norms: list[tuple[int, float]]) -> None:
         self._store(self.norms, walk, norms)
 
-    def put_commit(self, walk: int, norm: float | None) -> None:
-        self._store(self.commits, walk, norm)
+    def put_commit(self, walk: int, clip: float | None) -> None:
+        self._store(self.commits, walk, clip)
 
     def finish(self, walk: int) -> None:
         """Forget a walk that is over."""

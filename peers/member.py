@@ -39,7 +39,7 @@ class Session:
     """One epoch of one job on this peer."""
 
     def __init__(
-        self, offer: Offer, runner: StageRunner, stream: Stream, transport: Transport, compute: Compute, limits: Limits
+        self, offer: Offer, runner: StageRunner, stream: Stream, transport: Transport, compute: Compute
     ) -> None:
         self.offer = offer
         self.done = asyncio.Event()
@@ -52,7 +52,7 @@ class Session:
         self._executor = Executor(runner, offer.place, self._inbox, compute, self._owner, offer.flops)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
-        self._limits = limits
+        self._ending = False  # the owner has asked for the weights: from here on neighbours may close
 
     @property
     def executor(self) -> Executor:
@@ -99,6 +99,7 @@ class Session:
                 walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
                 await self._inbox.walks.put(walk)
             elif frame.kind == messages.COLLECT:
+                self._ending = True
                 await self._inbox.walks.put(Collect())
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -146,14 +147,16 @@ class Session:
         try:
             await outbox.run()
         except StreamClosed as closed:
-            raise self._lost(index, closed) from closed
+            if not self._ending:
+                raise self._lost(index, closed) from closed
 
     async def _read_stage(self, index: int, stream: Stream) -> None:
         try:
             while True:
                 await self._take(index, await stream.recv())
         except StreamClosed as closed:
-            raise self._lost(index, closed) from closed
+            if not self._ending:
+                raise self._lost(index, closed) from closed
 
     def _lost(self, index: int, error: BaseException) -> PeerLostError:
         lost = PeerLostError(f"stage {index} on peer {self.offer.peer_of(index)} is gone: {error}")
@@ -165,8 +168,8 @@ class Session:
         place, inbox, header = self._place, self._inbox, frame.header
         walk = need(header, "walk", int)
         if frame.kind == messages.COMMIT and index == place.index - 1:
-            norm = header.get("norm")
-            await self._executor.commit(walk, None if norm is None else need(header, "norm", float))
+            clip = header.get("clip")
+            await self._executor.commit(walk, None if clip is None else need(header, "clip", float))
             return
         if frame.kind == messages.NORMS and index == place.index + 1:
             pairs = need(header, "norms", list)
@@ -174,11 +177,11 @@ class Session:
             return
         values = tensors.unpack(need(header, "tensors", list), frame.payloads)
         if frame.kind == messages.F and index == place.index - 1:
-            if not values:
-                raise ProtocolError("an activation frame holds the generator's state at least")
+            if not values or isinstance(values[-1], float):
+                raise ProtocolError("an activation frame ends with the generator's state")
             inbox.put_forward(walk, need(header, "micro", int), Activation(values[:-1], values[-1]))
         elif frame.kind == messages.B and index == place.index + 1:
-            inbox.put_back(walk, need(header, "micro", int), values)
+            inbox.put_back(walk, need(header, "micro", int), _tensors(values))
         elif frame.kind == messages.SHARED and index > place.index:
             inbox.put_shared(walk, need(header, "micro", int), _named(header, values))
         elif frame.kind == messages.TOTAL and index < place.index:
@@ -187,11 +190,17 @@ class Session:
             raise ProtocolError(f"stage {index} sent a frame of kind {frame.kind!r}, which has no meaning here")
 
 
-def _named(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor]:
+def _tensors(values: list[Any]) -> list[torch.Tensor | None]:
+    if not all(value is None or isinstance(value, torch.Tensor) for value in values):
+        raise ProtocolError("a gradient is a tensor or nothing")
+    return values
+
+
+def _named(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
     names = need(header, "names", list)
     if len(names) != len(values):
         raise ProtocolError("a frame of shared gradients needs one tensor for each name")
-    return dict(zip(names, values))
+    return dict(zip(names, _tensors(values)))
 
 
 class Member:
@@ -214,6 +223,8 @@ class Member:
         self._limits = limits
         self._accept = accept  # (owner, term) -> raises NotPermittedError
         self.session: Session | None = None
+        self.max_live = 0  # of the last session: most micro-batches between F and W, ever
+        self.max_in_flight = 0  # between F and B
         self._reserved = False
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
@@ -242,7 +253,12 @@ class Member:
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
             return
-        except MeshceeError as error:
+        except StreamClosed as closed:
+            log.info("the owner left during its offer", reason=str(closed))
+            return
+        except Exception as error:
+            if not isinstance(error, MeshceeError):
+                log.exception("an offer met a bug of ours")
             log.warning("offer refused", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
@@ -253,10 +269,11 @@ class Member:
             await self.session.run()
             log.info("job over", job=offer.job)
         except* Exception as failures:
-            error = _first(failures)
-            log.error("job failed", job=offer.job, error=f"{type(error).__name__}: {error}")
-            await self._report(stream, error)
+            cause = _first(failures)
+            log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
+            await self._report(stream, cause)
         finally:
+            self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
             self.session.close()
 
     async def _report(self, stream: Stream, error: BaseException) -> None:
@@ -282,7 +299,7 @@ class Member:
             pass
         runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
-        session = Session(offer, runner, stream, self._transport, self._compute, self._limits)
+        session = Session(offer, runner, stream, self._transport, self._compute)
         header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), "state": hash_state(receiver.state)}
         await stream.send(Frame(messages.READY, header))
         return session

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import torch
 
-from meshcee.capture import Program, StageSpec, decode_program
+from meshcee.capture import Program, StageSpec, decode_program, encode_program
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError, UsageError
 from meshcee.job import Optimizer
@@ -40,6 +40,7 @@ class Terms:
     clip_norm: float | None
     precision: str
     flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
+    parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +50,7 @@ class Terms:
             "clip_norm": self.clip_norm,
             "precision": self.precision,
             "flops": list(self.flops),
+            "parameters": list(self.parameters),
         }
 
     @classmethod
@@ -64,6 +66,7 @@ class Terms:
             None if clip_norm is None else need(data, "clip_norm", float),
             precision,
             tuple(float(x) for x in need(data, "flops", list)),
+            tuple(map(str, need(data, "parameters", list))),
         )
 
 
@@ -88,8 +91,8 @@ class Offer:
             "addresses": {peer: list(known) for peer, known in self.addresses.items()},
         }
         header = {"epoch": list(self.epoch), "term": list(self.term), "evaluates": self.evaluate is not None}
-        payloads = [msgpack.packb(body), self.train.encoded()]
-        return Frame(messages.OFFER, header, payloads + ([self.evaluate.encoded()] if self.evaluate else []))
+        programs = [self.train, *([self.evaluate] if self.evaluate else [])]
+        return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
 
     @classmethod
     def from_frame(cls, frame: Frame, peer_id: str, owner: str, limits: Limits) -> Offer:
@@ -97,7 +100,7 @@ class Offer:
         if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
         try:
-            body = msgpack.unpackb(frame.payloads[0], raw=False, max_buffer_size=limits.graph_bytes)
+            body = msgpack.unpackb(frame.payloads[0], raw=False)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"the offer is not msgpack: {error}") from error
         if not isinstance(body, dict):
@@ -189,7 +192,7 @@ class Offer:
             epoch=self.epoch,
             seed=self.terms.seed,
             clip_norm=self.terms.clip_norm,
-            norm_order={name: i for i, name in enumerate(self.train.param_order)},
+            norm_order={name: i for i, name in enumerate(self.terms.parameters)},
             partial_to={name: at[at.index(me) - 1] for name, at in mine.items() if at[0] != me},
             partial_from=frozenset(name for name, at in mine.items() if at[-1] != me),
             totals_to={later: tuple(names) for later, names in totals_to.items()},
@@ -212,9 +215,38 @@ class Offer:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def evaluation_specs(self) -> tuple[StageSpec, ...]:
+        if self.evaluate is None:
+            return ()
+        return tuple(self.evaluate.slice(stage.first, stage.end) for stage in self.stages)
+
+    def raw_inputs(self, *, forward_only: bool) -> tuple[str, ...]:
+        """What the owner must send to this stage for each micro-batch."""
+        spec = (self.evaluation_specs if forward_only else self.specs)[self.index]
+        return tuple(value.name for value in spec.raw_inputs)
+
+    @cached_property
     def expected_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of every parameter and buffer of this stage."""
-        return self.specs[self.index].state_meta(self.evaluate)
+        """Type and shape of every parameter and buffer of this stage; weights travel in full precision."""
+        names = set(self.specs[self.index].state_names())
+        if self.evaluate is not None:
+            names |= set(self.evaluation_specs[self.index].state_names())
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for program in (self.train, self.evaluate):
+            for entry in program.inputs if program else ():
+                if entry.name in names and entry.kind in ("parameter", "buffer"):
+                    dtype = entry.value.dtype
+                    assert dtype is not None
+                    if self.terms.precision == "bf16" and dtype == torch.bfloat16:
+                        dtype = torch.float32
+                    found[entry.name] = (dtype, entry.value.sizes(1))
+        return found
+
+    @cached_property
+    def changed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What the member sends back in the end: the part of its state that training changes."""
+        spec = self.specs[self.index]
+        return {name: self.expected_state[name] for name in (*spec.trainable, *spec.mutated)}
 
     @cached_property
     def state_bytes(self) -> int:
@@ -247,13 +279,13 @@ class Offer:
 
     def build(self, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
         """The stage, ready to run; called on the compute thread."""
-        stage = self.stages[self.index]
-        evaluation = self.evaluate.slice(stage.first, stage.end) if self.evaluate else None
         return StageRunner(
             self.specs[self.index],
-            evaluation,
             state,
             self.terms.optimizer,
+            evaluate=self.evaluation_specs[self.index] if self.evaluate else None,
+            stages=[(stage.first, stage.end) for stage in self.stages],
+            index=self.index,
             precision=self.terms.precision,
             device=device,
         )

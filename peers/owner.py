@@ -79,7 +79,7 @@ class _Link:
         self.peer_id = offer.peer_id
         self.stream = stream
         self.outbox = Outbox(stream, limit_frames=64)
-        self.receiver = StateReceiver(offer.expected_state)
+        self.receiver = StateReceiver(offer.changed_state)
         self.collected = asyncio.Event()
         self.closing = False
 
@@ -177,7 +177,7 @@ class Owner:
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
         job = self._job
         flops = tuple(cost.flops for cost in self._capture.costs)
-        terms = Terms(job.name, job.optimizer, job.seed, job.clip_norm, job.precision, flops)
+        terms = Terms(job.name, job.optimizer, job.seed, job.clip_norm, job.precision, flops, self._capture.param_order)
         async with asyncio.TaskGroup() as offering:
             for peer_id in self.plan.peers:
                 offer = Offer(
@@ -347,7 +347,8 @@ class Owner:
         count = 0
         for micro in range(walk.spec.num_micro):
             _, target = feed.samples(walk.spec, micro)
-            loss, output = self._capture.outputs_of(walk.outputs[micro])
+            loss, *outputs = walk.outputs[micro]
+            output = self._capture.output_of(outputs)
             size = feed.size(walk.spec, micro)
             count += size
             values = {"loss": float(loss), **{k: float(m(output, target)) for k, m in self._job.metrics.items()}}
@@ -373,8 +374,8 @@ class Owner:
     async def _collect(self) -> dict[str, torch.Tensor]:
         for link in self._links:
             await link.outbox.put(Frame(messages.COLLECT))
-        state: dict[str, torch.Tensor] = {}
-        for link in reversed(self._links):
+        state = dict(self._capture.state)
+        for link in self._links:
             await link.collected.wait()
             state.update(link.receiver.state)
-        return {name: state[name] for name in self._capture.state}
+        return self._capture.state_dict(state)

@@ -1,0 +1,102 @@
+"""`meshcee peer`: lend this machine to a mesh until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from meshcee.errors import UsageError
+from peers.assemble import JoinOptions, agent
+from peers.commands.children import die_with_parent
+from peers.commands.session import configure_logging, run_async
+from peers.home import Home
+from peers.profiler import resolve_device
+
+__all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_peer"]
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """The flags of `meshcee peer`."""
+
+    join: str | None
+    name: str | None
+    device: str
+    memory: str | None
+    region: str | None
+    threads: int | None
+    listen: str
+    announce: str | None
+    identity: Path | None
+    open: bool
+    valid: str
+    shape: str | None
+    shape_device: str | None
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB", "512M" or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_duration_s(text: str) -> float:
+    """ "30m", "12h" or "7d", in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"{text!r} is not a duration; write for example 30m, 12h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def run_peer(options: PeerOptions, *, as_json: bool) -> None:
+    die_with_parent()
+    if (options.shape is None) != (options.shape_device is None):
+        raise UsageError("--shape and --shape-device go together")
+    if options.join and options.open:
+        raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
+    memory_bytes = parse_bytes(options.memory) if options.memory else None
+    where = JoinOptions(
+        token=options.join,
+        name=options.name or options.shape_device or socket.gethostname(),
+        compute=True,
+        device=resolve_device(options.device),
+        memory_bytes=memory_bytes,
+        region=options.region,
+        listen=options.listen,
+        announce=options.announce,
+        identity=options.identity,
+        open=options.open,
+        valid_s=parse_duration_s(options.valid),
+        shape=options.shape,
+        shape_device=options.shape_device,
+    )
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    configure_logging(as_json=as_json)
+    run_async(_serve(where, as_json=as_json))
+
+
+async def _serve(where: JoinOptions, *, as_json: bool) -> None:
+    async with agent(where, Home()) as me:
+        invite = me.invite(where.valid_s)
+        if as_json:
+            print(json.dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
+        else:
+            console = Console(highlight=False)
+            console.print(f"{where.name} is up as {me.peer_id} on {where.device}.")
+            console.print("On every other machine:\n")
+            console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
+            if not me.reachable_from_elsewhere:
+                console.print("(This peer listens on loopback only: the line works on this machine.)\n")
+        await asyncio.Event().wait()

@@ -1,0 +1,82 @@
+"""`meshcee status`: join as an observer, look for a moment, print, leave."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshcee.errors import UsageError
+from meshcee.plan import Plan
+from peers.assemble import JoinOptions, join
+from peers.commands.session import configure_logging, run_async
+from peers.home import Home
+from peers.view import plan_table
+
+__all__ = ["run_status"]
+
+
+def run_status(token: str | None, *, as_json: bool) -> None:
+    if token is None:
+        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
+    configure_logging(as_json=as_json, level="warning")
+    data = run_async(_look(token))
+    if as_json:
+        print(json.dumps(data), flush=True)
+    else:
+        _print(data)
+
+
+async def _look(token: str) -> dict[str, Any]:
+    async with join(JoinOptions(token=token, name="status", observes=True), Home()) as mesh:
+        return await mesh.agent.status()
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def _print(data: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    names = {p["peer"]: p["name"] for p in data["peers"]}
+    table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
+    for column in ("peer", "id", "device", "memory", "speed", "state", "address"):
+        table.add_column(column)
+    for p in data["peers"]:
+        mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
+        device = p["device"]
+        table.add_row(
+            p["name"] + mark,
+            "…" + p["peer"][-8:],
+            device["kind"] if device else "owner",
+            f"{device['memory_bytes'] / 2**30:.1f} GiB" if device else "-",
+            f"{device['speed_flops_per_s'] / 1e9:.1f} GFLOP/s" if device else "-",
+            p["state"],
+            (p["addresses"] or ["-"])[0].split("/p2p/")[0],
+        )
+    console.print(table)
+    coordinator = data["coordinator"]
+    if coordinator:
+        console.print(f"* coordinator: {names.get(coordinator['peer'], coordinator['peer'])}, term {coordinator['term']}")
+    else:
+        console.print("no coordinator at the moment")
+    if data["links"]:
+        links = Table(title="links", title_justify="left")
+        for column in ("from", "to", "latency", "bandwidth"):
+            links.add_column(column)
+        for link in data["links"]:
+            links.add_row(
+                names.get(link["from"], link["from"][-8:]),
+                names.get(link["to"], link["to"][-8:]),
+                f"{link['latency_s'] * 1e3:.1f} ms",
+                _rate(link["bandwidth_bytes_per_s"]),
+            )
+        console.print(links)
+    for run in data["runs"]:
+        console.print(f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}")
+        console.print(plan_table(Plan.from_json(run["plan"]), names))
+    if not data["runs"]:
+        console.print("no job is running")

@@ -1,0 +1,108 @@
+"""An owner and members in one loop over the in-process network: no DHT, no election, the plan given by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from meshcee.capture import capture
+from meshcee.config import Limits, Timeouts
+from meshcee.job import Job
+from meshcee.plan import Member as PlanMember
+from meshcee.plan import Pipeline, Plan, Stage
+from peers.compute import Compute
+from peers.feed import Feed
+from peers.member import Member
+from peers.owner import Owner, Report
+from peers.transport.memory import MemoryNetwork
+
+
+def even_plan(num_blocks: int, stages: int, batch: int, micro: int, *, live_cap: int | None = None) -> Plan:
+    """Blocks spread evenly; stage j on peer "p<j>"; windows as for one-forward-one-backward."""
+    bounds = [round(num_blocks * j / stages) for j in range(stages + 1)]
+    return Plan(
+        micro,
+        (
+            Pipeline(
+                batch // micro,
+                tuple(
+                    Stage(
+                        bounds[j],
+                        bounds[j + 1],
+                        (PlanMember(f"p{j}", micro),),
+                        window=stages - j + 1,
+                        live_cap=live_cap or stages - j + 3,
+                    )
+                    for j in range(stages)
+                ),
+            ),
+        ),
+    )
+
+
+@dataclass
+class Trained:
+    """What one run left."""
+
+    plan: Plan
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        return [r.loss for r in self.reports]
+
+
+@asynccontextmanager
+async def members(network: MemoryNetwork, count: int, limits: Limits) -> AsyncIterator[list[Member]]:
+    async with AsyncExitStack() as stack:
+        found = []
+        for j in range(count):
+            transport = await stack.enter_async_context(network.transport(f"p{j}"))
+            compute = await stack.enter_async_context(Compute())
+            found.append(
+                Member(
+                    transport,
+                    compute,
+                    memory_bytes=1 << 30,
+                    timeouts=Timeouts(),
+                    limits=limits,
+                    accept=lambda owner, term: None,
+                )
+            )
+        yield found
+
+
+async def train(
+    job: Job,
+    stages: int,
+    micro: int,
+    *,
+    network: MemoryNetwork | None = None,
+    live_cap: int | None = None,
+    after_step: tuple[int, Callable[[], None]] | None = None,
+) -> Trained:
+    """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
+    network = network or MemoryNetwork()
+    limits = Limits()
+    captured = await asyncio.to_thread(capture, job)
+    plan = even_plan(captured.train.num_blocks, stages, job.batch_size, micro, live_cap=live_cap)
+    trained = Trained(plan)
+
+    async def hear(report: Report) -> None:
+        trained.reports.append(report)
+        if after_step is not None and report.step == after_step[0]:
+            after_step[1]()
+
+    async with members(network, stages, limits) as found, network.transport("owner") as transport:
+        trained.members = found
+        owner = Owner(
+            job, captured, plan, (1, "p0"), (1, 1), transport, addresses={}, names={}, timeouts=Timeouts(), limits=limits
+        )
+        trained.state = await owner.train(Feed(job, captured, micro), hear)
+    return trained

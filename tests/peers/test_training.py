@@ -1,0 +1,114 @@
+"""Owner and members train in one loop over the in-process network: equal to the plain loop, whatever the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.eager import eager
+from meshcee.errors import NonFiniteLossError, PeerLostError
+from meshcee.job import Job, Optimizer, Schedule
+from peers.transport.memory import MemoryNetwork
+from tests.peers.mesh_fixture import train
+
+
+class Net(nn.Module):
+    """Small, with dropout, a norm layer with batch statistics, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)
+        )
+        self.head = nn.Linear(16, 23, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h)
+
+
+class Pairs:
+    """A task that can be learned: the next number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return i % 23, (i + 1) % 23
+
+
+def make_job(**changes: object) -> Job:
+    torch.manual_seed(0)
+    settings = {
+        "model": Net(),
+        "loss": nn.functional.cross_entropy,
+        "data": Pairs(96),
+        "optimizer": Optimizer("AdamW", lr=1e-2, groups={"*.bias": {"weight_decay": 0.0}}),
+        "batch_size": 24,
+        "steps": 5,
+        "seed": 3,
+        "clip_norm": 1.0,
+        "schedule": Schedule("CosineAnnealingLR", T_max=10),
+    }
+    return Job(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+async def test_any_number_of_stages_equals_the_plain_loop(stages: int) -> None:
+    trained = await train(make_job(), stages, 6)
+    losses, model = eager(make_job(), 5, 6)
+    assert trained.losses == losses
+    reference = model.state_dict()
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, reference[name]), name
+
+
+async def test_evaluation_between_steps_reports_metrics_and_disturbs_nothing() -> None:
+    def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
+        return float((output.argmax(-1) == target).float().mean())
+
+    job = make_job(eval_data=Pairs(23), eval_every=2, metrics={"accuracy": accuracy}, steps=20, schedule=None)
+    trained = await train(job, 3, 6)
+    at = [report.step for report in trained.reports if report.metrics]
+    assert at == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    plain = await train(make_job(steps=20, schedule=None), 3, 6)
+    assert trained.losses == plain.losses
+    model = Net()
+    model.load_state_dict(trained.state)
+    model.eval()
+    with torch.no_grad():
+        x = torch.arange(23)
+        y = (x + 1) % 23
+        expected = {"loss": float(nn.functional.cross_entropy(model(x), y)), "accuracy": accuracy(model(x), y)}
+    last = trained.reports[-1].metrics
+    assert last["accuracy"] == pytest.approx(expected["accuracy"])
+    assert last["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert last["accuracy"] > trained.reports[1].metrics["accuracy"]
+
+
+async def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_and_micro_batch() -> None:
+    job = make_job(optimizer=Optimizer("SGD", lr=1e30), clip_norm=None, schedule=None)
+    with pytest.raises(NonFiniteLossError, match=r"step \d, micro-batch 0 .* was not applied"):
+        await train(job, 3, 6)
+
+
+@pytest.mark.parametrize("victim", ["p0", "p1", "p2"])
+async def test_a_killed_member_is_named_with_the_step(victim: str) -> None:
+    network = MemoryNetwork()
+    with pytest.raises(PeerLostError, match=rf"{victim}.*step \d+"):
+        await train(make_job(steps=10_000), 3, 6, network=network, after_step=(3, lambda: network.kill(victim)))
+
+
+async def test_windows_and_live_caps_hold() -> None:
+    trained = await train(make_job(steps=3), 3, 2, live_cap=4)
+    for member, stage in zip(trained.members, trained.plan.pipelines[0].stages):
+        assert 1 <= member.max_live <= stage.live_cap
+        assert member.max_in_flight <= stage.window
