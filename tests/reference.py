@@ -96,5 +96,8 @@ def reference(job: Job, steps: int | None = None) -> Reference:
         out.losses.append(losses)
     out.state = {n: t.detach() for n, t in model.state_dict().items()}
     if bf16:
-        out.state.update({n: p.detach() for n, p in masters.items()})
+        master_of = {id(live[n]): p for n, p in masters.items()}
+        for name, tensor in model.state_dict(keep_vars=True).items():  # tied parameters under all their names
+            if id(tensor) in master_of:
+                out.state[name] = master_of[id(tensor)].detach()
     return out

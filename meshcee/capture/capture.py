@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ class Capture:
     param_order: tuple[str, ...]
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
-    output_type: Callable[..., Any] | None = None
 
     @staticmethod
     def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class _WithLoss(nn.Module):
         self._job = job
         self._example = example
         self._evaluate = evaluate
-        self.paths: tuple[tuple[Any, ...], ...] = ()
+        self.seen = types.SimpleNamespace(paths=())  # an object: torch.export puts attributes back as they were
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example
@@ -110,12 +110,12 @@ class _WithLoss(nn.Module):
         if not self._evaluate:
             return (loss,)
         found = data_rules.tensors_of(output)
-        self.paths = tuple(path for path, _ in found)
+        self.seen.paths = tuple(path for path, _ in found)
         return (loss, *(tensor for _, tensor in found))
 
 
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
-    """Export, cut and price the job's model; `evaluate` asks for the evaluation program (default: if there is eval_data)."""
+    """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     model = job.model if isinstance(job.model, nn.Module) else job.model()
     if not isinstance(model, nn.Module):
         raise UsageError("Job.model must be an nn.Module, or a function that returns one")
@@ -136,7 +136,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             work.eval()
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
             evaluation = _overlay(_export(eval_wrap, example, names), program)
-            paths = eval_wrap.paths
+            paths = eval_wrap.seen.paths
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -183,7 +183,9 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
             "the loss does not depend on any trainable parameter; set requires_grad on what is to be trained"
         )
     nodes = [
-        dataclasses.replace(n, value=dataclasses.replace(n.value, requires_grad=analysis.requires_grad[base + i]))
+        dataclasses.replace(n, value=dataclasses.replace(n.value, requires_grad=True))
+        if analysis.requires_grad[base + i] and n.value.is_tensor
+        else n
         for i, n in enumerate(nodes)
     ]
     recomputed = find_recomputed(inputs, nodes, analysis)

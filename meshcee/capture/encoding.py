@@ -31,8 +31,12 @@ MAX_NAME = 512
 MAX_INTEGER = 1 << 63
 
 _DTYPES = {
-    name: getattr(torch, name)
-    for name in "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
+    str(d).removeprefix("torch."): d
+    for d in [
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    ]
 }
 _FORMATS = {
     str(f).removeprefix("torch."): f
@@ -41,8 +45,11 @@ _FORMATS = {
 _LAYOUTS = {"strided": torch.strided}
 # Strings that operators take: rounding modes, paddings, interpolation and reduction names.
 _STRINGS = frozenset(
-    "floor trunc none tanh same valid mean sum constant reflect replicate circular left right ij xy linear lower higher "
-    "midpoint nearest prod amax amin max min".split()
+    {
+        *("floor", "trunc", "none", "tanh", "same", "valid", "mean", "sum", "prod", "amax", "amin", "max", "min"),
+        *("constant", "reflect", "replicate", "circular", "left", "right", "ij", "xy"),
+        *("linear", "lower", "higher", "midpoint", "nearest"),
+    }
 )
 _KINDS = ("raw", "parameter", "buffer", "constant")
 

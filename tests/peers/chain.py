@@ -122,6 +122,20 @@ class Chain:
         assert not travelling
         self.tamper(step, micro)
 
+    def evaluate(self, batch: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
+        """The loss and the output of the evaluation program over all stages."""
+        raw = self.captured.inputs_of(batch)
+        received: Sequence[Any] = []
+        outputs: list[torch.Tensor] = []
+        for runner in self.runners:
+            received, outputs = runner.evaluate(raw, received)
+        return outputs[0], self.captured.output_of(outputs[1:])
+
+    def fused_with(self, partials: dict[str, torch.Tensor]) -> None:
+        """One fused backward that is handed these partial gradients."""
+        self.forward(0, 0, stack([self.job.data[0]]))
+        self.runners[-1].backward(0, [], 1.0, partials)
+
     def finish(self) -> None:
         totals: dict[str, torch.Tensor] = {}
         for runner in self.runners:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from meshcee.capture import Capture, capture, decode_program, encode_program
+from meshcee.capture import Capture, capture, decode_program, encode_program, stack
+from meshcee.errors import ProtocolError
+from meshcee.job import Schedule
+from peers.stage import clip_coefficient
 from tests import zoo
 from tests.peers.chain import Chain
 from tests.reference import Reference, reference
@@ -51,3 +57,149 @@ def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     job = zoo.make(model, optimizer)
     chain = Chain(job, captured(model), stages, order)
     assert_equal(chain, chain.run(job.steps), expected(model, optimizer))
+
+
+@pytest.mark.parametrize("model", ["char_gpt", "cnn"])
+def test_flipping_one_bit_of_one_gradient_shows(model: str) -> None:
+    job = zoo.make(model)
+    chain = Chain(job, captured(model), 3)
+    runner = chain.runners[1]
+
+    def flip(step: int, micro: int) -> None:
+        if (step, micro) == (2, 1):
+            grad = next(iter(runner.trainable.values())).grad
+            assert grad is not None
+            bits = grad.view(-1).view(torch.int32)
+            bits[grad.abs().argmax()] ^= 1 << 8  # the lowest bits may vanish in the sums that follow
+
+    chain.tamper = flip
+    losses = chain.run(job.steps)
+    with pytest.raises(AssertionError, match=r"differs by|loss of step"):
+        assert_equal(chain, losses, expected(model, "adamw"))
+
+
+@pytest.mark.parametrize("order", ["fused", "split", "late"])
+@pytest.mark.parametrize("model", ["char_gpt", "cnn", "shared_layer"])
+def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:
+    job = zoo.make(model, "adamw", precision="bf16")
+    chain = Chain(job, captured(model, "bf16"), 3, order)
+    losses = chain.run(job.steps)
+    assert losses[0][0].dtype in (torch.bfloat16, torch.float32)
+    assert next(iter(chain.runners[0].trainable.values())).dtype == torch.bfloat16
+    want = expected(model, "adamw", "bf16")
+    assert next(iter(want.state.values())).dtype == torch.float32
+    assert_equal(chain, losses, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": None},
+        {"reduction": "sum"},
+        {"weight": lambda y: float((y % 3).sum()) + 1},
+        {"schedule": Schedule("CosineAnnealingLR", T_max=5)},
+        {"micro_batch_size": 8},
+        {"micro_batch_size": 1},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_what_a_job_may_ask_for(options: dict[str, Any]) -> None:
+    job = zoo.make("char_gpt", **options)
+    chain = Chain(job, captured("char_gpt"), 3)
+    assert_equal(chain, chain.run(job.steps), reference(job))
+
+
+def test_evaluation_between_steps_equals_eager_and_changes_nothing() -> None:
+    job = zoo.make("cnn")
+    model = copy.deepcopy(job.model)
+    assert isinstance(model, nn.Module)
+    chain = Chain(job, captured("cnn"), 3)
+    x, y = stack([job.data[i] for i in range(7)])
+    for step in range(2):
+        chain.run_step(step)
+        model.load_state_dict(chain.state())
+        with torch.no_grad():
+            want = model.eval()(x)
+        loss, got = chain.evaluate((x, y))
+        assert torch.equal(got, want)
+        assert torch.equal(loss, job.loss(want, y))
+    assert_equal(chain, [], dataclasses.replace(reference(job, steps=2), losses=[]))
+
+
+def test_a_rolled_back_step_leaves_no_trace() -> None:
+    job = zoo.make("cnn")
+    chain = Chain(job, captured("cnn"), 2)
+    before = {n: t.clone() for n, t in chain.state().items()}
+    batch = stack([job.data[i] for i in range(2)])
+    for runner in chain.runners:
+        runner.begin(0)
+    chain.forward(0, 0, batch)
+    chain.backward_input(0, 1.0)
+    chain.backward_weight(0, 0)
+    chain.forward(0, 1, batch)
+    for runner in chain.runners:
+        runner.rollback()
+        assert runner.live == 0
+    assert all(torch.equal(t, before[n]) for n, t in chain.state().items())
+    assert_equal(chain, chain.run(job.steps), expected("cnn", "adamw"))
+
+
+def test_a_stage_moved_with_its_optimizer_state_goes_on_exactly() -> None:
+    job = zoo.make("char_gpt")
+    first = Chain(job, captured("char_gpt"), 2)
+    losses = [first.run_step(s) for s in range(2)]
+    moments = {n: s for runner in first.runners for n, s in runner.optimizer_state().items()}
+    state = {n: t for runner in first.runners for n, t in runner.state_dict().items()}
+    second = Chain(job, dataclasses.replace(captured("char_gpt"), state={**captured("char_gpt").state, **state}), 3)
+    for runner in second.runners:
+        runner.load_optimizer_state(moments)
+    losses += [second.run_step(s) for s in range(2, job.steps)]
+    assert_equal(second, losses, expected("char_gpt", "adamw"))
+
+
+def test_each_kind_runs_in_micro_order() -> None:
+    job = zoo.make("cnn")
+    chain = Chain(job, captured("cnn"), 1)
+    runner = chain.runners[0]
+    batch = stack([job.data[i] for i in range(2)])
+    raw = chain.captured.inputs_of(batch)
+    with pytest.raises(ProtocolError, match=r"F of micro-batch 1 .* 0 is next"):
+        runner.forward(1, raw, [])
+    runner.forward(0, raw, [], 1)
+    runner.forward(1, raw, [], 2)
+    with pytest.raises(ProtocolError, match="B of micro-batch 1"):
+        runner.backward_input(1, [], 1.0)
+    runner.backward_input(0, [], 1.0)
+    runner.backward_input(1, [], 1.0)
+    with pytest.raises(ProtocolError, match="W of micro-batch 1"):
+        runner.backward_weight(1)
+    with pytest.raises(ProtocolError, match="unfinished"):
+        runner.apply()
+
+
+def test_what_arrives_is_checked() -> None:
+    chain = Chain(zoo.make("unet"), captured("unet"), 2)
+    first, second = chain.runners
+    batch = stack([chain.job.data[i] for i in range(2)])
+    raw = chain.captured.inputs_of(batch)
+    sent, rng, _ = first.forward(0, raw, [], 1)
+    with pytest.raises(ProtocolError, match="arrived as"):
+        second.forward(0, raw, [t.double() if isinstance(t, torch.Tensor) else t for t in sent], rng)
+    with pytest.raises(ProtocolError, match="arrived as"):
+        first.backward_input(0, [t[:1] if isinstance(t, torch.Tensor) else None for t in sent])
+    with pytest.raises(ProtocolError, match="no later stage"):
+        Chain(zoo.make("unet"), captured("unet"), 1).fused_with({"nonsense": torch.zeros(1)})
+
+
+def test_clipping_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 50, 7)]
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator)
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], 2.0)
+    for limit in (0.1, 100.0):
+        coefficient = clip_coefficient(norms, limit)
+        want = [p.grad.clone() for p in parameters if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+        for p, grad in zip(parameters, want):
+            assert torch.equal(p.grad, grad.mul_(coefficient))

@@ -1,0 +1,200 @@
+"""Capture: blocks where the model has layers, names that the user knows, errors that name the line."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshcee.capture import Capture, capture, stack
+from meshcee.errors import CaptureError, PlanError, UsageError
+from meshcee.job import Job, Optimizer
+from tests import zoo
+
+
+@functools.cache
+def captured(model: str) -> Capture:
+    return capture(zoo.make(model), evaluate=True)
+
+
+LAYERS = {"char_gpt": 4, "cnn": 4, "gpt2": 3, "shared_layer": 4, "unet": 9}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_there_are_at_least_as_many_blocks_as_layers(model: str) -> None:
+    found = captured(model)
+    assert found.train.num_blocks >= LAYERS[model]
+    assert found.train.num_blocks == len(found.costs)
+    assert all(cost.flops > 0 for cost in found.costs)
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_costs_cover_every_parameter_once(model: str) -> None:
+    found = captured(model)
+    total = sum(found.state[n].nbytes for n in found.param_order)
+    assert sum(cost.parameter_bytes for cost in found.costs) == total
+    assert found.costs[-1].boundary_bytes == 0
+
+
+def test_a_transformer_is_cut_where_only_the_residual_stream_is_alive() -> None:
+    stream = zoo.LENGTH * 16 * 4
+    assert {cost.boundary_bytes for cost in captured("char_gpt").costs[:-1]} == {stream}
+
+
+def test_flops_are_those_of_the_products() -> None:
+    width, length = 16, zoo.LENGTH
+    linear = 2 * length * width * 12 * width  # qkv 3, out 1, mlp 8
+    attention = 2 * 2 * length * length * width
+    blocks = [c for c in captured("char_gpt").costs if c.name.startswith("blocks")]
+    total = sum(c.flops for c in captured("char_gpt").costs)
+    want = 4 * (linear + attention) + 2 * length * width * zoo.VOCABULARY
+    assert want <= total < 1.25 * want
+    assert len(blocks) >= 4
+
+
+def test_tied_parameters_appear_once_under_their_first_name() -> None:
+    found = captured("char_gpt")
+    assert found.aliases == {"head.weight": "tokens.weight"}
+    assert "head.weight" not in found.state
+    model = zoo.make("char_gpt").model
+    assert isinstance(model, nn.Module)
+    assert found.param_order == tuple(n for n, _ in model.named_parameters())
+    model.load_state_dict(found.state_dict(found.state))
+
+
+def test_each_stage_gets_its_raw_inputs_from_the_owner() -> None:
+    program = captured("char_gpt").train
+    n = program.num_blocks
+    assert [v.name for v in program.slice(0, 1).raw_inputs] == ["x"]
+    assert [v.name for v in program.slice(1, n - 1).raw_inputs] == []
+    assert [v.name for v in program.slice(n - 1, n).raw_inputs] == ["y"]
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_every_slicing_agrees_at_its_cuts(model: str) -> None:
+    for program in (captured(model).train, captured(model).evaluate):
+        assert program is not None
+        n = program.num_blocks
+        for cut in range(1, n):
+            assert program.slice(0, cut).sent == program.slice(cut, n).received
+            assert program.slice(cut - 1, cut).sent == program.slice(cut, cut + 1).received
+
+
+def test_a_slice_outside_the_program_is_refused() -> None:
+    program = captured("cnn").train
+    for first, end in [(0, 0), (-1, 2), (1, program.num_blocks + 1), (2, 1)]:
+        with pytest.raises(PlanError):
+            program.slice(first, end)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.parametrize("model", LAYERS)
+def test_any_batch_size_runs_and_equals_eager(model: str, batch: int) -> None:
+    job = zoo.make(model)
+    assert isinstance(job.model, nn.Module)
+    found = captured(model)
+    assert found.evaluate is not None
+    spec = found.evaluate.slice(0, found.evaluate.num_blocks)
+    x, y = stack([job.data[i] for i in range(batch)])
+    raw = found.inputs_of((x, y))
+    with torch.no_grad():
+        results = spec.build()(
+            *(raw[v.name] for v in spec.raw_inputs),
+            *(found.state[n] for n in spec.parameters),
+            *(found.state[n] for n in spec.buffers),
+        )
+        output = job.model.eval()(x)
+    assert torch.equal(results[0], job.loss(output, y))
+    got = found.output_of(results[1:])
+    if isinstance(output, torch.Tensor):
+        assert torch.equal(got, output)
+    else:
+        assert torch.equal(got.logits, output.logits)
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    job = zoo.make("cnn")
+    assert isinstance(job.model, nn.Module)
+    job.model.eval()
+    job.model.layers[0].train()
+    before = {n: t.clone() for n, t in job.model.state_dict().items()}
+    modes = {n: m.training for n, m in job.model.named_modules()}
+    capture(job, evaluate=True)
+    assert modes == {n: m.training for n, m in job.model.named_modules()}
+    assert all(torch.equal(t, before[n]) for n, t in job.model.state_dict().items())
+
+
+def test_the_users_own_cuts() -> None:
+    found = capture(zoo.make("char_gpt", cuts=("blocks.0", "blocks.2")))
+    assert found.train.num_blocks == 3
+    with pytest.raises(UsageError, match="no module 'nonsense'"):
+        capture(zoo.make("char_gpt", cuts=("nonsense",)))
+
+
+def job_of(model: nn.Module, loss: Any = F.mse_loss) -> Job:
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    return Job(model=model, loss=loss, optimizer=Optimizer("SGD", lr=0.1), data=data, batch_size=4, steps=1)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if h.sum() > 0:  # the line that the error must name
+            return h
+        return -h
+
+
+def test_a_branch_on_data_is_named_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+ `if h\.sum\(\) > 0:.*torch\.where"):
+        capture(job_of(Branching()))
+
+
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[x.nonzero()[:, 0]]
+
+
+def test_sizes_that_depend_on_data_are_named_with_their_line() -> None:
+    with pytest.raises(CaptureError, match=r"nonzero.*test_capture\.py:\d+"):
+        capture(job_of(Leaky(), lambda o, y: o.sum()))
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    with pytest.raises(CaptureError, match="scalar"):
+        capture(job_of(nn.Linear(4, 4), lambda o, y: (o - y).abs()))
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(CaptureError, match="trainable"):
+        capture(job_of(nn.Linear(4, 4).requires_grad_(False)))
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).view(3, 4)
+
+
+def test_a_model_that_fixes_the_batch_size() -> None:
+    with pytest.raises(CaptureError, match="batch size"):
+        capture(job_of(Fixed()))
+
+
+def test_samples_that_do_not_stack_are_named() -> None:
+    with pytest.raises(UsageError, match=r"x\.1"):
+        stack([((torch.ones(2), torch.ones(i)), 0) for i in (1, 2)])

@@ -1,0 +1,217 @@
+"""Programs as bytes: a faithful round trip, and a decoder that nothing can surprise."""
+
+from __future__ import annotations
+
+import functools
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshcee.capture import Program, capture, decode_program, encode_program
+from meshcee.config import Limits
+from meshcee.errors import GraphError
+from tests import zoo
+
+
+@functools.cache
+def program(model: str) -> Program:
+    return capture(zoo.make(model)).train
+
+
+@functools.cache
+def document(model: str = "char_gpt") -> bytes:
+    return encode_program(program(model))
+
+
+def changed(change: Any, model: str = "char_gpt") -> bytes:
+    """The encoding after `change(document)`."""
+    tree = msgpack.unpackb(document(model), raw=False)
+    change(tree)
+    packed: bytes = msgpack.packb(tree)
+    return packed
+
+
+@pytest.mark.parametrize("model", zoo.PHASE_ONE)
+def test_a_round_trip_loses_nothing_that_matters(model: str) -> None:
+    original, decoded = program(model), decode_program(document(model))
+    assert encode_program(decoded) == document(model)
+    assert [n.operator for n in decoded.nodes] == [n.operator for n in original.nodes]
+    assert [n.refs for n in decoded.nodes] == [n.refs for n in original.nodes]
+    assert [n.value for n in decoded.nodes] == [n.value for n in original.nodes]
+    assert [(i.kind, i.value, i.mutated) for i in decoded.inputs] == [
+        (i.kind, i.value, i.mutated) for i in original.inputs
+    ]
+    for a, b in zip(decoded.inputs, original.inputs):
+        assert (a.data is None) == (b.data is None)
+        if a.data is not None and b.data is not None:
+            assert torch.equal(a.data, b.data)
+
+
+def put(*path: int, to: Any) -> Callable[[Any], None]:
+    """Sets one place of a document to something else."""
+
+    def change(tree: Any) -> None:
+        for step in path[:-1]:
+            tree = tree[step]
+        tree[path[-1]] = to
+
+    return change
+
+
+# A document is [version, operators, inputs, nodes, outputs, blocks, recomputed], a node [operator, args, kwargs, value,
+# block, no_grad], an input [kind, name, value, trainable, mutated, persistent, data].
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "another version": put(0, to=99),
+    "an operator that loads files": put(1, 0, to="aten.from_file.default"),
+    "an operator of another library": put(1, 0, to="prims.add.default"),
+    "a Python function": put(1, 0, to="builtins.eval"),
+    "an attribute of an operator": put(1, 0, to="aten.add.overloads"),
+    "a class": put(1, 0, to="aten.__class__.default"),
+    "an internal operator": put(1, 0, to="aten._cudnn_rnn.default"),
+    "an operator that reads foreign memory": put(1, 0, to="aten.as_strided.default"),
+    "an operator that writes to an output argument": put(1, 0, to="aten.add.out"),
+    "uninitialised memory": put(1, 0, to="aten.empty.memory_format"),
+    "an operator that does not exist": put(1, 0, to="aten.no_such_thing.default"),
+    "an operator number out of range": put(3, 0, 0, to=9999),
+    "a negative operator number": put(3, 0, 0, to=-1),
+    "a forward reference": lambda d: d[3][1][1].__setitem__(0, {"r": len(d[2]) + 5}),
+    "a reference to itself": lambda d: d[3][1][1].__setitem__(0, {"r": len(d[2]) + 1}),
+    "a dangling reference": put(3, 1, 1, 0, to={"r": 1 << 40}),
+    "a negative reference": put(3, 1, 1, 0, to={"r": -1}),
+    "a reference that is a flag": put(3, 1, 1, 0, to={"r": True}),
+    "an unknown tag": put(3, 1, 1, 0, to={"x": 1}),
+    "an unknown dtype": put(3, 1, 1, 0, to={"t": "quint8"}),
+    "a string": put(3, 1, 1, 0, to="/etc/passwd"),
+    "bytes": put(3, 1, 1, 0, to=b"x"),
+    "a deep list": put(3, 1, 1, 0, to=[[[[1]]]]),
+    "too many arguments": put(3, 1, 1, to=[1] * 50),
+    "an argument that the operator does not have": put(3, 1, 2, to={"nonsense": 1}),
+    "a decreasing block": put(3, -1, 4, to=0),
+    "a block out of range": put(3, -1, 4, to=1000),
+    "an output that does not exist": put(4, to=[1 << 30]),
+    "no output": put(4, to=[]),
+    "no blocks": put(5, to=0),
+    "too many blocks": put(5, to=1 << 30),
+    "an absurd shape": put(2, 0, 2, to=[2, "float32", [1 << 30, 1 << 30], [], True]),
+    "a negative size": put(2, 0, 2, to=[2, "float32", [-1], [], True]),
+    "too many dimensions": put(2, 0, 2, to=[2, "float32", [1] * 99, [], True]),
+    "an impossible memory order": put(2, 0, 2, to=[2, "float32", [2, 2], [0, 0], True]),
+    "an input without a name": put(2, 0, 1, to=""),
+    "two inputs of one name": lambda d: d[2][0].__setitem__(1, d[2][1][1]),
+    "a trainable input of another kind": put(2, 0, 0, to=0),
+    "data where there is none": put(2, 0, 6, to=b"1234"),
+    "a constant that lies about its size": lambda d: d[2].append(
+        [3, "c", [2, "float32", [9], [], False], False, False, False, b"1"]
+    ),
+    "constants that are too large": lambda d: d[2].append(
+        [3, "c", [2, "uint8", [5 << 20], [], False], False, False, False, bytes(5 << 20)]
+    ),
+    "a random value to recompute": lambda d: d.__setitem__(6, [len(d[2]) + n for n in range(len(d[3]))]),
+    "an integer of 70 bits": put(3, 1, 1, 0, to=(1 << 64) - 1),
+    "a number instead of nodes": put(3, to=7),
+    "a truncated document": lambda d: d.pop(),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_decoder_refuses(what: str) -> None:
+    data = changed(REFUSED[what])
+    tracemalloc.start()
+    began = time.perf_counter()
+    with pytest.raises(GraphError):
+        decode_program(data)
+    elapsed_s = time.perf_counter() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert elapsed_s < 1
+    assert peak - 2 * len(data) < 10 << 20
+
+
+def test_a_graph_of_too_many_bytes_is_refused_before_it_is_read() -> None:
+    with pytest.raises(GraphError, match="larger"):
+        decode_program(document(), Limits(graph_bytes=100))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\x00",
+        b"\xd5\x01xx",
+    ],
+)
+def test_claims_of_great_length_cost_nothing(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(GraphError):
+        decode_program(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes_are_refused_or_decoded(data: bytes) -> None:
+    accepted_or_refused(data)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=8),
+)
+trees = st.recursive(
+    scalars,
+    lambda t: st.lists(t, max_size=4) | st.dictionaries(st.text(max_size=2) | st.just("r"), t, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_valid_graph_with_any_part_replaced_is_refused_or_decoded(data: st.DataObject) -> None:
+    tree = msgpack.unpackb(document("cnn"), raw=False)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at: Any = tree
+        for _ in range(data.draw(st.integers(1, 5))):
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            if not keys:
+                break
+            key = data.draw(st.sampled_from(keys))
+            if not isinstance(at[key], list | dict) or not at[key] or data.draw(st.booleans()):
+                at[key] = data.draw(trees)
+                break
+            at = at[key]
+    accepted_or_refused(msgpack.packb(tree))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_valid_graph_with_bytes_changed_is_refused_or_decoded(data: st.DataObject) -> None:
+    raw = bytearray(document("cnn"))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    accepted_or_refused(bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw))
+
+
+def accepted_or_refused(data: bytes) -> None:
+    try:
+        decoded = decode_program(data)
+    except GraphError:
+        return
+    assert decode_program(encode_program(decoded)) is not None
