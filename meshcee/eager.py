@@ -6,6 +6,7 @@ prints {"losses": [...], "seconds": s}. It is written against torch and `meshcee
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -37,7 +38,7 @@ def _call(model: torch.nn.Module, x: Any) -> Any:
 
 def eager(job: Job, steps: int, micro_batch: int) -> tuple[list[float], torch.nn.Module]:
     """Train `steps` steps; returns each step's loss and the model. fp32; micro-batches in ascending order."""
-    model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
+    model = copy.deepcopy(job.model) if isinstance(job.model, torch.nn.Module) else job.model()
     model.train()
     optimizer = job.optimizer.build(dict(model.named_parameters()))
     schedule = job.schedule.build(optimizer) if job.schedule else None
