@@ -1,0 +1,202 @@
+"""What meshcee costs: one stage through the executor against the plain loop, and frames against raw libp2p streams.
+
+The idea: the executor with one stage does the same arithmetic as the plain loop, so the difference in time is all ours:
+the graph instead of the module, the hops between event loop and compute thread, the queues. Samples are stacked before,
+on both sides: that is the owner's work. A run whose losses differ from the plain loop's ends with an error.
+
+    python benchmarks/overhead.py [--threads N] [--device cuda:0] [--turns N] [--json] [--only executor|transport]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transport
+import uvloop
+from measure import Turns, machine, row
+
+from meshcee.capture import Capture, capture, stack
+from meshcee.job import Job, seeded
+from meshcee.plan import Member, Stage
+from meshcee.sampling import draw
+from peers import messages
+from peers.compute import Compute
+from peers.executor import Executor, Place, StageFlops
+from peers.hyper import HyperSchedule
+from peers.inbox import Inbox
+from peers.jobfile import load_job
+from peers.messages import Step
+from peers.outbox import Outbox
+from peers.stage import StageRunner
+from peers.transport.base import Frame
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# The demo's model, and one whose blocks take less than 5 ms.
+JOBS = {"gpt": 6, "digits": 30}  # steps in a turn
+AHEAD = 2  # steps that are fed before the first of them is applied, as the owner does
+
+Batch = tuple[Any, Any]
+
+
+def batches_of(job: Job, steps: int) -> list[list[Batch]]:
+    """The stacked micro-batches of each step."""
+    size = job.micro_batch_size or job.batch_size
+    found = []
+    for step in range(steps):
+        drawn = draw(job.seed, len(job.data), job.batch_size, step)
+        found.append([stack([job.data[i] for i in drawn[k : k + size]]) for k in range(0, len(drawn), size)])
+    return found
+
+
+class PlainLoop:
+    """The eager module in an ordinary loop: what a user would write."""
+
+    def __init__(self, job: Job, device: str) -> None:
+        assert isinstance(job.model, torch.nn.Module)
+        self.job, self.device = job, device
+        self.model = copy.deepcopy(job.model).to(device).train()
+        self.optimizer = job.optimizer.build(dict(self.model.named_parameters()))
+        self.schedule = job.schedule.build(self.optimizer) if job.schedule else None
+        self.losses: list[float] = []
+
+    def run(self, first: int, steps: Sequence[list[Batch]]) -> None:
+        for step, batches in enumerate(steps, first):
+            for micro, (x, y) in enumerate(batches):
+                with seeded(self.job.seed, step, micro):
+                    loss = self.job.loss(self.model(x.to(self.device)), y.to(self.device))
+                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+                self.losses.append(loss.item())
+            if self.job.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.schedule is not None:
+                self.schedule.step()
+
+
+class Owner:
+    """In place of the owner's stream: hears losses and applied steps."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.applied: asyncio.Queue[int] = asyncio.Queue()
+
+    async def send(self, frame: Frame) -> None:
+        if frame.kind == messages.LOSS:
+            self.losses.append(frame.header["loss"])
+        elif frame.kind == messages.APPLIED:
+            self.applied.put_nowait(frame.header["step"])
+
+
+class OneStage:
+    """All blocks of a job as one stage, walked by the executor."""
+
+    def __init__(self, job: Job, captured: Capture, inbox: Inbox, owner: Owner) -> None:
+        self.captured, self.inbox, self.owner = captured, inbox, owner
+        self.hyper = HyperSchedule(job.optimizer, job.schedule)
+
+    async def run(self, first: int, steps: Sequence[list[Batch]]) -> None:
+        """Feed these steps, a few ahead; return when the last is applied."""
+        fed = 0
+        for done in range(len(steps)):
+            while fed < min(len(steps), done + AHEAD):
+                await self._feed(first + fed, steps[fed])
+                fed += 1
+            assert await self.owner.applied.get() == first + done
+
+    async def _feed(self, step: int, batches: list[Batch]) -> None:
+        weights = (1 / len(batches),) * len(batches)
+        await self.inbox.walks.put(Step(step, step, weights, self.hyper.current()))
+        self.hyper.advance()
+        for micro, batch in enumerate(batches):
+            self.inbox.put_raw(step, micro, self.captured.inputs_of(batch))
+
+
+@asynccontextmanager
+async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[OneStage]:
+    blocks, micro_batch = captured.train.num_blocks, job.micro_batch_size or job.batch_size
+    num_micro = job.batch_size // micro_batch
+    runner = StageRunner(
+        captured.train.slice(0, blocks), captured.state, job.optimizer, stages=[(0, blocks)], index=0, device=device
+    )
+    stage = Stage(0, blocks, (Member("here", micro_batch),), window=2, live_cap=2)
+    order = {name: i for i, name in enumerate(captured.param_order)}
+    place = Place(0, 1, stage, (1, 1), job.seed, job.clip_norm, order)
+    inbox, owner = Inbox(limit=4 * num_micro + 16), Owner()
+    async with Compute(device) as compute, asyncio.TaskGroup() as group:
+        outbox = Outbox(owner)  # type: ignore[arg-type]
+        tasks = [
+            group.create_task(outbox.run()),
+            group.create_task(Executor(runner, place, inbox, compute, outbox, StageFlops()).run()),
+        ]
+        yield OneStage(job, captured, inbox, owner)
+        for task in tasks:
+            task.cancel()
+
+
+async def executor_against_loop(name: str, turns: int, device: str) -> dict[str, Any]:
+    """Median seconds a step of both, the ratio, and how long one micro-batch's F and B take in the plain loop."""
+    job = load_job(EXAMPLES / f"{name}.py")
+    per_turn = JOBS[name]
+    batches = batches_of(job, per_turn * (turns + 1))
+    captured = capture(job)
+    plain = PlainLoop(job, device)
+    baseline_s, ours_s = [], []
+    async with one_stage(job, captured, device) as ours:
+        for turn in range(turns + 1):
+            steps = batches[turn * per_turn : (turn + 1) * per_turn]
+            start_s = time.perf_counter()
+            plain.run(turn * per_turn, steps)
+            middle_s = time.perf_counter()
+            await ours.run(turn * per_turn, steps)
+            end_s = time.perf_counter()
+            if turn:  # the first turn warms caches and allocators up
+                baseline_s.append((middle_s - start_s) / per_turn)
+                ours_s.append((end_s - middle_s) / per_turn)
+        if plain.losses != ours.owner.losses:
+            raise SystemExit(f"{name}: the losses of the executor differ from the plain loop's")
+    result = Turns(baseline_s, ours_s).to_json()
+    micro_s = result["baseline_s"] / len(batches[0])
+    return {"job": name, "blocks": captured.train.num_blocks, "micro_s": micro_s, **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--only", choices=("executor", "transport"))
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of table rows")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    report: dict[str, Any] = {"machine": machine(options.device)}
+    if options.only != "transport":
+        report["executor"] = [uvloop.run(executor_against_loop(name, options.turns, options.device)) for name in JOBS]
+    if options.only != "executor":
+        report["transport"] = uvloop.run(transport.frames_against_raw(options.turns))
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return
+    here = report["machine"]
+    where = f"{here['processor']}, {here['cores']} cores, {here['device']}, {here['threads']} threads, {here['date']}"
+    for r in report.get("executor", ()):
+        name = f"{r['job']} ({r['blocks']} blocks, {r['micro_s'] * 1e3:.1f} ms a micro-batch)"
+        figures = f"{r['baseline_s'] * 1e3:.1f}", f"{r['ours_s'] * 1e3:.1f}", f"{r['ratio']:.3f}"
+        print(row(where, name, *figures, f"{r['ratio_min']:.3f} to {r['ratio_max']:.3f}"))
+    for r in report.get("transport", ()):
+        print(row(where, r["what"], r["raw"], r["frames"], f"{r['ratio']:.2f}"))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
