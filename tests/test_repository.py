@@ -184,3 +184,21 @@ def test_torch_is_pinned_to_one_version_everywhere() -> None:
     assert len(pinned) == 1
     for place in ("Dockerfile", "scripts/install.sh", "scripts/wheel_test.sh"):
         assert re.findall(r"torch==([\w.]+)", (ROOT / place).read_text()) == pinned, place
+
+
+def test_a_machine_without_a_new_enough_python_gets_one_sentence() -> None:
+    command = [str(ROOT / "scripts" / "find_python.sh")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "no-such-python"}
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode == 2
+    assert outcome.stdout == ""
+    assert outcome.stderr.count("\n") == 1
+    assert "Python 3.11" in outcome.stderr
+
+
+def test_make_explains_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = set(re.findall(r"^\.PHONY: (.*)$", text, flags=re.MULTILINE)[0].split())
+    assert phony == {"help", *"demo test test-all lint types contracts bench check wheel clean".split()}
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert set(re.findall(r"^  make (\S+)", shown, flags=re.MULTILINE)) == phony
