@@ -324,8 +324,12 @@ class Decoder:
         assert self._frame is not None
         kind, header, sizes = self._frame
         while len(self._payloads) < len(sizes):
-            # numpy leaves the memory untouched, so an announced payload costs nothing until its bytes come.
-            self._payloads.append(np.empty(sizes[len(self._payloads)], np.uint8).data)
+            size = sizes[len(self._payloads)]
+            try:
+                # numpy leaves the memory untouched, so an announced payload costs nothing until its bytes come.
+                self._payloads.append(np.empty(size, np.uint8).data)
+            except MemoryError as error:
+                raise ProtocolError(f"frame {kind!r} announces {size} bytes, which this peer cannot hold") from error
             self._filled = 0
             if len(self._payloads[-1]):
                 return

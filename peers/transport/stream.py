@@ -323,7 +323,9 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         where = " in the middle of a frame" if self._decoder.mid_frame else ""
-        self._end("it was closed here" if self._closing else f"the connection was lost{where}{f': {exc}' if exc else ''}")
+        self._end(
+            "it was closed here" if self._closing else f"the connection was lost{where}{f': {exc}' if exc else ''}"
+        )
         self._transport = None
 
     def pause_writing(self) -> None:

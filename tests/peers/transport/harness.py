@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from socket import socketpair
 from typing import Any
 
 from meshcee.config import Limits, Timeouts
 from peers.transport.base import Frame, Stream, Transport
 from peers.transport.libp2p import Libp2pTransport
 from peers.transport.memory import MemoryNetwork
+from peers.transport.stream import FramedStream
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -81,6 +84,34 @@ async def settled(stream: Stream) -> int:
         same = same + 1 if stream.sent_bytes == last else 0
         last = stream.sent_bytes
     return last
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 3.0) -> None:
+    """Until a condition holds that nothing announces."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def sockets(
+    a: str = "a", b: str = "b", limits: Limits = SMALL
+) -> AsyncIterator[tuple[FramedStream, FramedStream]]:
+    """Two bare streams over a pair of sockets, before any handshake: the one with b, and the one with a."""
+    loop = asyncio.get_running_loop()
+    near, far = FramedStream(b, limits=limits, close_s=1.0), FramedStream(a, limits=limits, close_s=1.0)
+    for stream, socket in zip((near, far), socketpair(), strict=True):
+        await loop.create_connection(functools.partial(_same, stream), sock=socket)
+    try:
+        yield near, far
+    finally:
+        near.abort()
+        far.abort()
+        await asyncio.sleep(0)  # the sockets are closed by callbacks
+
+
+def _same(stream: FramedStream) -> FramedStream:
+    return stream
 
 
 async def echo(stream: Stream) -> None:

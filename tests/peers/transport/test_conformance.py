@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,12 +11,12 @@ from structlog.testing import capture_logs
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
-from tests.peers.transport.harness import KEY, SMALL, echo, mesh, pair, same, settled
+from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
 
 
 @pytest.fixture(params=["memory", "libp2p"])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 async def test_frames_arrive_as_they_were_sent(kind: str) -> None:
@@ -341,11 +340,12 @@ async def test_an_unserved_purpose_an_unknown_peer_and_oneself(kind: str) -> Non
 async def test_another_mesh_key_is_refused_on_both_sides(kind: str) -> None:
     async with mesh(kind, keys=[KEY, b"another mesh"]) as (a, b):
         b.serve("echo", echo)
-        with capture_logs() as logs, pytest.raises(NotPermittedError, match="the token belongs to another mesh") as caught:
+        with (
+            capture_logs() as logs,
+            pytest.raises(NotPermittedError, match="the token belongs to another mesh") as caught,
+        ):
             await a.open(b.peer_id, "echo", b.addresses)
-        async with asyncio.timeout(1.0):
-            while not logs:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: bool(logs))
         assert "another mesh" in logs[0]["error"]
         assert logs[0]["event"] == "stream.refused"
         shown = str(caught.value) + str(logs)

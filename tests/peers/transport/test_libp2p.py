@@ -1,0 +1,148 @@
+"""What only a real p2pd shows: it dies, comes back, knows who is there; and the same under uvloop, as peers run it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+from structlog.testing import capture_logs
+
+from meshcee.config import Timeouts
+from meshcee.errors import JoinError, UsageError
+from peers.transport.base import Frame, StreamClosed
+from peers.transport.libp2p import Libp2pTransport
+from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
+
+
+async def test_a_killed_p2pd_closes_every_stream_at_both_ends_quickly() -> None:
+    async with p2pd() as p, p2pd() as q:
+        async with (
+            Libp2pTransport(p, KEY, timeouts=SHORT, limits=SMALL) as a,
+            Libp2pTransport(q, KEY, timeouts=SHORT, limits=SMALL) as b,
+        ):
+            near, far = await pair(a, b)
+            receiving = [asyncio.create_task(near.recv()), asyncio.create_task(far.recv())]
+            sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(8 << 20)])))
+            await asyncio.sleep(0)
+            began = time.monotonic()
+            q._child.kill()
+            for task in (*receiving, sending):
+                with pytest.raises(StreamClosed, match="connection was lost") as caught:
+                    async with asyncio.timeout(2.0):
+                        await task
+            assert time.monotonic() - began < 1.0
+            assert b.peer_id[-8:] in str(caught.value)
+            with pytest.raises(JoinError, match="cannot be reached"):
+                await a.open(b.peer_id, "test")
+            with pytest.raises(JoinError, match="own p2pd does not answer"):
+                await b.open(a.peer_id, "test")
+            left = time.monotonic()
+        assert time.monotonic() - left < 2 * SHORT.shutdown_s
+
+
+async def test_a_restarted_p2pd_is_taken_up_again(tmp_path: Path) -> None:
+    identity = str(tmp_path / "identity")
+    async with p2pd() as p, contextlib.AsyncExitStack() as old:
+        first = await old.enter_async_context(p2pd(identity_path=identity))
+        async with (
+            Libp2pTransport(p, KEY, timeouts=SHORT, limits=SMALL) as a,
+            Libp2pTransport(first, KEY, timeouts=SHORT, limits=SMALL) as b,
+        ):
+            b.serve("echo", echo)
+            stream = await a.open(b.peer_id, "echo", b.addresses)
+            first._child.kill()
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+            before = b.addresses
+            async with p2pd(identity_path=identity) as second:
+                await b.rebind(second)
+                assert b.addresses != before
+                again = await a.open(b.peer_id, "echo", b.addresses)
+                await again.send(Frame("x"))
+                assert (await again.recv()).kind == "x"
+                a.serve("echo", echo)
+                back = await b.open(a.peer_id, "echo", a.addresses)
+                await back.send(Frame("y"))
+                assert (await back.recv()).kind == "y"
+                with pytest.raises(UsageError, match="identity"):
+                    await b.rebind(p)
+
+
+async def test_an_address_where_nobody_or_somebody_else_listens() -> None:
+    async with mesh("libp2p", 3) as (a, b, c):
+        b.serve("echo", echo)
+        c.serve("echo", echo)
+        port_of_c = c.addresses[0].split("/p2p/")[0]
+        with pytest.raises(JoinError, match="cannot be reached"):
+            await a.open(b.peer_id, "echo", ["/ip4/127.0.0.1/tcp/9"])
+        with pytest.raises(JoinError, match="cannot be reached"):  # c's key does not give b's id
+            await a.open(b.peer_id, "echo", [port_of_c])
+        with pytest.raises(JoinError, match="is not a peer id with multiaddresses"):
+            await a.open(b.peer_id, "echo", ["127.0.0.1:9"])
+        with pytest.raises(JoinError, match="is not a peer id with multiaddresses"):
+            await a.open("not base58 0OIl", "echo")
+        stream = await a.open(b.peer_id, "echo", b.addresses)  # and the right address still works
+        await stream.send(Frame("x"))
+        assert (await stream.recv()).kind == "x"
+
+
+async def test_a_dial_that_nobody_answers_is_bounded() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts, and never says a word
+    port = listener.getsockname()[1]
+    async with p2pd() as p, Libp2pTransport(p, KEY, timeouts=Timeouts(dial_s=0.3), limits=SMALL) as a:
+        began = time.monotonic()
+        with pytest.raises(JoinError, match=r"did not answer within 0\.3 s"):
+            await a.open("QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC", "echo", [f"/ip4/127.0.0.1/tcp/{port}"])
+        assert time.monotonic() - began < 1.0
+    listener.close()
+
+
+async def test_a_libp2p_peer_that_is_no_meshcee_peer_and_one_that_babbles() -> None:
+    async with p2pd() as p, p2pd() as q, Libp2pTransport(p, KEY, timeouts=SHORT, limits=SMALL) as a:
+        addresses = [str(address) for address in await q.get_visible_maddrs()]
+        with pytest.raises(JoinError, match="its meshcee is as new as this one"):
+            await a.open(q.peer_id.to_base58(), "echo", addresses)
+        a.serve("echo", echo)
+        with capture_logs() as logs:
+            _, reader, writer = await q.call_binary_stream_handler(p.peer_id, "meshcee/1")
+            writer.write(b"x" * 100_000)
+            assert await reader.read() == b""
+            await eventually(lambda: bool(logs))
+            writer.close()
+        assert "not a meshcee frame" in logs[0]["error"]
+        assert logs[0]["peer"] == f"..{q.peer_id.to_base58()[-8:]}"
+
+
+def test_the_same_under_uvloop() -> None:
+    async def talk() -> None:
+        # pytest-timeout's signal does not interrupt uvloop.
+        async with asyncio.timeout(30), mesh("libp2p") as (a, b):
+            near, far = await pair(a, b)
+            payload = bytes(range(256)) * 20_000
+            memory = bytearray(payload)
+            for index in range(10):
+                sending = asyncio.create_task(near.send(Frame("x", {"index": index}, [memory, b"tail"])))
+                frame = await far.recv()
+                assert frame.header["index"] == index
+                assert frame.payloads[0] == payload
+                await sending
+            sending = asyncio.create_task(near.send(Frame("never read", {}, [bytes(8 << 20)])))
+            await asyncio.sleep(0.05)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            await near.send(Frame("next"))
+            assert (await far.recv()).kind == "next"
+            await near.send(Frame("last", {}, [payload[:300_000]]))
+            await near.aclose()
+            assert (await far.recv()).kind == "last"
+            with pytest.raises(StreamClosed, match="the other side closed it"):
+                await far.recv()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(talk())
