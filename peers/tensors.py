@@ -1,11 +1,11 @@
 """Tensors as (meta, payloads): what crosses a stage boundary, without a copy where memory allows.
 
 The idea: a tensor on the wire is its raw bytes in the order in which they lie in memory, and a meta entry that says
-how to read them; the order of dimensions is kept, because a kernel may round differently on a transposed tensor and
+how to read them; strides are kept, because a kernel may round differently on a transposed tensor and
 the mesh must compute what one process would. Numbers and None travel in the meta. Nothing is built before meta and
 sizes agree.
 
-    meta entry    [dtype, shape]  or  [dtype, shape, order of dimensions in memory]  or  an int, float, bool or None
+    meta entry    [dtype, shape]  or  [dtype, shape, strides]  or  an int, float, bool or None
 """
 
 from __future__ import annotations
@@ -80,19 +80,32 @@ def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], Buffer]:
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
         raise ProtocolError(f"cannot send a tensor of {tensor.dtype} with layout {tensor.layout}")
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    entry: list[Any] = [_NAMES[tensor.dtype], list(tensor.shape)]
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-        if tensor.permute(order).is_contiguous():
-            tensor = tensor.permute(order)
-            entry.append(order)
-        else:
-            tensor = tensor.contiguous()  # overlapping or with gaps
+    shape = list(tensor.shape)
+    entry: list[Any] = [_NAMES[tensor.dtype], shape]
     if not tensor.numel():
         return entry, b""
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    strides = list(tensor.stride())
+    if not _is_dense(shape, strides):  # overlapping or with gaps
+        tensor = tensor.contiguous()
+    elif strides != _contiguous_strides(shape):
+        entry.append(strides)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    data: memoryview = flat.view(torch.uint8).numpy().data
     return entry, data
+
+
+def _contiguous_strides(shape: list[int]) -> list[int]:
+    return [math.prod(size or 1 for size in shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _is_dense(shape: list[int], strides: list[int]) -> bool:
+    """Whether every element has its own place and no place is empty; a dimension of size 1 may have any stride."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 _Checked = tuple[torch.dtype, list[int], list[int] | None]
@@ -103,7 +116,7 @@ def _check(entry: Any) -> _Checked | None:
     if entry is None or isinstance(entry, (bool, int, float)):
         return None
     if not isinstance(entry, list) or len(entry) not in (2, 3):
-        raise ProtocolError("a tensor's meta must be [dtype, shape] or [dtype, shape, order]")
+        raise ProtocolError("a tensor's meta must be [dtype, shape] or [dtype, shape, strides]")
     name, shape = entry[0], entry[1]
     if not isinstance(name, str) or name not in _DTYPES:
         raise ProtocolError(f"a tensor's dtype {str(name)[:40]!r} is unknown")
@@ -113,12 +126,16 @@ def _check(entry: Any) -> _Checked | None:
         raise ProtocolError("a tensor's shape has a size that is not a sensible number")
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:  # zeros too must not hide an overflow
         raise ProtocolError("a tensor's shape is absurdly large")
-    order = entry[2] if len(entry) == 3 else None
-    if order is not None and not (
-        isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == list(range(len(shape)))
-    ):
-        raise ProtocolError("the order of a tensor's dimensions is not a permutation")
-    return _DTYPES[name], shape, order
+    if len(entry) == 2:
+        return _DTYPES[name], shape, None
+    strides = entry[2]
+    if not isinstance(strides, list) or len(strides) != len(shape):
+        raise ProtocolError("a tensor's strides must be a list, one for each dimension")
+    if not all(type(stride) is int and 0 <= stride <= _MAX_ELEMENTS for stride in strides):
+        raise ProtocolError("a tensor's strides have one that is not a sensible number")
+    if 0 in shape or not _is_dense(shape, strides):
+        raise ProtocolError("a tensor's strides do not fill its memory")
+    return _DTYPES[name], shape, strides
 
 
 def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | None) -> None:
@@ -132,15 +149,10 @@ def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | N
         raise ProtocolError(f"value {index} must be a number of type {want.__name__}")
 
 
-def _build(dtype: torch.dtype, shape: list[int], order: list[int] | None, payload: Buffer) -> torch.Tensor:
-    stored = shape if order is None else [shape[dim] for dim in order]
+def _build(dtype: torch.dtype, shape: list[int], strides: list[int] | None, payload: Buffer) -> torch.Tensor:
     if 0 in shape:
-        tensor = torch.empty(stored, dtype=dtype)
-    else:
-        if memoryview(payload).readonly:
-            payload = bytearray(payload)  # torch has no read-only tensors
-        tensor = torch.frombuffer(payload, dtype=dtype).view(stored)
-    if order is None:
-        return tensor
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(back)
+        return torch.empty(shape, dtype=dtype)
+    if memoryview(payload).readonly:
+        payload = bytearray(payload)  # torch has no read-only tensors
+    flat = torch.frombuffer(payload, dtype=dtype)
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
