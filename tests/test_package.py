@@ -84,3 +84,18 @@ def test_a_sample_begins_with_its_prompt_and_repeats() -> None:
     assert text.startswith("def ")
     assert len(demo.encode(text)) == 4 + 8 or "    " in text
     assert text == demo.sample(state, "def ", n=8)
+
+
+def test_the_command_is_installed_and_answers() -> None:
+    script = Path(sys.executable).with_name("meshcee")
+    for command in ([str(script)], [sys.executable, "-m", "meshcee"]):
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120, check=True)
+        assert shown.stdout.strip() == f"meshcee {meshcee.__version__}"
+
+
+def test_a_wrong_flag_is_a_usage_error() -> None:
+    command = [sys.executable, "-m", "meshcee", "train", "--no-such-flag"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert outcome.returncode == 2
+    assert "--no-such-flag" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
