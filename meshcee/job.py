@@ -21,7 +21,9 @@ from meshcee.errors import UsageError
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
 # torch.optim classes whose update of a parameter reads that parameter and its own state only.
-PER_PARAMETER = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"})
+PER_PARAMETER = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
+)
 
 
 class Optimizer:
@@ -139,7 +141,9 @@ class Job:
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:
             raise UsageError(f"micro_batch_size must be between 1 and batch_size={self.batch_size}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise UsageError(f"batch_size={self.batch_size} must be a multiple of micro_batch_size={self.micro_batch_size}")
+            raise UsageError(
+                f"batch_size={self.batch_size} must be a multiple of micro_batch_size={self.micro_batch_size}"
+            )
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
         if self.precision not in ("fp32", "bf16"):

@@ -102,6 +102,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
     compute: Annotated[bool, typer.Option("--compute", help="Let this machine hold a stage too.")] = False,
+    stages: Annotated[int | None, typer.Option(min=1, help="Use at most this many stages.")] = None,
     device: Device = "auto",
     threads: Threads = None,
     as_json: Json = False,
@@ -109,7 +110,7 @@ def train(
     """Train a job on a mesh (--join) or inside this process (--local N)."""
     from peers.commands.train import TrainOptions, run_train
 
-    run_train(TrainOptions(job, join, local, out, dry_run, compute, device, threads), as_json=as_json)
+    run_train(TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads), as_json=as_json)
 
 
 @app.command()

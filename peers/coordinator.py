@@ -39,14 +39,14 @@ class PlanRequest:
     costs: Sequence[BlockCost]
     batch_size: int
     micro_batch: int | None
-    precision: str
+    stages: int | None  # at most so many; None leaves it to the planner
 
     @classmethod
-    def of(cls, job: Job, costs: Sequence[BlockCost]) -> PlanRequest:
-        return cls(costs, job.batch_size, job.micro_batch_size, job.precision)
+    def of(cls, job: Job, costs: Sequence[BlockCost], stages: int | None) -> PlanRequest:
+        return cls(costs, job.batch_size, job.micro_batch_size, stages)
 
     def header(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "micro_batch": self.micro_batch, "precision": self.precision}
+        return {"batch_size": self.batch_size, "micro_batch": self.micro_batch, "stages": self.stages}
 
     def frame(self) -> Frame:
         import msgpack
@@ -67,18 +67,14 @@ class PlanRequest:
             costs = [BlockCost(**{**cost, "parameters": ()}) for cost in raw]
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ProtocolError(f"this is not a list of block costs: {error}") from error
-        micro_batch = frame.header.get("micro_batch")
-        return cls(
-            costs,
-            need(frame.header, "batch_size", int),
-            None if micro_batch is None else need(frame.header, "micro_batch", int),
-            need(frame.header, "precision", str),
-        )
+        header = frame.header
+        optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
+        return cls(costs, need(header, "batch_size", int), optional["micro_batch"], optional["stages"])
 
     def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
         if not devices:
             raise PlanError("no peer of the mesh lends a device: start one with `meshcee peer --join TOKEN`")
-        return proportional(devices, self.costs, self.batch_size, self.micro_batch)
+        return proportional(devices, self.costs, self.batch_size, self.micro_batch, self.stages)
 
 
 class PlanService:

@@ -298,7 +298,9 @@ class Executor:
 
     def _state_frames(self) -> list[Frame]:
         state = self._runner.state_dict()
-        return list(state_frames({name: state[name] for name in (*self._runner.spec.trainable, *self._runner.spec.mutated)}))
+        return list(
+            state_frames({name: state[name] for name in (*self._runner.spec.trainable, *self._runner.spec.mutated)})
+        )
 
     async def _send(self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any) -> None:
         meta, payloads = tensors.pack(values)

@@ -106,5 +106,5 @@ class Inbox:
             for key in [k for k in table if k[0] <= walk]:
                 del table[key]
         for once in (self.totals, self.norms, self.commits):
-            for key in [k for k in once if k <= walk]:
-                del once[key]
+            for ended in [w for w in once if w <= walk]:
+                del once[ended]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 import torch
 
 from meshcee.capture import Capture, capture
-from meshcee.errors import MeshceeError, PeerLostError
+from meshcee.errors import MeshceeError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent
@@ -62,9 +61,9 @@ class Mesh:
         if self._owner is not None:
             self._owner.stop()
 
-    async def plan(self, job: Job, captured: Capture) -> tuple[Plan, tuple[int, str]]:
+    async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> tuple[Plan, tuple[int, str]]:
         """Ask the mesh's coordinator for a plan, with the term under which it was made."""
-        request = PlanRequest.of(job, captured.costs)
+        request = PlanRequest.of(job, captured.costs, stages)
         return await request_plan(self.agent, request)
 
     async def train(
@@ -72,11 +71,15 @@ class Mesh:
         job: Job,
         *,
         captured: Capture | None = None,
+        stages: int | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
     ) -> AsyncIterator[Report]:
-        """Train; yields one report a step. Raises the cause of a failure; leaving the loop early aborts the job."""
+        """Train on at most `stages` stages; yields one report a step.
+
+        Raises the cause of a failure; leaving the loop early aborts the job.
+        """
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
-        task = self._group.create_task(self._train(job, captured, on_plan, reports))
+        task = self._group.create_task(self._train(job, captured, stages, on_plan, reports))
         try:
             while (item := await reports.get()) is not None:
                 if isinstance(item, MeshceeError):
@@ -90,6 +93,7 @@ class Mesh:
         self,
         job: Job,
         captured: Capture | None,
+        stages: int | None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
         reports: asyncio.Queue[Report | MeshceeError | None],
     ) -> None:
@@ -97,7 +101,7 @@ class Mesh:
         try:
             if captured is None:
                 captured = await asyncio.to_thread(capture, job)
-            plan, term = await self.plan(job, captured)
+            plan, term = await self.plan(job, captured, stages)
             names = self.agent.names()
             self.result = Result(plan=plan, names=names)
             if on_plan is not None:

@@ -3,7 +3,7 @@
 The idea: autograd sums the gradients of a value in one order, last use first. Every place where the pipeline cuts that
 sum is put together again in the same order: a received gradient enters as the root of a backward pass and is therefore
 the first summand; the partial gradient of a parameter that later stages use too enters in the same way at the parameter
-itself; and micro-batches accumulate into `.grad` in ascending order, which `backward_weight` checks.
+itself; and micro-batches accumulate into `.grad` in ascending order, which each call checks.
 
 Everything here is synchronous and runs in the compute thread of one device. A step is a transaction: gradients and the
 buffers that F writes are the step's own until `apply`, and `rollback` forgets them.
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from meshcee.capture.program import Value
 from meshcee.capture.slicing import StageSpec
 from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
+from peers.deferred import Deferral, Tape
+from peers.weights import Weights
 
 __all__ = ["Rng", "StageRunner", "clip_coefficient"]
 
@@ -41,21 +43,23 @@ def clip_coefficient(norms: Sequence[torch.Tensor], max_norm: float) -> torch.Te
 
 @dataclass
 class _Micro:
-    """What F leaves behind for B and W."""
+    """What F leaves behind for B, and B for W."""
 
     leaves: list[Boundary]  # received, as leaves of this stage's graph
-    sent: list[Any]  # with their graph
-    loss: torch.Tensor | None
-    roots: list[torch.Tensor] | None = None  # set by B for W
-    root_grads: list[torch.Tensor] | None = None
+    results: list[Any]  # sent, or the loss, with their graph
+    tape: Tape | None  # None: one plain graph, which B and W both walk
+    redo: Callable[[], _Micro] | None = None  # recomputation: makes the three above
+    roots: list[torch.Tensor] = field(default_factory=list)  # of W, set by B
+    grads: list[torch.Tensor] = field(default_factory=list)
 
 
 class StageRunner:
     """One stage of one job on one device.
 
-    `state` holds full-precision tensors by original name: what `spec.state_names()` lists (and the evaluation's).
-    `stages` are the block ranges of all stages and `index` our own; they say which parameters live elsewhere too.
-    In precision "bf16" parameters, activations and gradients are bf16, and the optimizer works on fp32 masters.
+    `state` holds full-precision tensors by original name: what `state_names()` of both specs list. `stages` are the
+    block ranges of all stages and `index` our own; they say which parameters live elsewhere too.
+    `recompute` keeps only what F received, and runs F again before B. `split` (which may be changed between
+    micro-batches) prepares F for a B without W; a fused `backward` is somewhat faster without it.
     """
 
     def __init__(
@@ -69,43 +73,41 @@ class StageRunner:
         index: int = 0,
         precision: str = "fp32",
         device: torch.device | str = "cpu",
+        recompute: bool = False,
+        split: bool = True,
     ) -> None:
         self.spec = train
         self.eval_spec = evaluate
         self.device = torch.device(device)
-        self.precision = precision
         self.index = index
+        self.recompute = recompute
+        self.split = split
         shared = train.shared(stages) if stages is not None else {}
         self.to_earlier = tuple(n for n, at in shared.items() if at[0] < index)  # W sends their partials up the chain
         self.from_later = tuple(n for n, at in shared.items() if at[-1] > index)  # W needs their partials first
         self.owned = tuple(n for n in train.trainable if n not in self.to_earlier)
         self.shared_owned = tuple(n for n in self.owned if n in shared)
-        names = dict.fromkeys([*train.state_names(), *(evaluate.state_names() if evaluate else ())])
-        frozen_buffers = {*train.buffers, *(evaluate.buffers if evaluate else ())}
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        self._masters: dict[str, torch.nn.Parameter] = {}
-        for name in names:
-            tensor = state[name].detach().to(self.device)
-            compute = tensor.to(torch.bfloat16) if precision == "bf16" and tensor.is_floating_point() else tensor
-            if name in frozen_buffers:
-                self.buffers[name] = compute.clone()
-                continue
-            trainable = name in train.trainable
-            self.parameters[name] = torch.nn.Parameter(_copy(compute), requires_grad=trainable)
-            if trainable:
-                same = compute.dtype == tensor.dtype
-                self._masters[name] = self.parameters[name] if same else torch.nn.Parameter(_copy(tensor))
-        self.trainable = {n: self.parameters[n] for n in train.trainable}
-        self.optimizer = optimizer.build(self._masters)
+        both = [train, *([evaluate] if evaluate else [])]
+        self.weights = Weights(
+            tuple(dict.fromkeys(n for spec in both for n in spec.parameters)),
+            train.trainable,
+            tuple(dict.fromkeys(n for spec in both for n in spec.buffers)),
+            state,
+            optimizer,
+            precision,
+            self.device,
+        )
+        self.trainable = self.weights.trainable
+        self.optimizer = self.weights.optimizer
+        self._deferral = Deferral(train, self.device)
         self._run = train.build(self.device)
+        self._run_split = train.build(self.device, self._deferral.calls) if self._deferral.calls else self._run
         self._run_eval = evaluate.build(self.device) if evaluate else None
         self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}
-        self._totals: set[str] = set()
         self._next = {"F": 0, "B": 0, "W": 0}
         self.step = -1
-        self.begin(0)
+        self.rollback()
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -116,11 +118,9 @@ class StageRunner:
 
     def rollback(self) -> None:
         """Forget the step: gradients, activations, written buffers."""
-        for parameter in (*self.trainable.values(), *self._masters.values()):
-            parameter.grad = None
-        self._working = {name: self.buffers[name] for name in self.spec.mutated}
+        self.weights.drop_grads()
+        self._working = {name: self.weights.buffers[name] for name in self.spec.mutated}
         self._micros.clear()
-        self._totals.clear()
         self._next = {"F": 0, "B": 0, "W": 0}
 
     @property
@@ -137,21 +137,18 @@ class StageRunner:
         before returned; a stage that draws nothing hands it on untouched.
         """
         self._in_order("F", micro)
-        leaves = [self._leaf(v, t) for v, t in zip(self.spec.received, received, strict=True)]
-        written = {name: t.clone() for name, t in self._working.items()}  # a later F must not disturb this one's graph
-        arguments = [
-            *(raw[v.name].to(self.device) for v in self.spec.raw_inputs),
-            *leaves,
-            *(self.parameters[n] for n in self.spec.parameters),
-            *(written.get(n, self.buffers[n]) for n in self.spec.buffers),
-        ]
-        with torch.enable_grad(), self._generator(rng) as after:
-            results = self._run(*arguments)
-        self._working = written
-        count = len(self.spec.sent)
-        loss = results[count] if self.spec.is_last else None
-        self._micros[micro] = _Micro(leaves, list(results[:count]), loss)
-        return _to_wire(self.spec.sent, results[:count]), after[0], None if loss is None else loss.detach()
+        own = [raw[v.name].to(self.device) for v in self.spec.raw_inputs]
+        given = [self._arrived(v, t) for v, t in zip(self.spec.received, received, strict=True)]
+        buffers, split = self._working, self.split and self._deferral.possible
+        state, self._working, after = self._compute(own, given, buffers, rng, split)
+        results = state.results
+        if self.recompute:
+            # F ran with autograd on, because kernels may be chosen by it; only what it needs to run again is kept.
+            state = _Micro([], [], None, redo=lambda: self._compute(own, given, buffers, rng, split)[0])
+        self._micros[micro] = state
+        if self.spec.is_last:
+            return [], after, results[0].detach()
+        return _to_wire(self.spec.sent, results), after, None
 
     def backward(
         self,
@@ -161,13 +158,14 @@ class StageRunner:
         partials: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """B and W in one: gradients for `received`, and partial gradients for the earlier holders."""
+        if self._micros[micro].tape is not None or self.recompute:
+            return self.backward_input(micro, grads, weight), self.backward_weight(micro, partials)
         self._in_order("B", micro)
         self._in_order("W", micro)
         state = self._micros.pop(micro)
-        roots, root_grads = self._roots(state, grads, weight)
+        roots, values, _ = self._roots(state, grads, weight)
         inputs = _differentiable(state.leaves)
-        wanted = [*inputs, *self.trainable.values()]
-        self._accumulate(roots, root_grads, wanted, partials)
+        self._accumulate(roots, values, [*inputs, *self.trainable.values()], partials)
         return self._received_grads(state, [leaf.grad for leaf in inputs]), self._take_partials()
 
     def backward_input(
@@ -176,14 +174,30 @@ class StageRunner:
         """B: gradients for `received`. `weight` is the micro-batch's share of the step's loss (last stage)."""
         self._in_order("B", micro)
         state = self._micros[micro]
-        state.roots, state.root_grads = self._roots(state, grads, weight)
+        if state.redo is not None:
+            state = self._micros[micro] = state.redo()
+        roots, values, of_weights = self._roots(state, grads, weight)
         inputs = _differentiable(state.leaves)
         found: Sequence[torch.Tensor | None] = ()
-        if inputs and state.roots:
-            found = torch.autograd.grad(
-                state.roots, inputs, state.root_grads, retain_graph=bool(self.trainable), allow_unused=True
-            )
-        return self._received_grads(state, found)
+        if state.tape is None:
+            if inputs and roots:
+                keep = bool(self.trainable)
+                found = torch.autograd.grad(roots, inputs, values, retain_graph=keep, allow_unused=True)
+            state.roots, state.grads = roots, values
+        else:
+            data = [i for i, own in enumerate(of_weights) if not own]
+            if inputs and data:
+                found = torch.autograd.grad(
+                    [roots[i] for i in data], inputs, [values[i] for i in data], allow_unused=True
+                )
+            for i, own in enumerate(of_weights):
+                if own:
+                    state.tape.outputs.append(roots[i])
+                    state.tape.grads.append(values[i])
+            state.roots, state.grads = state.tape.outputs, state.tape.grads
+        arrived = self._received_grads(state, found)
+        state.leaves, state.results = [], []
+        return arrived
 
     def backward_weight(
         self, micro: int, partials: Mapping[str, torch.Tensor] | None = None
@@ -192,11 +206,11 @@ class StageRunner:
 
         `partials` come from the next later holder of each parameter in `from_later`, for this micro-batch.
         """
+        if micro >= self._next["B"]:
+            raise ProtocolError(f"W of micro-batch {micro} was asked for before its B")
         self._in_order("W", micro)
         state = self._micros.pop(micro)
-        if state.roots is None or state.root_grads is None:
-            raise ProtocolError(f"W of micro-batch {micro} was asked for before its B")
-        self._accumulate(state.roots, state.root_grads, list(self.trainable.values()), partials)
+        self._accumulate(state.roots, state.grads, list(self.trainable.values()), partials)
         return self._take_partials()
 
     # -- the end of a step -------------------------------------------------------------------------------------------
@@ -211,42 +225,19 @@ class StageRunner:
             if name not in self.to_earlier:
                 raise ProtocolError(f"{name!r} is not a parameter whose gradient comes from an earlier stage")
             parameter = self.trainable[name]
-            self._check(name, total, parameter.shape, parameter.dtype)
+            _check(name, total, parameter)
             parameter.grad = total.to(self.device).clone()
-            self._totals.add(name)
 
     def grad_norms(self) -> list[tuple[str, torch.Tensor]]:
         """The norm of each gradient that this stage owns; a shared parameter is counted by its first holder."""
-        found = [
-            (n, g.float() if self.precision == "bf16" else g)
-            for n in self.owned
-            if (g := self.trainable[n].grad) is not None
-        ]
-        norms = torch._foreach_norm([g for _, g in found], 2.0) if found else []
-        return [(n, norm) for (n, _), norm in zip(found, norms)]
+        return self.weights.norms(self.owned)
 
     def apply(self, clip: torch.Tensor | None = None, hyper: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Commit: clip, one optimizer step with these options per group (lr and the like), keep the written buffers."""
         if self._micros:
             raise ProtocolError(f"a step was committed with {len(self._micros)} micro-batches unfinished")
-        for name, parameter in self.trainable.items():
-            master = self._masters[name]
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.to(master.dtype)
-        if clip is not None:
-            clip = clip.to(self.device)
-            for master in self._masters.values():
-                if master.grad is not None:
-                    master.grad.mul_(clip)
-        if hyper is not None:
-            for group, options in zip(self.optimizer.param_groups, hyper, strict=True):
-                group.update(options)
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if master is not self.trainable[name]:
-                    self.trainable[name].copy_(master)
-        self.buffers.update(self._working)
+        self.weights.commit(clip, hyper)
+        self.weights.buffers.update(self._working)
         self.rollback()
 
     # -- evaluation and state ----------------------------------------------------------------------------------------
@@ -258,32 +249,28 @@ class StageRunner:
         spec, run = self.eval_spec, self._run_eval
         if spec is None or run is None:
             raise ProtocolError("this stage was built without an evaluation program")
+        own = [raw[v.name].to(self.device) for v in spec.raw_inputs]
+        given = [self._arrived(v, t) for v, t in zip(spec.received, received, strict=True)]
         with torch.no_grad():
-            leaves = [self._leaf(v, t) for v, t in zip(spec.received, received, strict=True)]
             results = run(
-                *(raw[v.name].to(self.device) for v in spec.raw_inputs),
-                *leaves,
-                *(self.parameters[n] for n in spec.parameters),
-                *(self.buffers[n] for n in spec.buffers),
+                *own,
+                *given,
+                *(self.weights.parameters[n] for n in spec.parameters),
+                *(self.weights.buffers[n] for n in spec.buffers),
             )
         count = len(spec.sent)
         return _to_wire(spec.sent, results[:count]), list(results[count:])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Committed parameters (masters where there are any) and buffers by original name; not copies."""
-        parameters = {n: self._masters.get(n, p).detach() for n, p in self.parameters.items()}
-        return {**parameters, **self.buffers}
+        return self.weights.state_dict()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter name (moments, step counts); not copies."""
-        return {n: dict(self.optimizer.state.get(p, {})) for n, p in self._masters.items()}
+        return self.weights.optimizer_state()
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, parameter in self._masters.items():
-            if state.get(name):
-                self.optimizer.state[parameter] = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
-                }
+        self.weights.load_optimizer_state(state)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -293,51 +280,77 @@ class StageRunner:
             raise ProtocolError(f"{kind} of micro-batch {micro} came out of order; {self._next[kind]} is next")
         self._next[kind] += 1
 
-    def _leaf(self, value: Value, given: Boundary) -> Boundary:
+    def _arrived(self, value: Value, given: Boundary) -> Boundary:
+        """A received value on our device, with the strides it had where it was made."""
         if not isinstance(given, torch.Tensor):
             return given
         if given.dtype != value.dtype or given.dim() != len(value.shape):
             raise ProtocolError(f"activation {value.name} arrived as {given.dtype} with {given.dim()} dimensions")
-        tensor = value.from_wire(given.to(self.device)).detach()
-        return tensor.requires_grad_() if value.requires_grad else tensor
+        return value.from_wire(given.to(self.device))
+
+    def _compute(
+        self,
+        raw: Sequence[torch.Tensor],
+        given: Sequence[Boundary],
+        buffers: Mapping[str, torch.Tensor],
+        rng: Rng,
+        split: bool,
+    ) -> tuple[_Micro, dict[str, torch.Tensor], Rng]:
+        """One forward pass with its graph; the buffers and the generator's state after it."""
+        leaves = [
+            t.detach().requires_grad_(v.requires_grad) if isinstance(t, torch.Tensor) else t
+            for v, t in zip(self.spec.received, given)
+        ]
+        written = {name: t.clone() for name, t in buffers.items()}  # a later F must not disturb this one's graph
+        tape = self._deferral.tape = Tape() if split else None
+        with torch.enable_grad(), self._generator(rng) as after:
+            results = (self._run_split if split else self._run)(
+                *raw,
+                *leaves,
+                *(self.weights.parameters[n] for n in self.spec.parameters),
+                *(written[n] if n in written else self.weights.buffers[n] for n in self.spec.buffers),
+            )
+        return _Micro(leaves, list(results), tape), written, after[0]
 
     def _roots(
         self, state: _Micro, grads: Sequence[torch.Tensor | None], weight: float
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the backward pass starts, and with what."""
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+        """Where the backward pass starts, with what, and whether that depends on parameters alone."""
+        weights = self._deferral.weights
         if self.spec.is_last:
-            loss = state.loss
-            assert loss is not None
-            return [loss], [torch.ones_like(loss) * weight]
+            loss = state.results[0]
+            return [loss], [torch.ones_like(loss) * weight], [self.spec.output_numbers[0] in weights]
         roots: list[torch.Tensor] = []
-        found: list[torch.Tensor] = []
-        for value, sent, grad in zip(self.spec.sent, state.sent, grads, strict=True):
+        values: list[torch.Tensor] = []
+        of_weights: list[bool] = []
+        rows = zip(self.spec.sent, self.spec.sent_numbers, state.results, grads, strict=True)
+        for value, number, sent, grad in rows:
             if grad is None or not isinstance(sent, torch.Tensor) or not sent.requires_grad:
                 continue
-            given = value.from_wire(grad.to(self.device))
-            self._check(value.name, given, sent.shape, sent.dtype)
+            given = value.from_wire(grad.to(self.device)) if grad.dim() == sent.dim() else grad
+            _check(value.name, given, sent)
             roots.append(sent)
-            found.append(given)
-        return roots, found
+            values.append(given)
+            of_weights.append(number in weights)
+        return roots, values, of_weights
 
     def _accumulate(
         self,
         roots: Sequence[torch.Tensor],
-        root_grads: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
         wanted: Sequence[torch.Tensor],
         partials: Mapping[str, torch.Tensor] | None,
     ) -> None:
         """autograd adds to `.grad` of what is wanted, exactly as loss.backward() does."""
-        starts, values = list(roots), list(root_grads)
+        starts, given = list(roots), list(values)
         for name, partial in (partials or {}).items():
             if name not in self.from_later:
                 raise ProtocolError(f"no later stage holds {name!r}")
-            parameter = self.trainable[name]
-            self._check(name, partial, parameter.shape, parameter.dtype)
-            starts.append(parameter)
-            values.append(partial.to(self.device))
+            _check(name, partial, self.trainable[name])
+            starts.append(self.trainable[name])
+            given.append(partial.to(self.device))
         if starts and wanted:
-            torch.autograd.backward(starts, values, inputs=list(wanted))
+            torch.autograd.backward(starts, given, inputs=list(wanted))
 
     def _take_partials(self) -> dict[str, torch.Tensor]:
         taken = {}
@@ -355,11 +368,6 @@ class StageRunner:
             grad = next(ready, None) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
             out.append(None if grad is None else value.to_wire(grad))
         return out
-
-    @staticmethod
-    def _check(name: str, given: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
-            raise ProtocolError(f"a gradient for {name!r} arrived as {given.dtype}{tuple(given.shape)}")
 
     @contextlib.contextmanager
     def _generator(self, rng: Rng) -> Iterator[list[Rng]]:
@@ -380,8 +388,9 @@ class StageRunner:
             after[0] = torch.cuda.get_rng_state(self.device) if cuda else torch.get_rng_state()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.preserve_format)
+def _check(name: str, given: torch.Tensor, like: torch.Tensor) -> None:
+    if given.shape != like.shape or given.dtype != like.dtype:
+        raise ProtocolError(f"a gradient for {name!r} arrived as {given.dtype}{tuple(given.shape)}")
 
 
 def _differentiable(leaves: Sequence[Boundary]) -> list[torch.Tensor]:

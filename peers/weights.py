@@ -1,93 +1,97 @@
-"""Weights on the wire: safetensors, a few tensors a frame, checked against what the receiver expects.
+"""What a stage keeps between steps: parameters, buffers, the optimizer and, in bf16, full-precision masters.
 
-The idea: the receiver knows every name, type and shape from the graph before a byte arrives, so a frame that lies
-about its size is refused and nothing is allocated for it.
+The idea: names are the model's own, so state can move between stages of any shape; nothing here knows of micro-batches.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
-from meshcee.errors import ProtocolError
-from peers import messages
-from peers.transport.base import Frame
+from meshcee.job import Optimizer
 
-__all__ = ["StateReceiver", "hash_state", "state_frames"]
-
-GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
-SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
+__all__ = ["Weights"]
 
 
-def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
-    """STATE frames that together hold every tensor once, then STATE_END with their hash."""
-    group: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in state.items():
-        if group and size + tensor.nbytes > GROUP_BYTES:
-            yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])
-            group, size = {}, 0
-        # safetensors refuses views that share memory: tied parameters are already one entry, a clone is rare.
-        group[name] = (
-            tensor.detach().cpu().contiguous().clone() if tensor._is_view() else tensor.detach().cpu().contiguous()
-        )
-        size += tensor.nbytes
-    if group:
-        yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])
-    yield Frame(messages.STATE_END, {"hash": hash_state(state)})
+class Weights:
+    """`parameters` compute; `masters` are what the optimizer changes (the same tensors, unless precision is "bf16").
 
+    In precision "bf16" parameters, activations and gradients are bf16; at the end of a step the gradients are widened,
+    clipped and applied to the fp32 masters, which are then rounded into the parameters.
+    """
 
-def hash_state(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes, in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    def __init__(
+        self,
+        parameters: Sequence[str],
+        trainable: Sequence[str],
+        buffers: Sequence[str],
+        state: Mapping[str, torch.Tensor],
+        optimizer: Optimizer,
+        precision: str,
+        device: torch.device,
+    ) -> None:
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        self.buffers = {n: self._compute(state[n], precision, device).clone() for n in buffers}
+        chosen = frozenset(trainable)
+        for name in parameters:
+            full = state[name].detach().to(device)
+            compute = self._compute(full, precision, device)
+            self.parameters[name] = torch.nn.Parameter(compute.clone(), requires_grad=name in chosen)
+            if name in chosen:
+                same = compute.dtype == full.dtype
+                self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(full.clone())
+        self.trainable = {n: self.parameters[n] for n in trainable}
+        self.optimizer = optimizer.build(self.masters)
 
+    @staticmethod
+    def _compute(tensor: torch.Tensor, precision: str, device: torch.device) -> torch.Tensor:
+        tensor = tensor.detach().to(device)
+        return tensor.to(torch.bfloat16) if precision == "bf16" and tensor.is_floating_point() else tensor
 
-class StateReceiver:
-    """Collects STATE frames. `expected` maps each name to its type and shape; anything else is refused."""
+    def drop_grads(self) -> None:
+        for parameter in (*self.trainable.values(), *self.masters.values()):
+            parameter.grad = None
 
-    def __init__(self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        self._expected = dict(expected)
-        self.state: dict[str, torch.Tensor] = {}
-        largest = max((dtype.itemsize * _count(shape) for dtype, shape in self._expected.values()), default=0)
-        self.max_payload_bytes = max(largest, GROUP_BYTES) + SLACK_BYTES
+    def norms(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """The 2-norm of each gradient there is, as the optimizer will see it."""
+        found = [(n, g.to(self.masters[n].dtype)) for n in names if (g := self.trainable[n].grad) is not None]
+        norms = torch._foreach_norm([g for _, g in found], 2.0) if found else []
+        return [(n, norm) for (n, _), norm in zip(found, norms)]
 
-    def take(self, frame: Frame) -> bool:
-        """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed."""
-        if frame.kind == messages.STATE_END:
-            missing = sorted(self._expected.keys() - self.state.keys())
-            if missing:
-                raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
-            if messages.need(frame.header, "hash", str) != hash_state(self.state):
-                raise ProtocolError("the weights that arrived are not those that were sent: their hash differs")
-            return True
-        if frame.kind != messages.STATE or len(frame.payloads) != 1:
-            raise ProtocolError(f"expected weights, got a frame of kind {frame.kind!r}")
-        try:
-            tensors = safetensors.torch.load(bytes(frame.payloads[0]))
-        except (safetensors.SafetensorError, ValueError, KeyError) as error:
-            raise ProtocolError(f"weights are not valid safetensors: {error}") from error
-        for name, tensor in tensors.items():
-            if name not in self._expected or name in self.state:
-                raise ProtocolError(f"weights of {name!r} were not expected")
-            if (tensor.dtype, tuple(tensor.shape)) != self._expected[name]:
-                raise ProtocolError(
-                    f"weights of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, the graph says {self._expected[name]}"
-                )
-            self.state[name] = tensor
-        return False
+    def commit(self, clip: torch.Tensor | None, hyper: Sequence[Mapping[str, Any]] | None) -> None:
+        """Clip, one optimizer step with these options per group, round the masters, drop the gradients."""
+        for name, parameter in self.trainable.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype)
+        if clip is not None:
+            for master in self.masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(clip.to(master.device))
+        if hyper is not None:
+            for group, options in zip(self.optimizer.param_groups, hyper, strict=True):
+                group.update(options)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.trainable[name]:
+                    self.trainable[name].copy_(master)
+        self.drop_grads()
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters (masters where there are any) and buffers by original name; not copies."""
+        return {**{n: self.masters.get(n, p).detach() for n, p in self.parameters.items()}, **self.buffers}
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Moments, step counts and the like by parameter name; not copies."""
+        return {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, parameter in self.masters.items():
+            if state.get(name):
+                self.optimizer.state[parameter] = {
+                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
+                }

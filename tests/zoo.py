@@ -12,7 +12,7 @@ from torch import nn
 
 from meshcee.job import Job, Optimizer
 
-__all__ = ["PHASE_ONE", "make"]
+__all__ = ["ALL", "PHASE_ONE", "make"]
 
 VOCABULARY, LENGTH = 31, 12
 
@@ -125,6 +125,240 @@ def _gpt2() -> nn.Module:
     return model
 
 
+def _hf(build: str) -> Callable[[], nn.Module]:
+    """Tiny Hugging Face models, from configurations; Llama's attention is the explicit one."""
+
+    def make_model() -> nn.Module:
+        import transformers as hf
+
+        small: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": LENGTH,
+        }
+        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        made: nn.Module
+        if build == "llama":
+            made = hf.LlamaForCausalLM(
+                hf.LlamaConfig(**small, **ids, num_key_value_heads=1, attn_implementation="eager")
+            )
+        elif build == "bert":
+            made = hf.BertForSequenceClassification(hf.BertConfig(**small, num_labels=4))
+        elif build == "albert":
+            made = hf.AlbertForSequenceClassification(hf.AlbertConfig(**small, embedding_size=8, num_labels=4))
+        elif build == "t5":
+            made = hf.T5ForConditionalGeneration(
+                hf.T5Config(
+                    vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, pad_token_id=0,
+                    eos_token_id=1, decoder_start_token_id=0,
+                )
+            )  # fmt: skip
+        else:
+            small["image_size"], small["patch_size"], small["num_channels"] = 8, 4, 1
+            made = hf.ViTForImageClassification(hf.ViTConfig(**small, num_labels=10))
+        return made
+
+    return make_model
+
+
+class Expand(nn.Module):
+    """A ResNet block that may halve the image."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
+        self.act = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
+        out += self.shortcut(x)
+        return self.act(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.stages = nn.Sequential(
+            Expand(width, width, 1), Expand(width, 2 * width, 2), Expand(2 * width, 2 * width, 1),
+            Expand(2 * width, 4 * width, 2),
+        )  # fmt: skip
+        self.head = nn.Linear(4 * width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stages(self.pool(self.stem(x)))
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], width: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.first = kind(width, width, batch_first=True, dropout=0.1, num_layers=2)
+        self.second = kind(width, width, batch_first=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, _ = self.first(self.tokens(x))
+        h, _ = self.second(h)
+        return self.head(h)
+
+
+class Mixture(nn.Module):
+    """Every expert sees every token; the gate weighs the two best."""
+
+    def __init__(self, width: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        scores = self.gate(h).softmax(-1)
+        best = scores.topk(2, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, best.indices, best.values)
+        inner = F.silu(torch.einsum("btd,edf->betf", h, self.up))
+        return x + torch.einsum("betf,efd,bte->btd", inner, self.down, weights)
+
+
+class MoE(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList([Mixture(width) for _ in range(layers)])
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+class Many(nn.Module):
+    """Several inputs (one boolean, one of floats), several outputs; the targets are a dict."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.extra = nn.Embedding(VOCABULARY, width), nn.Linear(3, width)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(width, 2, 24, 0.1, batch_first=True) for _ in range(3)])
+        self.classes, self.amount = nn.Linear(width, 5), nn.Linear(width, 1)
+
+    def forward(self, tokens: torch.Tensor, keep: torch.Tensor, extra: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.tokens(tokens) + self.extra(extra).unsqueeze(1)
+        for layer in self.layers:
+            h = layer(h, src_key_padding_mask=~keep)
+        pooled = (h * keep.unsqueeze(-1)).sum(1) / keep.sum(1, keepdim=True)
+        return {"classes": self.classes(pooled), "amount": self.amount(pooled).squeeze(-1)}
+
+
+class Rotary(nn.Module):
+    """RMSNorm, rotary positions kept in a buffer, a gated MLP; frozen weights with low-rank adapters."""
+
+    def __init__(self, layers: int = 3, width: int = 16, rank: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width).requires_grad_(False)
+        self.layers = nn.ModuleList([RotaryLayer(width, rank) for _ in range(layers)])
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(self.norm(h))
+
+
+class Adapted(nn.Module):
+    def __init__(self, before: int, after: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(before, after, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(rank, before) * 0.1), nn.Parameter(torch.randn(after, rank) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b) * 2.0
+
+
+class RotaryLayer(nn.Module):
+    angles: torch.Tensor
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = Adapted(width, 3 * width, rank), Adapted(width, width, rank)
+        self.gate, self.up, self.down = (Adapted(width, width, rank) for _ in range(3))
+        self.register_buffer("angles", torch.outer(torch.arange(LENGTH), 1.0 / 10 ** torch.arange(4)), persistent=False)
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        angles = self.angles[: x.shape[-2]]
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = (h.view(b, t, 2, d // 2).transpose(1, 2) for h in self.qkv(self.norm1(x)).chunk(3, -1))
+        a = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def _masked(n: int) -> list[tuple[Any, Any]]:
+    g = torch.Generator().manual_seed(4)
+    rows = torch.randint(1, VOCABULARY, (n, LENGTH), generator=g)
+    kept = [int(k) for k in torch.randint(3, LENGTH + 1, (n,), generator=g)]
+    return [({"input_ids": r, "attention_mask": (torch.arange(LENGTH) < k).long()}, k % 4) for r, k in zip(rows, kept)]
+
+
+def _pairs(n: int) -> list[tuple[Any, Any]]:
+    """Sequence to sequence; targets end in ignored tokens."""
+    out = []
+    for (x, y), (_, k) in zip(_tokens(n), _masked(n)):
+        keep = torch.arange(LENGTH) < LENGTH - k
+        labels = torch.where(keep, y, -100)
+        out.append(({"input_ids": x, "attention_mask": torch.ones_like(x), "labels": labels}, labels))
+    return out
+
+
+def _many(n: int) -> list[tuple[Any, Any]]:
+    g = torch.Generator().manual_seed(5)
+    return [
+        (
+            (x, torch.arange(LENGTH) < 3 + i % 9, torch.randn(3, generator=g)),
+            {"class": i % 5, "amount": torch.randn((), generator=g)},
+        )
+        for i, (x, _) in enumerate(_tokens(n))
+    ]
+
+
+def _class_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.logits, target)
+
+
+def _own_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def _smoothed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    ignored = torch.where(target % 7 == 0, -100, target)
+    return F.cross_entropy(output.flatten(0, 1), ignored.flatten(), label_smoothing=0.1, ignore_index=-100)
+
+
+def _two_losses(output: Any, target: Any) -> torch.Tensor:
+    return F.cross_entropy(output["classes"], target["class"]) + 0.5 * F.l1_loss(output["amount"], target["amount"])
+
+
 def _unet_data(n: int) -> list[tuple[Any, Any]]:
     return [(x, torch.roll(x, 1, -1)) for x, _ in _images(n, 16)]
 
@@ -137,6 +371,20 @@ _MODELS: dict[str, _Made] = {
     "shared_layer": (lambda: CharGPT(shared=True), _flat_cross_entropy, _tokens),
     "unet": (UNet, F.mse_loss, _unet_data),
 }
+_MODELS |= {
+    "llama": (_hf("llama"), _flat_cross_entropy, _tokens),
+    "bert": (_hf("bert"), _class_loss, _masked),
+    "albert": (_hf("albert"), _class_loss, _masked),
+    "t5": (_hf("t5"), _own_loss, _pairs),
+    "vit": (_hf("vit"), _class_loss, _images),
+    "resnet": (ResNet, F.cross_entropy, lambda n: _images(n, 16)),
+    "lstm": (lambda: Recurrent(nn.LSTM), _flat_cross_entropy, _tokens),
+    "gru": (lambda: Recurrent(nn.GRU), _flat_cross_entropy, _tokens),
+    "moe": (MoE, _flat_cross_entropy, _tokens),
+    "many": (Many, _two_losses, _many),
+    "lora": (Rotary, _smoothed, _tokens),
+}
+ALL = tuple(_MODELS)
 PHASE_ONE = ("char_gpt", "cnn", "gpt2", "shared_layer", "unet")
 
 OPTIMIZERS = {

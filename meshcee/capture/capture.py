@@ -200,12 +200,13 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
 
 
 def _work(exported: Exported, analysis: Analysis) -> list[float]:
-    """A node's share of the FLOPs plus its share of the parameter bytes (counted where first used)."""
+    """A node's share of the FLOPs plus its share of the parameter bytes, which count wherever they are used."""
     flops = sum(analysis.flops) or 1.0
     parameters = [0.0] * len(exported.nodes)
     for number, entry in enumerate(exported.inputs):
-        if entry.kind == "parameter" and analysis.users[number]:
-            parameters[analysis.users[number][0]] += entry.value.nbytes(1)
+        if entry.kind == "parameter":
+            for position in analysis.users[number]:
+                parameters[position] += entry.value.nbytes(1)
     total = sum(parameters) or 1.0
     return [f / flops + p / total for f, p in zip(analysis.flops, parameters)]
 

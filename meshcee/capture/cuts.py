@@ -18,7 +18,7 @@ from meshcee.errors import UsageError
 __all__ = ["find_cuts", "named_cuts", "positions"]
 
 MAX_BLOCKS = 512
-_WORSE = 1.5  # a cut between two better ones, or between one and a near end, may have this many times their live bytes
+_WORSE = 1.5  # a cut near better ones may have this many times their live bytes
 
 
 def positions(
@@ -115,9 +115,9 @@ def find_cuts(nodes: Sequence[Node], live: Sequence[float | None], work: Sequenc
         if any(q is not None and abs(done[q] - done[p]) < reach for q in (left, right)):
             continue
         beside = [live[q] or 0.0 for q in (left, right) if q is not None]
-        # In a funnel (an encoder's halves) there are better cuts on one side only, and that is no reason to have none.
-        near_end = done[p] < 4 * reach if left is None else 1 - done[p] < 4 * reach
-        if (len(beside) == 2 or (beside and near_end)) and (live[p] or 0.0) > _WORSE * max(beside):
+        # A cut that is worse than its neighbours is taken only where they leave more than a layer's work together.
+        start, stop = (0.0 if left is None else done[left]), (1.0 if right is None else done[right])
+        if beside and stop - start <= 6 * reach and (live[p] or 0.0) > _WORSE * max(beside):
             continue
         chosen.insert(i, p)
     return chosen

@@ -8,6 +8,7 @@ as arguments, and gives every value its own name. Whatever is wrong raises Graph
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgpack
@@ -48,9 +49,10 @@ _STRINGS = frozenset(
     {
         *("floor", "trunc", "none", "tanh", "same", "valid", "mean", "sum", "prod", "amax", "amin", "max", "min"),
         *("constant", "reflect", "replicate", "circular", "left", "right", "ij", "xy"),
-        *("linear", "lower", "higher", "midpoint", "nearest"),
+        *("linear", "lower", "higher", "midpoint", "nearest", "fro", "nuc"),
     }
 )
+_EINSUM = re.compile(r"[A-Za-z,. ]{1,64}->[A-Za-z. ]{0,32}")
 _KINDS = ("raw", "parameter", "buffer", "constant")
 
 
@@ -208,9 +210,7 @@ def _encode_argument(argument: Any) -> Any:
         return {"l": str(argument).removeprefix("torch.")}
     if isinstance(argument, torch.device):
         return {"d": 0}  # the device of the stage, whichever it is
-    if isinstance(argument, str) and argument not in _STRINGS:
-        raise GraphError(f"argument {argument!r} is a string that no operator is known to take")
-    return argument
+    return _checked_string(argument) if isinstance(argument, str) else argument
 
 
 def _argument(encoded: Any, number: int, depth: int) -> Any:
@@ -221,9 +221,7 @@ def _argument(encoded: Any, number: int, depth: int) -> Any:
             raise GraphError("a graph holds an integer of more than 64 bits")
         return encoded
     if isinstance(encoded, str):
-        if encoded not in _STRINGS:
-            raise GraphError(f"a graph holds the unknown string {encoded[:80]!r}")
-        return encoded
+        return _checked_string(encoded)
     if isinstance(encoded, list):
         if depth >= 2 or len(encoded) > MAX_LIST:
             raise GraphError("a graph holds a list that is too long or too deep")
@@ -300,6 +298,12 @@ def _index(value: Any, count: int) -> int:
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise GraphError(f"expected a flag in a graph, got {str(value)[:40]!r}")
+    return value
+
+
+def _checked_string(value: str) -> str:
+    if value not in _STRINGS and not _EINSUM.fullmatch(value):
+        raise GraphError(f"a graph holds the string {value[:80]!r}, which no operator is known to take")
     return value
 
 

@@ -21,7 +21,11 @@ MICRO_BATCHES = 8  # aimed at when the job leaves the micro-batch size open
 
 
 def proportional(
-    devices: Mapping[str, DeviceProfile], costs: Sequence[BlockCost], batch_size: int, micro_batch: int | None = None
+    devices: Mapping[str, DeviceProfile],
+    costs: Sequence[BlockCost],
+    batch_size: int,
+    micro_batch: int | None = None,
+    max_stages: int | None = None,
 ) -> Plan:
     """A plan over all devices, fastest first, or over as many as there are blocks.
 
@@ -31,8 +35,10 @@ def proportional(
         raise PlanError("a plan needs at least one device and one block")
     micro = micro_batch or _micro_batch(batch_size)
     order = sorted(devices, key=lambda peer: (-devices[peer].speed_flops_per_s, peer))
-    used = order[: len(costs)]
-    left_out = [LeftOut(peer, f"the model has only {len(costs)} blocks") for peer in order[len(costs) :]]
+    limit = min(len(costs), max_stages or len(costs))
+    why = f"the job asked for {max_stages} stages" if limit == max_stages else f"the model has only {len(costs)} blocks"
+    used = order[:limit]
+    left_out = [LeftOut(peer, why) for peer in order[limit:]]
     bounds = _partition([devices[peer] for peer in used], costs, micro)
     if bounds is None:
         raise PlanError(_shortage(devices, used, costs, micro))
@@ -81,9 +87,7 @@ def _partition(devices: Sequence[DeviceProfile], costs: Sequence[BlockCost], mic
     return bounds[::-1]
 
 
-def _shortage(
-    devices: Mapping[str, DeviceProfile], used: Sequence[str], costs: Sequence[BlockCost], micro: int
-) -> str:
+def _shortage(devices: Mapping[str, DeviceProfile], used: Sequence[str], costs: Sequence[BlockCost], micro: int) -> str:
     """How many bytes are missing, and where."""
     needed = stage_bytes(costs, micro, 1)
     offered = sum(devices[peer].memory_bytes for peer in used)
@@ -102,5 +106,7 @@ def _shortage(
         )
     smallest = min(used, key=lambda peer: devices[peer].memory_bytes)
     short = min(stage_bytes([c], micro, 1) for c in costs) - devices[smallest].memory_bytes
-    where = f"{short} bytes are missing on {smallest}" if short > 0 else "no cut between blocks suits every peer's memory"
+    where = (
+        f"{short} bytes are missing on {smallest}" if short > 0 else "no cut between blocks suits every peer's memory"
+    )
     return f"the blocks cannot be spread so that each peer's stage fits: {where}; join a larger peer"

@@ -91,7 +91,9 @@ async def _serve(where: JoinOptions, *, as_json: bool) -> None:
     async with agent(where, Home()) as me:
         invite = me.invite(where.valid_s)
         if as_json:
-            print(json.dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
+            print(
+                json.dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True
+            )
         else:
             console = Console(highlight=False)
             console.print(f"{where.name} is up as {me.peer_id} on {where.device}.")

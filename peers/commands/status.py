@@ -60,7 +60,9 @@ def _print(data: dict[str, Any]) -> None:
     console.print(table)
     coordinator = data["coordinator"]
     if coordinator:
-        console.print(f"* coordinator: {names.get(coordinator['peer'], coordinator['peer'])}, term {coordinator['term']}")
+        console.print(
+            f"* coordinator: {names.get(coordinator['peer'], coordinator['peer'])}, term {coordinator['term']}"
+        )
     else:
         console.print("no coordinator at the moment")
     if data["links"]:
@@ -76,7 +78,9 @@ def _print(data: dict[str, Any]) -> None:
             )
         console.print(links)
     for run in data["runs"]:
-        console.print(f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}")
+        console.print(
+            f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}"
+        )
         console.print(plan_table(Plan.from_json(run["plan"]), names))
     if not data["runs"]:
         console.print("no job is running")

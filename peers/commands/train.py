@@ -34,6 +34,7 @@ class TrainOptions:
     out: Path | None
     dry_run: bool
     compute: bool
+    stages: int | None
     device: str
     threads: int | None
 
@@ -108,13 +109,13 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
     )
     async with join(where, Home()) as mesh:
         if options.dry_run:
-            plan, _ = await mesh.plan(job, captured)
+            plan, _ = await mesh.plan(job, captured, options.stages)
             view.plan(plan, mesh.agent.names())
             _explain(job, captured, plan, mesh, view)
             return None
         current.append(mesh)
         try:
-            async for report in mesh.train(job, captured=captured, on_plan=view.plan):
+            async for report in mesh.train(job, captured=captured, stages=options.stages, on_plan=view.plan):
                 view.report(report)
         finally:
             current.clear()

@@ -102,7 +102,16 @@ async def train(
     async with members(network, stages, limits) as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
-            job, captured, plan, (1, "p0"), (1, 1), transport, addresses={}, names={}, timeouts=Timeouts(), limits=limits
+            job,
+            captured,
+            plan,
+            (1, "p0"),
+            (1, 1),
+            transport,
+            addresses={},
+            names={},
+            timeouts=Timeouts(),
+            limits=limits,
         )
         trained.state = await owner.train(Feed(job, captured, micro), hear)
     return trained

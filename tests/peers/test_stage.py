@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -57,6 +59,52 @@ def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     job = zoo.make(model, optimizer)
     chain = Chain(job, captured(model), stages, order)
     assert_equal(chain, chain.run(job.steps), expected(model, optimizer))
+
+
+@pytest.mark.parametrize("order", ["fused", "split", "late"])
+@pytest.mark.parametrize(
+    "options", [{"split": False}, {"recompute": True}, {"split": False, "recompute": True}], ids=str
+)
+@pytest.mark.parametrize("model", ["char_gpt", "cnn", "shared_layer"])
+def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[str, bool], order: str) -> None:
+    job = zoo.make(model)
+    chain = Chain(job, captured(model), 3, order, **options)
+    assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("model", [m for m in zoo.ALL if m not in zoo.PHASE_ONE])
+def test_models_of_every_kind(model: str, split: bool) -> None:
+    job = zoo.make(model)
+    found = captured(model)
+    chain = Chain(job, found, min(3, found.train.num_blocks), "late", split=split)
+    assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
+
+
+def test_recomputation_keeps_less_between_f_and_b() -> None:
+    kept = []
+    for recompute in (False, True):
+        chain = Chain(zoo.make("char_gpt"), captured("char_gpt"), 2, recompute=recompute)
+        chain.forward(0, 0, stack([chain.job.data[0]]))
+        [micro] = chain.runners[1]._micros.values()
+        kept.append(len(micro.results))
+    assert kept == [1, 0]
+
+
+def test_b_frees_what_only_b_needs() -> None:
+    """Between B and W a split stage holds the inputs of its weighted operators and the gradients that arrived there."""
+    held = []
+    for split in (False, True):
+        chain = Chain(zoo.make("unet"), captured("unet"), 2, split=split)
+        chain.forward(0, 0, stack([chain.job.data[i] for i in range(2)]))
+        runner = chain.runners[1]
+        [state] = runner._micros.values()
+        probe = weakref.ref(state.results[0].grad_fn)
+        runner.backward_input(0, [], 1.0)
+        del state
+        gc.collect()
+        held.append(probe() is not None)
+    assert held == [True, False]
 
 
 @pytest.mark.parametrize("model", ["char_gpt", "cnn"])
