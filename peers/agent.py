@@ -7,23 +7,31 @@ real machines, in one process and under virtual time.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from types import TracebackType
+from typing import Any
 
 import structlog
+
 from dht.directory import Directory
 from dht.election import Elector
-from dht.records import RunRecord
-
+from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
+from meshcee import __version__
 from meshcee.config import Limits, Timeouts
-from meshcee.profile import DeviceProfile
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError
+from meshcee.plan import Plan
+from meshcee.profile import DeviceProfile, LinkProfile
 from peers.compute import Compute
 from peers.coordinator import PlanService
 from peers.member import Member
-from peers.profiler import measure_device, serve_probe
-from peers.transport.base import Transport
+from peers.profiler import measure_device, probe_link, serve_probe
+from peers.transport.base import StreamClosed, Transport
+from peers.transport.handshake import PROTOCOL_VERSION
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -34,7 +42,7 @@ PROBE_EVERY_S = 60.0  # each link is measured again after this long
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What the user said about this peer. Without a `compute` it holds no stage; an observer does not announce itself."""
+    """What the user said about this peer. An observer looks without announcing itself."""
 
     name: str
     region: str | None = None
@@ -43,7 +51,10 @@ class AgentOptions:
 
 
 class Agent:
-    """Lifetime is `async with`: inside, the peer is announced, elects, serves, and may own jobs."""
+    """Lifetime is `async with`: inside, the peer is announced, elects, serves, and may own jobs.
+
+    Without a `compute` it holds no stage: then it is an owner or an observer, and never coordinator.
+    """
 
     def __init__(
         self,
@@ -58,20 +69,22 @@ class Agent:
         limits: Limits,
     ) -> None:
         self.options = options
-        self.identity = identity
-        self.mesh_key = mesh_key
         self.transport = transport
         self.timeouts = timeouts
         self.limits = limits
+        self.directory = Directory(store, identity, mesh_key, timeouts=timeouts, limits=limits)
+        self.elector = Elector(
+            self.directory, identity.peer_id, eligible=compute is not None, confirm_s=timeouts.lease_confirm_s
+        )
         self._compute = compute
         self._device: DeviceProfile | None = None
         self._member: Member | None = None
-        self._group: asyncio.TaskGroup | None = None
-        self._run: RunRecord | None = None
-        self._accepted_term = (0, "")
-        self.directory = Directory(store, identity, mesh_key, timeouts=timeouts, limits=limits)
-        self.elector = Elector(store, identity, mesh_key, timeouts=timeouts, limits=limits)
-        self._plans = PlanService(self)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._group = asyncio.TaskGroup()
+        self._instance = secrets.token_hex(8)
+        self._accepted_term: tuple[int, str] = (0, "")
+        self._measured: dict[str, LinkProfile] = {}
+        PlanService(self)
         transport.serve("probe", serve_probe)
 
     @property
@@ -91,12 +104,164 @@ class Agent:
                 limits=self.limits,
                 accept=self._accept,
             )
-        self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
+        await self._announce()
+        running = [self.directory.announce_forever(), self.directory.poll_forever(), self.elector.run()]
+        if self._compute is not None:
+            running += [self._probe_forever(), self._watch_member(self._member)]
+        self._tasks = [self._group.create_task(task) for task in running]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._group is not None
-        await self._group.__aexit__(kind, error, trace)
+        try:
+            async with asyncio.timeout(self.timeouts.shutdown_s):
+                await self.directory.say_goodbye()
+        except TimeoutError:
+            log.info("the mesh did not hear that this peer leaves")
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._group.__aexit__(kind, error, trace)
+
+    async def _announce(self) -> None:
+        if self.options.observes:
+            return
+        await self.directory.publish(
+            PeerRecord(
+                peer_id=self.peer_id,
+                sent_at=0.0,
+                name=self.options.name,
+                addresses=tuple(self.transport.addresses),
+                region=self.options.region,
+                device=self._device,
+                busy=self._member is not None and self._member.is_busy,
+                instance=self._instance,
+                protocol=PROTOCOL_VERSION,
+                software=__version__,
+            )
+        )
+
+    async def _watch_member(self, member: Member | None) -> None:
+        """Announce at once when this peer becomes busy or idle."""
+        assert member is not None
+        while True:
+            await member.busy_changed.wait()
+            member.busy_changed.clear()
+            await self._announce()
+
+    def _accept(self, owner: str, term: tuple[int, str]) -> None:
+        """Refuse what an older coordinator has planned."""
+        if term < self._accepted_term:
+            raise NotPermittedError(f"the plan's term {term} is older than {self._accepted_term}: ask for a new plan")
+        self._accepted_term = term
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    async def _probe_forever(self) -> None:
+        """Measure the links to others that lend a device, one at a time, new ones first."""
+        while True:
+            target = self._stalest_link()
+            if target is None:
+                await asyncio.sleep(self.timeouts.directory_poll_s)
+                continue
+            record = self.directory.peers[target]
+            try:
+                self._measured[target] = await probe_link(self.transport, target, record.addresses, time.time())
+            except (MeshceeError, StreamClosed) as error:
+                log.debug("link not measured", peer=record.name, error=str(error))
+                await asyncio.sleep(self.timeouts.directory_poll_s)
+                continue
+            alive = self.directory.peers
+            links = tuple((peer, link) for peer, link in self._measured.items() if peer in alive)
+            await self.directory.publish(LinkRecord(self.peer_id, 0.0, links))
+
+    def _stalest_link(self) -> str | None:
+        busy = self._member is not None and self._member.is_busy
+        now = time.time()
+        due: list[tuple[float, str]] = []
+        for peer, record in self.directory.peers.items():
+            if peer == self.peer_id or record.device is None:
+                continue
+            known = self._measured.get(peer)
+            if known is None or (not busy and now - known.measured_at > PROBE_EVERY_S):
+                due.append((known.measured_at if known else 0.0, peer))
+        return min(due)[1] if due else None
+
+    # -- what the mesh knows ---------------------------------------------------------------------------------------------
+
+    @property
+    def lease(self) -> LeaseRecord | None:
+        """The coordinator's lease as this peer sees it."""
+        return self.elector.lease
+
+    async def coordinator(self) -> LeaseRecord:
+        """The lease, waiting for one if need be; time-outs are the caller's."""
+        while self.elector.lease is None:
+            await self.elector.look()
+            if self.elector.lease is None:
+                await asyncio.sleep(self.timeouts.directory_poll_s / 4)
+        return self.elector.lease
+
+    def devices(self) -> dict[str, DeviceProfile]:
+        """Devices of the peers that are idle."""
+        return {p: r.device for p, r in self.directory.peers.items() if r.device is not None and not r.busy}
+
+    async def wait_for_devices(self, count: int) -> None:
+        """Until so many idle devices are known. Raises JoinError after join_s."""
+        try:
+            async with asyncio.timeout(self.timeouts.join_s):
+                await self.directory.wait_for(lambda: len(self.devices()) >= count)
+        except TimeoutError as error:
+            raise JoinError(f"only {len(self.devices())} of {count} peers appeared in time") from error
+
+    def names(self) -> dict[str, str]:
+        return {p: r.name for p, r in self.directory.peers.items()}
+
+    def addresses_of(self, peers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        known = self.directory.peers
+        return {p: known[p].addresses for p in peers if p in known}
+
+    async def announce_run(self, record: RunRecord | None) -> None:
+        """Tell the mesh which job this owner runs, or that none does."""
+        if record is None:
+            await self.directory.withdraw(RunRecord)
+        else:
+            await self.directory.publish(record)
+
+    async def status(self) -> dict[str, Any]:
+        """All of it as plain data, for `meshcee status`."""
+        await self.directory.refresh()
+        await self.elector.look()
+        lease = self.elector.lease
+        return {
+            "peers": [
+                {
+                    "peer": p,
+                    "name": r.name,
+                    "addresses": list(r.addresses),
+                    "region": r.region,
+                    "device": asdict(r.device) if r.device else None,
+                    "state": "busy" if r.busy else "idle",
+                    "software": r.software,
+                }
+                for p, r in sorted(self.directory.peers.items(), key=lambda item: item[1].name)
+            ],
+            "coordinator": {"peer": lease.peer_id, "term": lease.counter} if lease else None,
+            "links": [
+                {"from": p, "to": target, **asdict(link)}
+                for p, record in sorted(self.directory.links.items())
+                for target, link in record.links
+                if target in self.directory.peers
+            ],
+            "runs": [
+                {"owner": p, "job": r.job, "epoch": list(r.epoch), "step": r.step, "loss": r.loss, "plan": r.plan}
+                for p, r in sorted(self.directory.runs.items())
+            ],
+        }
+
+
+def run_record(peer_id: str, job: str, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> RunRecord:
+    """What `announce_run` publishes while a job runs."""
+    return RunRecord(peer_id, 0.0, job[:100], epoch, step, loss, plan.to_json())

@@ -26,7 +26,7 @@ from peers.messages import Step
 from peers.outbox import Outbox
 from peers.stage import StageRunner, clip_coefficient
 from peers.transport.base import Frame
-from peers.weights import state_frames
+from peers.state_frames import state_frames
 
 __all__ = ["Executor", "Place", "StageFlops"]
 

@@ -24,7 +24,7 @@ from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.stage import StageRunner
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
-from peers.weights import StateReceiver, hash_state
+from peers.state_frames import StateReceiver, hash_state
 
 __all__ = ["Member", "Session"]
 
@@ -226,6 +226,7 @@ class Member:
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
         self._reserved = False
+        self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
 
@@ -240,11 +241,13 @@ class Member:
             await stream.aclose()
             return
         self._reserved = True
+        self.busy_changed.set()
         try:
             await self._serve(stream)
         finally:
             self._reserved = False
             self.session = None
+            self.busy_changed.set()
 
     async def _serve(self, stream: Stream) -> None:
         try:

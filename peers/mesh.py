@@ -7,6 +7,7 @@ coordinator for a plan, offer it, feed it; reports come back as an async iterato
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError
 from meshcee.job import Job
 from meshcee.plan import Plan
-from peers.agent import Agent
+from peers.agent import Agent, run_record
 from peers.coordinator import PlanRequest, request_plan
 from peers.feed import Feed
 from peers.home import Home, Run
@@ -107,15 +108,17 @@ class Mesh:
             if on_plan is not None:
                 on_plan(plan, names)
             incarnation = 1
+            announced_s = [0.0]
             if self._home is not None:
                 incarnation = self._home.next_incarnation()
                 run = self._home.new_run(job.name, steps=job.steps, plan=plan.to_json(), names=names)
+            epoch = (incarnation, 1)
             self._owner = Owner(
                 job,
                 captured,
                 plan,
                 term,
-                (incarnation, 1),
+                epoch,
                 self.agent.transport,
                 addresses=self.agent.addresses_of(plan.peers),
                 names=names,
@@ -129,7 +132,12 @@ class Mesh:
                     self.result.metrics.append((report.step, dict(report.metrics)))
                 if run is not None:
                     run.report(report_json(report))
-                self.agent.announce_run(job.name, plan, report.step, report.loss)
+                now_s = time.monotonic()
+                if now_s - announced_s[0] > self.agent.timeouts.announce_every_s:
+                    announced_s[0] = now_s
+                    await self.agent.announce_run(
+                        run_record(self.agent.peer_id, job.name, epoch, report.step, report.loss, plan)
+                    )
                 await reports.put(report)
 
             self.result.state_dict = await self._owner.train(Feed(job, captured, plan.micro_batch), hear)
@@ -147,4 +155,4 @@ class Mesh:
             raise
         finally:
             self._owner = None
-            self.agent.announce_run(None, None, 0, 0.0)
+            await self.agent.announce_run(None)

@@ -27,7 +27,7 @@ from peers.messages import Step, need
 from peers.offer import Offer, Terms
 from peers.outbox import Outbox
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
-from peers.weights import StateReceiver, hash_state, state_frames
+from peers.state_frames import StateReceiver, hash_state, state_frames
 
 __all__ = ["Owner", "Report"]
 

@@ -66,8 +66,13 @@ Handler = Callable[[Stream], Awaitable[None]]
 class Transport(Protocol):
     """A peer's way to reach others. Lifetime is `async with`; leaving it closes every stream, bounded in time."""
 
-    peer_id: str
-    addresses: Sequence[str]  # multiaddresses with /p2p/ID that others may dial
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Multiaddresses with /p2p/ID that others may dial."""
+        ...
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Call `handler(stream)` in a task of the transport's TaskGroup for each accepted stream of this purpose.

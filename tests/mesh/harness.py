@@ -1,0 +1,158 @@
+"""Real peers for tests: `meshcee` commands as processes of their own, on loopback, each with a private home."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_S = 60.0
+
+
+@dataclass
+class Done:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Its standard output as JSON lines."""
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_") or k == "MESHCEE_WHEEL_TEST"}
+    return {**kept, "MESHCEE_HOME": str(home), "OMP_NUM_THREADS": "1", **more}
+
+
+def meshcee(*arguments: str, home: Path, timeout_s: float = 120, cwd: Path | None = None) -> Done:
+    """Run a command to its end."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "meshcee", *arguments],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+        check=False,
+    )
+    return Done(ended.returncode, ended.stdout, ended.stderr)
+
+
+@dataclass
+class Peers:
+    """Running peers by name. `token` admits more."""
+
+    home: Path
+    token: str = ""
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def start(self, name: str, *flags: str, entry: Sequence[str] = ("-m", "meshcee")) -> dict[str, Any]:
+        """Start one peer, joining those that run; returns what it printed. `entry` may name a script that sabotages it."""
+        command = [
+            sys.executable,
+            *entry,
+            "peer",
+            "--json",
+            "--name",
+            name,
+            "--listen",
+            "127.0.0.1:0",
+            "--threads",
+            "1",
+        ]
+        command += ["--device", "cpu", *flags]
+        if self.token and "--join" not in flags:
+            command += ["--join", self.token]
+        with (self.home / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                env=environment(self.home),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self.processes[name] = process
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(f"{name} did not start:\n{self.log(name)[-3000:]}")
+        event: dict[str, Any] = json.loads(line)
+        self.ids[name] = event["peer"]
+        self.token = self.token or event["token"]
+        return event
+
+    def log(self, name: str) -> str:
+        return (self.home / f"{name}.log").read_text()
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait(10)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@contextmanager
+def peers(home: Path, count: int, *flags: str) -> Iterator[Peers]:
+    """`count` peers named peer-0 ...; ended when the block is left."""
+    home.mkdir(parents=True, exist_ok=True)
+    found = Peers(home)
+    try:
+        for i in range(count):
+            found.start(f"peer-{i}", *flags)
+        yield found
+    finally:
+        found.close()
+
+
+def p2pds_of(home: Path) -> list[psutil.Process]:
+    """p2pd processes that serve peers of this home, found by their environment."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        try:
+            if process.info["name"] == "p2pd" and process.environ().get("MESHCEE_HOME") == str(home):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(what: str, condition: Any, timeout_s: float) -> None:
+    """Poll until the condition holds; AssertionError naming what did not happen."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+
+
+async def lines_of(process: asyncio.subprocess.Process) -> Any:
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        yield json.loads(line)

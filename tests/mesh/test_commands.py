@@ -1,0 +1,265 @@
+"""The user's commands, as the README gives them, and what happens when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import safetensors.torch
+
+from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+JOB = """
+import torch
+from torch import nn
+import meshcee
+
+torch.manual_seed(0)
+STEPS = {steps}
+
+class Data:
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.full((16,), i / 64), torch.tensor(float(i % 2))
+
+job = meshcee.Job(
+    name="tiny",
+    model=nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)),
+    loss=lambda out, y: {loss},
+    data=Data(),
+    optimizer=meshcee.Optimizer("SGD", lr=0.1),
+    batch_size=16,
+    micro_batch_size=4,
+    steps=STEPS,
+)
+"""
+MSE = "nn.functional.mse_loss(out.squeeze(-1), y)"
+
+
+def write_job(folder: Path, steps: int = 10, loss: str = MSE) -> Path:
+    path = folder / "job.py"
+    path.write_text(JOB.format(steps=steps, loss=loss))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    with peers(tmp_path_factory.mktemp("mesh"), 3) as found:
+        yield found
+
+
+def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    done = meshcee("train", str(write_job(tmp_path)), "--join", mesh.token, "--out", str(out), "--json", home=mesh.home)
+    assert done.code == 0, done.err
+    reports = [line["report"] for line in done.lines if "report" in line]
+    assert [r["step"] for r in reports] == list(range(10))
+    assert reports[-1]["loss"] < reports[0]["loss"]
+    assert safetensors.torch.load_file(out)["0.weight"].shape == (32, 16)
+
+
+def test_status_shows_peers_links_and_the_coordinator(mesh: Peers) -> None:
+    def look() -> dict:
+        done = meshcee("status", "--join", mesh.token, "--json", home=mesh.home)
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    deadline_s = time.monotonic() + 30
+    while len((seen := look())["links"]) < 6:
+        assert time.monotonic() < deadline_s, seen
+    assert {p["name"] for p in seen["peers"]} >= {"peer-0", "peer-1", "peer-2"}
+    assert seen["coordinator"]["peer"] in mesh.ids.values()
+    assert all(link["latency_s"] > 0 and link["bandwidth_bytes_per_s"] > 0 for link in seen["links"])
+    shown = meshcee("status", "--join", mesh.token, home=mesh.home)
+    assert "coordinator" in shown.out
+    assert "peer-2" in shown.out
+
+
+def test_a_dry_run_plans_and_trains_nothing(mesh: Peers, tmp_path: Path) -> None:
+    done = meshcee("train", str(write_job(tmp_path)), "--join", mesh.token, "--dry-run", "--json", home=mesh.home)
+    assert done.code == 0, done.err
+    assert any("plan" in line for line in done.lines)
+    assert not any("report" in line for line in done.lines)
+
+
+def test_runs_are_listed_and_their_logs_kept(mesh: Peers, tmp_path: Path) -> None:
+    done = meshcee("train", str(write_job(tmp_path, steps=3)), "--join", mesh.token, home=mesh.home)
+    assert done.code == 0, done.err
+    assert "Done: 3 steps" in done.out
+    listed = meshcee("run", "list", "--json", home=mesh.home).lines
+    assert listed[0]["state"] == "done"
+    assert listed[0]["step"] == 3
+    assert len(meshcee("run", "logs", "last", "--json", home=mesh.home).lines) == 3
+
+
+def test_the_first_interrupt_finishes_the_step_and_saves(mesh: Peers, tmp_path: Path) -> None:
+    job = write_job(tmp_path, steps=100_000)
+    out = tmp_path / "out.safetensors"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--out", str(out), "--json"],
+        env=environment(mesh.home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if '"report"' in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    result = json.loads(rest.splitlines()[-1])["result"]
+    assert result["state"] == "stopped"
+    assert 0 < result["steps"] < 100_000
+    assert out.exists()
+
+
+def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) -> None:
+    job = write_job(tmp_path, steps=100_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json"],
+        env=environment(mesh.home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if '"report"' in line:
+            break
+    stopped = meshcee("run", "stop", home=mesh.home)
+    assert stopped.code == 0, stopped.err
+    assert "stopped" in stopped.out
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert (tmp_path / "tiny-stopped.safetensors").exists()
+
+
+def test_a_loss_that_is_not_finite_exits_with_7(mesh: Peers, tmp_path: Path) -> None:
+    job = write_job(tmp_path, loss="(out / 0).mean()")
+    done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home)
+    assert done.code == 7, done.err
+    assert "step 0, micro-batch 0" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["train", "nowhere.py", "--local", "1"], 2, "there is no file"),
+        (["train", "JOB"], 2, "--join TOKEN"),
+        (["peer", "--join", "nonsense"], 2, "token"),
+        (["peer", "--memory", "lots"], 2, "8GiB"),
+        (["peer", "--no-such-flag"], 2, "No such option"),
+        (
+            ["status", "--join", "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPPvGbzEUWVSnDV6UZBERMxBqXJziik2YZWwSW2LvAfhV"],
+            3,
+            "127.0.0.1",
+        ),
+        (["run", "logs", "nope"], 2, "run list"),
+    ],
+)
+def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
+    job = write_job(tmp_path)
+    done = meshcee(*[str(job) if a == "JOB" else a for a in arguments], home=tmp_path / "home")
+    assert done.code == code, done.err
+    assert says in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_model_that_cannot_be_captured_names_the_line(tmp_path: Path) -> None:
+    job = write_job(tmp_path, loss="nn.functional.mse_loss(out, y) if out.sum() > 0 else out.mean()")
+    done = meshcee("train", str(job), "--local", "1", home=tmp_path / "home")
+    assert done.code == 4, done.err
+    assert "job.py" in done.err
+
+
+def test_a_job_that_the_peers_cannot_hold_says_how_many_bytes_are_missing(tmp_path: Path) -> None:
+    with peers(tmp_path / "home", 1, "--memory", "10KiB") as small:
+        done = meshcee("train", str(write_job(tmp_path)), "--join", small.token, home=small.home)
+    assert done.code == 5, done.err
+    assert "bytes are missing" in done.err
+
+
+def test_another_meshs_token_is_refused(mesh: Peers, tmp_path: Path) -> None:
+    with peers(tmp_path / "other", 1) as other:
+        from dht.signing import Token
+
+        mine, theirs = Token.parse(mesh.token, time.time()), Token.parse(other.token, time.time())
+        mixed = Token(mine.addresses, theirs.key, mine.expires_at).encode()
+        done = meshcee("peer", "--join", mixed, home=tmp_path / "home")
+        expired = Token(mine.addresses, mine.key, time.time() - 60).encode()
+        late = meshcee("peer", "--join", expired, home=tmp_path / "home")
+    assert done.code == 8, done.err
+    assert "another mesh" in done.err
+    assert late.code == 8, late.err
+    assert "expired" in late.err
+
+
+def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) -> None:
+    identity = next((mesh.home / "identities").glob("0.key"))
+    done = meshcee("peer", "--identity", str(identity), "--join", mesh.token, home=tmp_path / "home")
+    assert done.code == 3, done.err
+    assert "identity" in done.err
+
+
+@pytest.mark.parametrize("victim", ["peer-1", "peer-2"])
+def test_a_killed_peer_is_named_with_the_step_within_ten_seconds(tmp_path: Path, victim: str) -> None:
+    with peers(tmp_path / "home", 3) as mesh:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "meshcee",
+                "train",
+                str(write_job(tmp_path, steps=1_000_000)),
+                "--join",
+                mesh.token,
+                "--json",
+            ],
+            env=environment(mesh.home),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if '"report"' in line:
+                break
+        mesh.kill(victim)
+        killed_s = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 6, err
+        assert time.monotonic() - killed_s < 10
+        assert victim in err
+        assert "step" in err
+        left = [n for n in mesh.processes if n != victim]
+
+        def forgotten() -> bool:
+            seen = json.loads(meshcee("status", "--join", mesh.token, "--json", home=mesh.home).out)
+            return {p["name"] for p in seen["peers"] if p["device"]} == set(left)
+
+        wait_until("the directory forgets the dead peer", forgotten, 10)
+
+
+def test_nothing_of_ours_survives_a_kill(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with peers(home, 2) as mesh:
+        assert len(p2pds_of(home)) == 2
+        sockets = [c.laddr for p in p2pds_of(home) for c in p.net_connections("unix") if c.laddr]
+        for name in list(mesh.processes):
+            os.kill(mesh.processes[name].pid, signal.SIGKILL)
+        wait_until("p2pd ends with its peer", lambda: not p2pds_of(home), 5)
+        wait_until("the sockets are gone", lambda: not [s for s in sockets if os.path.exists(str(s))], 5)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
