@@ -69,6 +69,7 @@ class Agent:
         limits: Limits,
     ) -> None:
         self.options = options
+        self.mesh_key = mesh_key
         self.transport = transport
         self.timeouts = timeouts
         self.limits = limits

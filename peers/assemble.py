@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
 from meshcee.config import Limits, Timeouts
@@ -90,5 +91,48 @@ async def _in_process(options: JoinOptions, home: Home | None) -> AsyncIterator[
         yield Mesh(owner, group, home)
 
 
+@asynccontextmanager
+async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
+    """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
+    from dht.kademlia import KademliaStore
+    from peers.transport.libp2p import Libp2pTransport
+
+    timeouts, limits = Timeouts(), Limits()
+    token = Token.parse(options.token, time.time()) if options.token else None
+    key = token.mesh_key if token else MeshKey() if options.open else MeshKey.generate()
+    seeds = tuple(token.addresses) if token else ()
+    async with AsyncExitStack() as stack:
+        identity = Identity.load_or_create(stack.enter_context(home.identity_file(options.identity)))
+        from hivemind.p2p import P2P
+        host, port = options.listen.rsplit(":", 1)
+        p2p = await P2P.create(initial_peers=list(seeds), host_maddrs=[f"/ip4/{host}/tcp/{port}"], identity_path=str(identity.path), auto_nat=False, nat_port_map=False, check_if_identity_free=False)
+        stack.push_async_callback(p2p.shutdown)
+        transport = await stack.enter_async_context(Libp2pTransport(p2p, key.secret, timeouts=timeouts, limits=limits))
+        store = await stack.enter_async_context(
+            KademliaStore(p2p, seeds, client_mode=not options.compute, timeouts=timeouts)
+        )
+        compute = await stack.enter_async_context(Compute(options.device)) if options.compute else None
+        yield await stack.enter_async_context(
+            Node(
+                AgentOptions(options.name, options.region, options.memory_bytes, options.observes),
+                identity,
+                key,
+                transport,
+                store,
+                compute,
+                timeouts=timeouts,
+                limits=limits,
+            )
+        )
+
+
 class Node(Agent):
     """An Agent on a real network; knows how to invite others."""
+
+    def invite(self, valid_s: float) -> str:
+        """A token for other machines (for this one only, when nothing but loopback is listened on)."""
+        return Token(tuple(self.transport.addresses)[:8], self.mesh_key, time.time() + valid_s).encode()
+
+    @property
+    def reachable_from_elsewhere(self) -> bool:
+        return bool(dialable(self.transport.addresses))

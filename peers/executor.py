@@ -7,6 +7,7 @@ it knows of the commit. Until then `rollback` forgets the step. There is no barr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,16 +117,20 @@ class Executor:
             action = choose(self._view(walk, f, b, w))
             if action is None:
                 await self._wait()
+            elif action is Kind.F and place.is_last:
+                # Its gradient needs nobody: F and B in one visit to the compute thread.
+                await self._forward_and_back(walk, f)
+                f, b, w = f + 1, b + 1, w + place.fused
+                self.max_live, self.max_in_flight = max(self.max_live, f - w + place.fused), max(self.max_in_flight, 1)
+                await self._after_backward(walk, b)
             elif action is Kind.F:
                 await self._forward(walk, f)
                 f += 1
                 self.max_live, self.max_in_flight = max(self.max_live, f - w), max(self.max_in_flight, f - b)
             elif action is Kind.B:
                 await self._backward(walk, b)
-                b += 1
-                w += place.fused
-                if b == walk.num_micro and place.is_first and place.clip_norm is None:
-                    await self.commit(walk.walk, None)
+                b, w = b + 1, w + place.fused
+                await self._after_backward(walk, b)
             else:
                 await self._weight_gradient(walk, w)
                 w += 1
@@ -174,9 +179,9 @@ class Executor:
 
     async def _timed(self, kind: str, call: Any, *args: Any) -> Any:
         start_s = time.perf_counter()
-        work = {"f": self._flops.f, "b": self._flops.b, "w": self._flops.w, "bw": self._flops.b + self._flops.w}[kind]
+        work = sum(getattr(self._flops, letter) for letter in kind)
         result = await self._compute.run(call, *args, flops=work)
-        self.seconds["b" if kind == "bw" else kind] += time.perf_counter() - start_s
+        self.seconds[kind[0]] += time.perf_counter() - start_s
         return result
 
     def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Activation]:
@@ -185,32 +190,60 @@ class Executor:
 
     async def _forward(self, walk: Step, micro: int) -> None:
         raw, activation = self._arrived(walk.walk, micro)
-        rng = seed_of(self._place.seed, walk.step, micro) if self._place.is_first else activation.rng
-        sent, rng_after, loss = await self._timed("f", self._runner.forward, micro, raw, activation.values, rng)
-        if loss is not None:
+        rng = self._rng(walk, micro, activation)
+        sent, rng_after, _ = await self._timed("f", self._runner.forward, micro, raw, activation.values, rng)
+        await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, rng_after])
+
+    async def _forward_and_back(self, walk: Step, micro: int) -> None:
+        """On the last stage: F, the loss, then B (and W where they are fused)."""
+        raw, activation = self._arrived(walk.walk, micro)
+        rng = self._rng(walk, micro, activation)
+        partials = self._partials(walk.walk, micro)
+
+        def work() -> tuple[float, list[torch.Tensor | None], dict[str, torch.Tensor]]:
+            _, _, loss = self._runner.forward(micro, raw, activation.values, rng)
+            assert loss is not None
             value = float(loss)
-            if not torch.isfinite(loss).all():
+            if not math.isfinite(value):
                 raise NonFiniteLossError(
                     f"the loss of step {walk.step}, micro-batch {micro} is {value}; the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
-            await self._owner.put(
-                Frame(messages.LOSS, {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value})
-            )
-        if not self._place.is_last:
-            await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, rng_after])
+            if self._place.fused:
+                return value, *self._runner.backward(micro, (), walk.weights[micro], partials)
+            return value, self._runner.backward_input(micro, (), walk.weights[micro]), {}
+
+        value, received, onward = await self._timed("fbw" if self._place.fused else "fb", work)
+        header = {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value}
+        await self._owner.put(Frame(messages.LOSS, header))
+        await self._send_back(walk.walk, micro, received, onward)
+
+    def _rng(self, walk: Step, micro: int, activation: Activation) -> torch.Tensor | int | None:
+        return seed_of(self._place.seed, walk.step, micro) if self._place.is_first else activation.rng
 
     async def _backward(self, walk: Step, micro: int) -> None:
         gradients = self._inbox.back.pop((walk.walk, micro), ())
         weight = walk.weights[micro]
+        onward: Mapping[str, torch.Tensor] = {}
         if self._place.fused:
             partials = self._partials(walk.walk, micro)
             received, onward = await self._timed("bw", self._runner.backward, micro, gradients, weight, partials)
-            await self._send_partials(walk.walk, micro, onward)
         else:
             received = await self._timed("b", self._runner.backward_input, micro, gradients, weight)
+        await self._send_back(walk.walk, micro, received, onward)
+
+    async def _send_back(
+        self, walk: int, micro: int, received: Sequence[Any], onward: Mapping[str, torch.Tensor]
+    ) -> None:
         if not self._place.is_first:
-            await self._send(self._place.index - 1, messages.B, walk.walk, micro, received)
+            await self._send(self._place.index - 1, messages.B, walk, micro, received)
+        if self._place.fused:
+            await self._send_partials(walk, micro, onward)
+
+    async def _after_backward(self, walk: Step, done: int) -> None:
+        """The first stage's last B is the commit point: every gradient of the step exists somewhere."""
+        if done == walk.num_micro and self._place.is_first and self._place.clip_norm is None:
+            await self.commit(walk.walk, None)
 
     async def _weight_gradient(self, walk: Step, micro: int) -> None:
         partials = self._partials(walk.walk, micro)

@@ -6,18 +6,20 @@ no living process holds.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from meshcee.errors import UsageError
+from meshcee.errors import JoinError, UsageError
 
 __all__ = ["Home", "Run", "write_atomic"]
 
@@ -94,12 +96,21 @@ class Home:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(os.environ.get("MESHCEE_HOME", "~/.meshcee")).expanduser()
 
-    def identity_files(self) -> Iterator[Path]:
-        """Candidates in order; the caller locks the first that is free."""
+    @contextmanager
+    def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one."""
         folder = self.folder / "identities"
         folder.mkdir(parents=True, exist_ok=True)
-        for i in range(256):
-            yield folder / f"{i}.key"
+        for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
+            with open(f"{path}.lock", "ab") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                yield path
+                return
+        if chosen:
+            raise JoinError(f"a peer on this machine already runs with the identity {chosen}: leave --identity out")
         raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
 
     def next_incarnation(self) -> int:

@@ -376,16 +376,17 @@ class StageRunner:
         if not self.spec.uses_random or rng is None:
             yield after
             return
-        cuda = self.device.type == "cuda"
         with _generator_lock:
+            # Only this device's generator: torch.manual_seed visits every backend, which takes half a millisecond.
+            generator = torch.default_generator
+            if self.device.type == "cuda":
+                generator = torch.cuda.default_generators[self.device.index or 0]
             if isinstance(rng, int):
-                torch.manual_seed(rng)
-            elif cuda:
-                torch.cuda.set_rng_state(rng.cpu(), self.device)
+                generator.manual_seed(rng)
             else:
-                torch.set_rng_state(rng.cpu())
+                generator.set_state(rng.cpu())
             yield after
-            after[0] = torch.cuda.get_rng_state(self.device) if cuda else torch.get_rng_state()
+            after[0] = generator.get_state()
 
 
 def _check(name: str, given: torch.Tensor, like: torch.Tensor) -> None:

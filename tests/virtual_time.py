@@ -4,18 +4,22 @@ The idea: asyncio sleeps only in its selector's `select(timeout)`. Ours looks wh
 moves the loop's clock forward by the time-out instead of waiting. An hour of slow links takes milliseconds, exactly.
 While a thread of `run_in_executor` computes, time stands still and the loop really waits for it.
 
-    @pytest.fixture(scope="module")                    # in a test module whose tests then run on virtual time
-    def event_loop_policy(): return VirtualTimePolicy()
+    @virtual_time
+    async def test_slow_link() -> None: ...
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["VirtualTimeLoop", "VirtualTimePolicy", "run"]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["VirtualTimeLoop", "run", "virtual_time"]
 
 _START_S = 1_000_000.0
 
@@ -59,14 +63,24 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.threads -= 1
 
 
-class VirtualTimePolicy(asyncio.DefaultEventLoopPolicy):
-    """For pytest-asyncio: `@pytest.fixture(scope="module") def event_loop_policy(): return VirtualTimePolicy()`."""
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run on virtual time; tasks that are left over are an error."""
 
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return VirtualTimeLoop()
+    async def leaving_nothing() -> T:
+        result = await main
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks were left behind: {left}"
+        return result
 
-
-def run(main: Any) -> Any:
-    """asyncio.run on virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+        return runner.run(leaving_nothing())
+
+
+def virtual_time(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """An async test as a plain one that runs on virtual time; its fixtures must be plain ones too."""
+
+    @functools.wraps(test)
+    def on_virtual_time(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run(test(*args, **kwargs))
+
+    return on_virtual_time

@@ -255,7 +255,7 @@ def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
                 own.append(program.inputs[number])
         costs.append(
             BlockCost(
-                name=_block_name([program.nodes[i].scope for i in inside]),
+                name=_block_name([program.nodes[i] for i in inside], base),
                 flops=sum(analysis.flops[i] for i in inside),
                 parameter_bytes=sum(p.value.nbytes(1) for p in own),
                 trainable_bytes=sum(p.value.nbytes(1) for p in own if p.trainable),
@@ -268,17 +268,20 @@ def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
     return tuple(costs)
 
 
-def _block_name(scopes: Sequence[str]) -> str:
-    """The modules a block covers: the longest common path, or "first..last"."""
-    paths = [s.split("@")[0] for s in scopes if s]
+def _block_name(nodes: Sequence[Node], base: int) -> str:
+    """The modules a block covers: their common path, or "first..last"; those with parameters speak for the rest."""
+    weighted = [n for n in nodes if any(r < base for r in n.refs)]
+    paths = [p for n in (weighted or nodes) if (p := n.scope.split("@")[0])]
     if not paths:
-        return "loss" if scopes else ""
-    parts = [p.split(".") for p in (paths[0], paths[-1])]
-    common = [a for a, b in zip(*parts) if a == b]
+        return "loss"
     split = [p.split(".") for p in paths]
     shared = []
     for level in zip(*split):
         if len(set(level)) > 1:
             break
         shared.append(level[0])
-    return ".".join(shared) if shared and len(shared) >= len(common) else f"{paths[0]}..{paths[-1]}"
+    # "model" or "model.layers" alone would say nothing: then the ends of the range do.
+    if shared and (len(set(paths)) == 1 or any(part.isdigit() for part in shared)):
+        return ".".join(shared)
+    skip = max(len(shared) - 1, 0)
+    return f"{paths[0]}..{'.'.join(split[-1][skip:])}"

@@ -119,7 +119,9 @@ class _Pipe(asyncio.Transport):
 
     def _carry(self) -> None:
         self._timer = None
-        while self._queue and self._queue[0][0] <= self._loop.time():
+        due = True  # the first is, or nobody would have called; comparing it with the clock could fail by an ulp
+        while self._queue and (due or self._queue[0][0] <= self._loop.time()):
+            due = False
             leaves, view = self._queue.popleft()
             self._queued_bytes -= len(view)
             if not leaves:

@@ -117,7 +117,7 @@ def test_b_frees_what_only_b_needs() -> None:
         gc.collect()
         held.append(len(alive) / before)
     assert held[0] == 1.0
-    assert held[1] < 0.7
+    assert held[1] < 0.85
 
 
 @pytest.mark.parametrize("model", ["char_gpt", "cnn"])

@@ -1,0 +1,256 @@
+"""Who signs: a peer's identity, the mesh's shared key, and the invite token that carries it to a new peer.
+
+The idea: the identity is an Ed25519 key in the very file that libp2p reads, so a peer has one name everywhere; its
+peer id IS its public key in another spelling, hence any record can be checked with nothing but the name it claims.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgpack
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked, peer_of
+from meshcee.errors import NotPermittedError, ProtocolError, UsageError
+
+__all__ = ["Identity", "MeshKey", "Token", "public_key_of", "verify"]
+
+# libp2p's crypto.proto, written out: field 1 (type) = 1 (Ed25519), field 2 (data) of 64 or 32 bytes.
+_PRIVATE_PREFIX = bytes([0x08, 1, 0x12, 64])  # seed and public key
+_PUBLIC_PREFIX = bytes([0x08, 1, 0x12, 32])
+_ID_PREFIX = bytes([0, len(_PUBLIC_PREFIX) + 32])  # the "identity" multihash: the key itself, not a digest of it
+
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_TOKEN = "meshcee1."
+_CHECK_BYTES = 4
+
+
+def _base58(data: bytes) -> str:
+    number, text = int.from_bytes(data, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        text = _BASE58[digit] + text
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
+
+
+def _from_base58(text: str) -> bytes:
+    number = 0
+    for character in text:
+        number = number * 58 + _BASE58.index(character)
+    leading = len(text) - len(text.lstrip("1"))
+    return b"\0" * leading + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+def _peer_id(public_key: Ed25519PublicKey) -> str:
+    return _base58(_ID_PREFIX + _PUBLIC_PREFIX + public_key.public_bytes_raw())
+
+
+@functools.lru_cache(maxsize=4096)
+def public_key_of(peer_id: str) -> Ed25519PublicKey:
+    """The key that a peer id spells; ProtocolError when it spells none."""
+    try:
+        data = _from_base58(peer_id) if len(peer_id) <= 64 else b""
+    except ValueError:
+        data = b""
+    prefix = _ID_PREFIX + _PUBLIC_PREFIX
+    if len(data) != len(prefix) + 32 or not data.startswith(prefix):
+        raise ProtocolError(f"{peer_id[:64]!r} is not the id of a meshcee peer: those begin with 12D3KooW")
+    return Ed25519PublicKey.from_public_bytes(data[len(prefix) :])
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """Whether the peer of this id has signed these bytes; ProtocolError when the id is none."""
+    try:
+        public_key_of(peer_id).verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _create_once(path: Path, data: bytes) -> bytes:
+    """Put a secret into a new file, whole or not at all; what the file holds if another process was faster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(name, path)  # unlike rename, fails when the path is taken
+    except FileExistsError:
+        return path.read_bytes()
+    finally:
+        os.unlink(name)
+    return data
+
+
+def _read_or_create(path: Path, data: bytes, what: str) -> bytes:
+    try:
+        return path.read_bytes() if path.exists() else _create_once(path, data)
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be used ({error.strerror}): check its owner and permissions") from error
+
+
+class Identity:
+    """An Ed25519 key. `path` is its file, which p2pd reads too; None when it lives in memory only."""
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
+        self._key = key
+        self.path = path
+        self.peer_id = _peer_id(key.public_key())
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id}, path={self.path})"
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A fresh identity in memory."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The identity in the file, or a new one in a new file of mode 0600. A damaged file is never replaced."""
+        fresh = Ed25519PrivateKey.generate()
+        whole = _PRIVATE_PREFIX + fresh.private_bytes_raw() + fresh.public_key().public_bytes_raw()
+        data = _read_or_create(path, whole, "the identity file")
+        seed, public = data[len(_PRIVATE_PREFIX) :][:32], data[len(_PRIVATE_PREFIX) + 32 :]
+        if len(data) == len(whole) and data.startswith(_PRIVATE_PREFIX):
+            key = Ed25519PrivateKey.from_private_bytes(seed)
+            if key.public_key().public_bytes_raw() == public:
+                return cls(key, path)
+        raise UsageError(
+            f"the identity file {path} is damaged or of another kind ({len(data)} bytes): restore it from a backup, "
+            "or move it away and a new identity is made"
+        )
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key.sign(data)
+
+
+@dataclass(frozen=True)
+class MeshKey:
+    """The secret that every peer of a mesh holds; an open mesh has the empty one, which is no secret."""
+
+    secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.secret) not in (0, 32):
+            raise UsageError(f"a mesh key has 32 bytes, or none for an open mesh; this one has {len(self.secret)}")
+
+    def __repr__(self) -> str:
+        return f"MeshKey({'open' if self.is_open else self.fingerprint})"
+
+    @classmethod
+    def generate(cls) -> MeshKey:
+        return cls(secrets.token_bytes(32))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> MeshKey:
+        """The key of the mesh that this machine started, so that its tokens outlive a restart."""
+        data = _read_or_create(path, cls.generate().secret, "the mesh key")
+        if len(data) != 32:
+            raise UsageError(f"the mesh key {path} is damaged: restore it, or move it away and a new mesh is made")
+        return cls(data)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.secret
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the mesh without telling its key: eight hex digits."""
+        return self.mac(b"meshcee fingerprint").hex()[:8]
+
+    def mac(self, data: bytes) -> bytes:
+        return hmac.digest(self.secret, data, hashlib.sha256)
+
+    def proves(self, data: bytes, mac: bytes) -> bool:
+        return hmac.compare_digest(self.mac(data), mac)
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@dataclass(frozen=True)
+class Token:
+    """An invitation: where to dial, the mesh's key, until when. A plain multiaddress stands for an open mesh."""
+
+    addresses: Sequence[str]
+    mesh_key: MeshKey = MeshKey()
+    expires_at: float | None = None  # wall clock, seconds since the epoch
+
+    def encode(self) -> str:
+        body = msgpack.packb([list(self.addresses), self.mesh_key.secret, self.expires_at])
+        check = hashlib.sha256(body).digest()[:_CHECK_BYTES]
+        return _TOKEN + base64.urlsafe_b64encode(check + body).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str, now: float) -> Token:
+        """UsageError for what is no token or address, NotPermittedError for one whose time is over."""
+        text = text.strip()
+        if text.startswith("/"):
+            return cls(tuple(_seed(address) for address in text.split(",")))
+        if not text.startswith(_TOKEN):
+            raise UsageError(
+                f"{text[:40]!r} is neither an invite token ({_TOKEN}...) nor a multiaddress "
+                "(/ip4/.../tcp/.../p2p/...): paste the line that `meshcee peer` or `meshcee token` printed"
+            )
+        addresses, secret, expires_at = _token_body(text)
+        if expires_at is not None and expires_at <= now:
+            raise NotPermittedError(
+                f"the invite token expired on {_when(expires_at)}: ask for a new one (`meshcee token` on a peer)"
+            )
+        return cls(tuple(_seed(address) for address in addresses), MeshKey(secret), expires_at)
+
+
+def _seed(address: str) -> str:
+    try:
+        address = checked(address.strip())
+        public_key_of(peer_of(address) or "")
+    except ProtocolError as error:
+        raise UsageError(f"this address cannot be joined: {error}") from error
+    return address
+
+
+def _token_body(text: str) -> tuple[list[str], bytes, float | None]:
+    damaged = UsageError("the invite token is damaged: copy the whole line that `meshcee peer` printed")
+    encoded = text.removeprefix(_TOKEN)
+    if len(encoded) > 2 * MAX_ADDRESSES * MAX_ADDRESS_CHARS:
+        raise damaged
+    try:
+        data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise damaged from error
+    check, body = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
+    if hashlib.sha256(body).digest()[:_CHECK_BYTES] != check:
+        raise damaged
+    try:
+        values = msgpack.unpackb(body)
+    except ValueError as error:
+        raise damaged from error
+    if not isinstance(values, list) or len(values) != 3:
+        raise damaged
+    addresses, secret, expires_at = values
+    if (
+        not isinstance(addresses, list)
+        or not 1 <= len(addresses) <= MAX_ADDRESSES
+        or not all(isinstance(address, str) for address in addresses)
+        or not isinstance(secret, bytes)
+        or not (expires_at is None or isinstance(expires_at, int | float))
+    ):
+        raise damaged
+    return addresses, secret, expires_at

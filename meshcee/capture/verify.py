@@ -1,0 +1,81 @@
+"""Whether a program from the network means what it says: one pass over fake tensors, which cost no memory.
+
+The idea: a receiver sizes its buffers by the shapes that a program declares, and its device runs what the nodes compute.
+So the two must agree, and every tensor on the way must be of bearable size, before a single byte is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshcee.capture.analysis import resolve
+from meshcee.capture.program import Node, Program, Value
+from meshcee.errors import GraphError
+
+__all__ = ["MAX_ELEMENTS", "verify_program"]
+
+MAX_ELEMENTS = 1 << 40  # of one tensor at the hint below
+MAX_PARTS = 4096  # outputs of one node
+MAX_RECURRENT_LAYERS = 256
+_HINT = 2  # samples
+
+
+def verify_program(program: Program) -> None:
+    """Raises GraphError where a node computes something else than its declared value, or too much."""
+    with FakeTensorMode() as mode, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values: list[Any] = []
+        for entry in program.inputs:
+            if entry.data is not None:
+                values.append(mode.from_tensor(entry.data))
+            else:
+                values.append(torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype))
+        for i, node in enumerate(program.nodes):
+            _check_parts(node, values)
+            try:
+                out = node.operator.call(
+                    *(resolve(a, values) for a in node.args), **{k: resolve(v, values) for k, v in node.kwargs.items()}
+                )
+            except Exception as error:  # whatever a kernel says of nonsense
+                raise GraphError(f"node {i} ({node.operator.name}) cannot run: {type(error).__name__}") from error
+            _check_value(i, node.value, out)
+            values.append(out)
+
+
+def _check_value(i: int, value: Value, out: Any) -> None:
+    tensors = out if isinstance(out, list | tuple) else [out]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and math.prod(max(s, 1) for s in tensor.shape) > MAX_ELEMENTS:
+            raise GraphError(f"node {i} makes a tensor of more than {MAX_ELEMENTS} elements")
+    if value.multiple:
+        good = isinstance(out, list | tuple) and all(isinstance(t, torch.Tensor | None) for t in out)
+    elif value.is_tensor:
+        good = isinstance(out, torch.Tensor) and out.dtype == value.dtype and tuple(out.shape) == value.sizes(_HINT)
+    else:
+        good = isinstance(out, int | float | bool) and abs(out) < 1 << 63
+    if not good:
+        raise GraphError(f"node {i} does not compute the value that it declares")
+
+
+def _check_parts(node: Node, values: list[Any]) -> None:
+    """Nodes whose work grows with a number rather than with a tensor, before they are run even on fake tensors."""
+    name = node.operator.name.split(".")[1] if node.operator.is_aten else ""
+    numbers = [a for a in node.args if type(a) is int]
+    sizes = [s for r in node.refs if isinstance(values[r], torch.Tensor) for s in values[r].shape]
+    longest = max(sizes, default=0)
+    parts = 0
+    if name in ("split", "unsafe_split", "split_with_sizes"):
+        parts = longest // max(numbers[0], 1) if numbers else 0
+    elif name in ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit"):
+        parts = min(max([longest, *numbers]), max(numbers, default=longest))
+    elif node.value.multiple and name == "unbind":
+        parts = longest
+    if parts > MAX_PARTS:
+        raise GraphError(f"{node.operator.name} makes {parts} tensors, more than {MAX_PARTS}")
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and any(not 0 < n <= MAX_RECURRENT_LAYERS for n in numbers):
+        raise GraphError(f"{node.operator.name} has an impossible number of layers")

@@ -1,0 +1,2 @@
+"""placeholder"""
+def device_names(shape): raise SystemExit
