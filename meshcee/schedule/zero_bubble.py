@@ -1,16 +1,20 @@
 """The local zero-bubble rule: what a stage does next, from nothing but what has arrived.
 
 The idea: B as soon as its gradient is there, since another stage waits for it; F while few micro-batches are in
-flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order.
+flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order. Two windows bound what
+is in flight: below the soft one F goes before W, between soft and hard F goes only when no W waits, which costs memory
+only where there was nothing better to do.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshcee.schedule.actions import Kind
 
-__all__ = ["StageView", "choose"]
+__all__ = ["StageView", "choose", "hard_window", "period_s", "residence_s", "soft_of", "soft_window"]
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,55 @@ class StageView:
     input_here: bool  # the next F could run
     gradient_here: bool  # the next B could run
     weight_here: bool  # the next W could run
-    window: int
+    window: int  # the hard one
     live_cap: int
+    soft: int | None = None  # None: derived from the hard one
 
 
 def choose(view: StageView) -> Kind | None:
     """The next kind of work, or None when the stage must wait."""
-    full = view.forwards - view.weights >= view.live_cap
-    if full and view.weight_here:
-        return Kind.W
     if view.gradient_here:
         return Kind.B
-    if view.input_here and not full and view.forwards - view.backwards < view.window:
+    in_flight = view.forwards - view.backwards
+    may = view.input_here and in_flight < view.window and view.forwards - view.weights < view.live_cap
+    if may and in_flight < (soft_of(view.window) if view.soft is None else view.soft):
         return Kind.F
     if view.weight_here:
         return Kind.W
-    return None
+    return Kind.F if may else None
+
+
+def period_s(stages_s: Sequence[float], occupancies_s: Sequence[float]) -> float:
+    """T: the time between micro-batches once the pipeline is full. Latency does not enter.
+
+    stages_s       f + b + w of each stage
+    occupancies_s  bytes over bandwidth of each boundary and direction
+    """
+    return max(*stages_s, *occupancies_s, 0.0)
+
+
+def residence_s(stages_s: Sequence[float], boundaries_s: Sequence[float]) -> list[float]:
+    """R_j: how long a micro-batch takes from its F at stage j to the end of its B there, with nothing in its way.
+
+    stages_s      f + b of each stage
+    boundaries_s  latency and occupancy, there and back, of each boundary
+    """
+    residence = [0.0] * len(stages_s)
+    for j in range(len(stages_s) - 1, -1, -1):
+        residence[j] = stages_s[j] + (boundaries_s[j] + residence[j + 1] if j < len(boundaries_s) else 0.0)
+    return residence
+
+
+def soft_window(residence: float, period: float) -> int:
+    """Micro-batches that fill the pipeline from here on, by Little's law, and one more."""
+    return math.ceil(residence / period - 1e-9) + 1
+
+
+def hard_window(residence: float, period: float) -> int:
+    """Twice as many, and two: room for jitter."""
+    return math.ceil(2 * residence / period - 1e-9) + 2
+
+
+def soft_of(hard: int) -> int:
+    """The soft window that belongs to a hard one: ceil((ceil(2x) + 2) / 2) = ceil(x) + 1."""
+    return (hard + 1) // 2
