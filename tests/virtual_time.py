@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 __all__ = ["VirtualTimeLoop", "run", "virtual_time"]
 
-_START_S = 1_000_000.0
+_START_S = 1000.0
+_DEADLOCK_S = 10.0  # of real time, for threads that the loop does not know of
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -30,10 +31,14 @@ class _JumpingSelector(selectors.DefaultSelector):
     loop: VirtualTimeLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout <= 0 or self.loop.threads:
-            return super().select(timeout if not self.loop.threads else None)
-        ready = super().select(0)
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        if self.loop.threads:
+            return super().select(None)  # a thread wakes the loop when it has done
+        ready = super().select(0 if timeout is not None else _DEADLOCK_S)
         if not ready:
+            if timeout is None:
+                raise RuntimeError("everybody waits, and for nothing that could happen")
             self.loop.now += timeout
         return ready
 

@@ -47,6 +47,11 @@ class Stream(Protocol):
     sent_bytes: int
     received_bytes: int
 
+    @property
+    def closed(self) -> bool:
+        """Nothing can be sent any more; frames that have arrived may still be received."""
+        ...
+
     async def send(self, frame: Frame) -> None: ...
 
     async def recv(self) -> Frame: ...

@@ -193,6 +193,8 @@ class Decoder:
 
     def get_buffer(self) -> memoryview:
         """Memory to fill next; never empty."""
+        if self._error is not None:
+            return self._view
         self._direct = self._chunk_left > 0
         if self._direct:
             return self._payloads[-1][self._filled : self._filled + self._chunk_left]

@@ -71,9 +71,15 @@ class _Pipe(asyncio.Transport):
         self._protocol = protocol
         self._direction = direction
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[tuple[float, memoryview]] = deque()  # (when it has left, bytes)
-        self._queued_bytes = 0
-        self._timer: asyncio.Handle | None = None
+        self._leaving: deque[tuple[float, memoryview | None]] = (
+            deque()
+        )  # when they have left; None: they are on their way
+        self._leaving_bytes = 0
+        self._leaving_timer: asyncio.Handle | None = None
+        # What is on its way to us: arrival and bytes, None for the end of file. A deque, because the loop's timers of
+        # one instant have no order.
+        self._arriving: deque[tuple[float, memoryview | None]] = deque()
+        self._arriving_timer: asyncio.Handle | None = None
         self._closing = False
         self._lost = False
         self.other: _Pipe
@@ -85,7 +91,7 @@ class _Pipe(asyncio.Transport):
         """Always zero: `write` pauses the protocol until its bytes have left."""
 
     def get_write_buffer_size(self) -> int:
-        return self._queued_bytes
+        return self._leaving_bytes
 
     def is_closing(self) -> bool:
         return self._closing
@@ -96,47 +102,66 @@ class _Pipe(asyncio.Transport):
         if self._direction.loses():
             self.break_off("the network lost it")
             return
-        leaves, arrives = 0.0, 0.0
-        view = memoryview(data)
-        if not self._direction.impairment.is_nothing:
-            view = memoryview(bytes(view))  # it is on its way when the sender may already reuse the memory
-            leaves, arrives = self._direction.schedule(len(view), self._loop.time())
-            self._loop.call_at(arrives, self.other.receive, view)
-        if not self._queue:
+        if not self._leaving:
             self._protocol.pause_writing()
-        self._queue.append((leaves, view))
-        self._queued_bytes += len(view)
-        self._plan()
-
-    def _plan(self) -> None:
-        """Wake when the first queued bytes have left: at once, or when the direction's bandwidth allows."""
-        if self._timer is not None:
-            return
-        if self._direction.impairment.is_nothing:
-            self._timer = self._loop.call_soon(self._carry)
+        view = memoryview(data)
+        self._leaving_bytes += len(view)
+        if self._is_instant:
+            self._leaving.append((0.0, view))
         else:
-            self._timer = self._loop.call_at(self._queue[0][0], self._carry)
+            leaves, arrives = self._direction.schedule(len(view), self._loop.time())
+            self.other.expect(arrives, memoryview(bytes(view)))  # a copy: the sender may reuse its memory meanwhile
+            self._leaving.append((leaves, None))
+        self._plan_leaving()
 
-    def _carry(self) -> None:
-        self._timer = None
-        due = True  # the first is, or nobody would have called; comparing it with the clock could fail by an ulp
-        while self._queue and (due or self._queue[0][0] <= self._loop.time()):
+    @property
+    def _is_instant(self) -> bool:
+        """Nothing delays what is written now, nor is anything under way that it must not overtake."""
+        return self._direction.impairment.is_nothing and not self.other._arriving
+
+    def _plan_leaving(self) -> None:
+        if self._leaving_timer is None:
+            leaves, view = self._leaving[0]
+            self._leaving_timer = (
+                self._loop.call_at(leaves, self._left) if view is None else self._loop.call_soon(self._left)
+            )
+
+    def _left(self) -> None:
+        """The first of what was written has left, and perhaps more."""
+        self._leaving_timer = None
+        due = True  # comparing the first with the clock could fail by an ulp
+        while self._leaving and (due or self._leaving[0][0] <= self._loop.time()):
             due = False
-            leaves, view = self._queue.popleft()
-            self._queued_bytes -= len(view)
-            if not leaves:
+            _, view = self._leaving.popleft()
+            if view is not None:
                 self.other.receive(view)
-        if self._queue:
-            self._plan()
-        elif not self._lost:
-            if self._closing:
-                self._hang_up()
-            else:
-                self._protocol.resume_writing()
+        if self._leaving:
+            self._plan_leaving()
+            return
+        self._leaving_bytes = 0
+        if self._closing:
+            self._hang_up()
+        else:
+            self._protocol.resume_writing()
+
+    def expect(self, arrives: float, view: memoryview | None) -> None:
+        """Bytes of the other end, or its end of file, will arrive."""
+        self._arriving.append((arrives, view))
+        if self._arriving_timer is None:
+            self._arriving_timer = self._loop.call_at(arrives, self._arrived)
+
+    def _arrived(self) -> None:
+        _, view = self._arriving.popleft()
+        self._arriving_timer = None
+        if self._arriving:
+            self._arriving_timer = self._loop.call_at(self._arriving[0][0], self._arrived)
+        if view is None:
+            self.lose(None)
+        else:
+            self.receive(view)
 
     def receive(self, view: memoryview) -> None:
-        """Bytes of the other end arrive."""
-        while len(view) and not self._lost:
+        while len(view) and not self._closing:
             buffer = self._protocol.get_buffer(len(view))
             size = min(len(buffer), len(view))
             buffer[:size] = view[:size]
@@ -146,36 +171,47 @@ class _Pipe(asyncio.Transport):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            if not self._queue:
+            if not self._leaving:
                 self._hang_up()
 
     def _hang_up(self) -> None:
         """Everything has left: the end of file follows it at the same pace."""
         self._loop.call_soon(self.lose, None)
-        if self._direction.impairment.is_nothing:
+        if self._is_instant:
             self._loop.call_soon(self.other.lose, None)
         else:
-            self._loop.call_at(self._direction.schedule(0, self._loop.time())[1], self.other.lose, None)
+            self.other.expect(self._direction.schedule(0, self._loop.time())[1], None)
 
     def abort(self) -> None:
         if not self._lost:
+            already = self._closing and not self._leaving  # its end of file is on its way
             self._closing = True
-            self._queue.clear()
-            self._hang_up()
+            self._drop()
+            if not already:
+                self._hang_up()
 
     def break_off(self, why: str) -> None:
         """Both ends lose the connection now."""
         for end in (self, self.other):
             end._closing = True
-            end._queue.clear()
+            end._drop()
             self._loop.call_soon(end.lose, ConnectionResetError(why))
 
     def lose(self, error: Exception | None) -> None:
+        if not self._lost:
+            self._lost = self._closing = True
+            self._drop()
+            self._protocol.connection_lost(error)
+
+    def _drop(self) -> None:
+        self._leaving.clear()
+        for timer in (self._leaving_timer, self._arriving_timer if self._lost else None):
+            if timer is not None:
+                timer.cancel()
+        self._leaving_timer = None
         if self._lost:
-            return
-        self._lost = self._closing = True
-        self._queue.clear()
-        self._protocol.connection_lost(error)
+            self._arriving.clear()
+            self._arriving_timer = None
 
 
 class MemoryNetwork:

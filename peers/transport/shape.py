@@ -159,6 +159,10 @@ class _ShapedStream:
     def max_payload_bytes(self, value: int) -> None:
         self._inner.max_payload_bytes = value
 
+    @property
+    def closed(self) -> bool:
+        return self._over is not None or self._inner.closed
+
     async def recv(self) -> Frame:
         return await self._inner.recv()
 
@@ -168,7 +172,8 @@ class _ShapedStream:
         size = len(head) + sum(len(view) + PRELUDE_BYTES for view in payloads)
         loop = asyncio.get_running_loop()
         async with self._turn:
-            if self._shape.link(*self._pair) is None and not self._under_way:
+            unshaped = self._shape.link(*self._pair) is None and not self._under_way
+            if unshaped or (self._inner.closed and self._over is None):  # a closed stream says best itself why it is
                 await self._inner.send(frame)
                 return
             async with self._changed:

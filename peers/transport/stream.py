@@ -121,7 +121,6 @@ class FramedStream(asyncio.BufferedProtocol):
 
     @property
     def closed(self) -> bool:
-        """Nothing can be sent any more; frames that have arrived may still be received."""
         return self._why is not None
 
     async def wait_closed(self) -> None:

@@ -11,9 +11,11 @@ from socket import socketpair
 from typing import Any
 
 from meshcee.config import Limits, Timeouts
+from meshcee.profile import LinkProfile
 from peers.transport.base import Frame, Stream, Transport
 from peers.transport.libp2p import Libp2pTransport
 from peers.transport.memory import MemoryNetwork
+from peers.transport.shape import Shape, ShapedTransport
 from peers.transport.stream import FramedStream
 
 with warnings.catch_warnings():
@@ -49,14 +51,18 @@ async def mesh(
     limits: Limits = SMALL,
     timeouts: Timeouts = SHORT,
 ) -> AsyncIterator[list[Transport]]:
-    """`count` running transports of the kind "memory" or "libp2p"."""
+    """`count` running transports of the kind "memory", "shaped" (over memory) or "libp2p"."""
+    link = LinkProfile(latency_s=0.002, bandwidth_bytes_per_s=1e9)
+    shape = Shape({(f"peer-{i}", f"peer-{j}"): link for i in range(count) for j in range(count) if i != j})
     async with contextlib.AsyncExitStack() as stack:
         network = MemoryNetwork(check=True)
         transports: list[Transport] = []
         for index in range(count):
             key = keys[index] if keys else KEY
-            if kind == "memory":
+            if kind in ("memory", "shaped"):
                 made: Any = network.transport(f"peer-{index}", key, timeouts=timeouts, limits=limits)
+                if kind == "shaped":
+                    made = ShapedTransport(made, shape, limits=limits, close_s=timeouts.shutdown_s)
             else:
                 made = Libp2pTransport(await stack.enter_async_context(p2pd()), key, timeouts=timeouts, limits=limits)
             transports.append(await stack.enter_async_context(made))

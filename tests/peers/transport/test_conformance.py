@@ -14,12 +14,18 @@ from peers.transport.frame import MAX_CHUNK_BYTES
 from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
 
 
-@pytest.fixture(params=["memory", "libp2p"])
+@pytest.fixture(params=["memory", "libp2p", "shaped"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_frames_arrive_as_they_were_sent(kind: str) -> None:
+@pytest.fixture(params=["memory", "libp2p"])
+def bare(request: pytest.FixtureRequest) -> str:
+    """Where `send` itself waits for credit; a shaped send ends when its bytes have left and then counts as under way."""
+    return str(request.param)
+
+
+async def test_frames_arrive_as_they_were_sent(bare: str) -> None:
     frames = [
         Frame("empty"),
         Frame("header", {"int": 1 << 62, "float": 0.1, "none": None, "list": [1, [2]], "text": "ü", "bytes": b"\x00"}),
@@ -27,7 +33,7 @@ async def test_frames_arrive_as_they_were_sent(kind: str) -> None:
         Frame("mixed", {"n": 3}, [b"a", bytearray(os.urandom(3_000_001)), b"", memoryview(os.urandom(65_537))]),
         Frame("many", {}, [bytes([i]) * i for i in range(200)]),
     ]
-    async with mesh(kind) as (a, b):
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         assert (near.peer_id, far.peer_id) == (b.peer_id, a.peer_id)
         assert near.purpose == far.purpose == "test"
@@ -75,8 +81,8 @@ async def test_frames_of_many_senders_are_never_interleaved(kind: str) -> None:
                 assert bytes(frame.payloads[0]) == bytes([number]) * 400_000
 
 
-async def test_a_slow_consumer_stops_the_sender(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_a_slow_consumer_stops_the_sender(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         frames = 40
 
@@ -92,8 +98,8 @@ async def test_a_slow_consumer_stops_the_sender(kind: str) -> None:
                 assert (await far.recv()).header["index"] == index
 
 
-async def test_small_frames_count_against_the_window_too(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_small_frames_count_against_the_window_too(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         count = 5000
 
@@ -125,8 +131,8 @@ async def test_frames_larger_than_the_window_pass_each_other(kind: str) -> None:
         assert results[2].payloads[0] == results[3].payloads[0] == payload
 
 
-async def test_a_cancelled_send_takes_its_frame_back(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_a_cancelled_send_takes_its_frame_back(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(8 * SMALL.window_bytes)])))
         await settled(near)
@@ -140,8 +146,8 @@ async def test_a_cancelled_send_takes_its_frame_back(kind: str) -> None:
             assert (frame.kind, frame.header["index"]) == ("next", index)
 
 
-async def test_a_cancelled_send_that_still_waits_for_its_turn_sends_nothing(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_a_cancelled_send_that_still_waits_for_its_turn_sends_nothing(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         first = asyncio.create_task(near.send(Frame("first", {}, [bytes(4 * SMALL.window_bytes)])))
         second = asyncio.create_task(near.send(Frame("second")))
@@ -176,8 +182,8 @@ async def test_only_one_task_may_receive(kind: str) -> None:
         assert (await receiving).kind == "x"
 
 
-async def test_more_payload_than_allowed_ends_the_stream(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_more_payload_than_allowed_ends_the_stream(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         far.max_payload_bytes = 1000
         await near.send(Frame("good", {}, [bytes(1000)]))
@@ -216,8 +222,8 @@ async def test_both_sides_may_close_at_once(kind: str) -> None:
             await asyncio.gather(near.aclose(), far.aclose())
 
 
-async def test_aclose_is_bounded_when_the_other_side_does_not_read(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_aclose_is_bounded_when_the_other_side_does_not_read(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
         sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(4 * SMALL.window_bytes)])))
         await settled(near)
@@ -243,8 +249,8 @@ async def test_abort_is_noticed_at_once_and_may_be_repeated(kind: str) -> None:
             await near.recv()
 
 
-async def test_abort_wakes_a_waiting_sender_and_receiver(kind: str) -> None:
-    async with mesh(kind) as (a, b):
+async def test_abort_wakes_a_waiting_sender_and_receiver(bare: str) -> None:
+    async with mesh(bare) as (a, b):
         near, _ = await pair(a, b)
         sending = asyncio.create_task(near.send(Frame("big", {}, [bytes(4 * SMALL.window_bytes)])))
         receiving = asyncio.create_task(near.recv())
