@@ -133,28 +133,48 @@ def _aliases(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[int],
 
 
 def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> frozenset[int]:
-    """Values computed from constants, small fixed buffers and sizes only, such as masks: any stage can redo them."""
+    """Values that any stage redoes for itself, instead of receiving them through all stages between.
+
+    Always, what is computed from constants, small fixed buffers and sizes (causal masks, positions). And what elementwise
+    operators make of raw inputs, where those are no larger than the result (attention masks, shifted labels): the owner
+    then sends the raw input to the stages that need it.
+    """
     base = len(inputs)
-    cheap = {
-        i
-        for i, entry in enumerate(inputs)
-        if entry.kind == "constant"
-        or (entry.kind == "buffer" and not entry.mutated and entry.value.nbytes(1) <= _SMALL_BUFFER_BYTES)
-    }
-    found: set[int] = set()
+    # Value number -> raw inputs that it is computed from; values that cannot be redone are absent.
+    sources: dict[int, frozenset[int]] = {}
+    for i, entry in enumerate(inputs):
+        small = entry.kind == "buffer" and not entry.mutated and entry.value.nbytes(1) <= _SMALL_BUFFER_BYTES
+        if entry.kind == "raw":
+            sources[i] = frozenset({i})
+        elif entry.kind == "constant" or small:
+            sources[i] = frozenset()
     for position, node in enumerate(nodes):
         number = base + position
         if node.operator.mutates or is_random(node) or analysis.group[number] in analysis.mutations:
             continue
-        if all(r in cheap or r in found or _is_size(base, nodes, r) for r in node.refs):
+        if _is_size(base, nodes, number):
+            sources[number] = frozenset()  # carried, for a few bytes, to whoever computes with it
+        elif all(r in sources for r in node.refs):
+            sources[number] = frozenset().union(*(sources[r] for r in node.refs))
+    found: set[int] = set()
+    for number in range(base + len(nodes) - 1, base - 1, -1):
+        if number not in sources or _is_size(base, nodes, number):
+            continue
+        node = nodes[number - base]
+        raw_bytes = sum(inputs[i].value.nbytes(1) for i in sources[number])
+        worth = not raw_bytes or (
+            0 < raw_bytes <= node.value.nbytes(1) and analysis.flops[number - base] <= _elements(node.value)
+        )
+        if worth or number in found:
             found.add(number)
+            found.update(r for r in node.refs if r >= base and not _is_size(base, nodes, r))
     return frozenset(found)
 
 
+def _elements(value: Value) -> int:
+    return value.nbytes(1) // value.dtype.itemsize if value.dtype is not None else 0
+
+
 def _is_size(base: int, nodes: Sequence[Node], number: int) -> bool:
-    """A Python integer read off a tensor: carried, for a few bytes, to whoever computes with it."""
+    """A Python integer read off a tensor."""
     return number >= base and nodes[number - base].operator.name == "aten.sym_size.int"
-
-
-def with_gradients(values: Sequence[Value], requires: Sequence[bool]) -> list[Value]:
-    return [dataclasses.replace(v, requires_grad=r) for v, r in zip(values, requires, strict=True)]

@@ -71,7 +71,7 @@ _ARGUMENT_TYPES_LEFT_OUT = frozenset({"Generator"})
 # whose output size depends on data, or that read memory which nobody wrote.
 _FORBIDDEN = re.compile(
     r"""
-    from_file | set_? | .*resize.* | .*storage.* | data | data_ptr | .*quantize.* | quantized_.* | .*fbgemm.* | q_.*
+    from_file | [sg]et_.* | set | .*resize.* | .*storage.* | data | data_ptr | .*quantize.* | quantized_.* | .*fbgemm.* | q_.*
     | .*sparse.* | .*nested.* | .*mkldnn.* | miopen.* | cudnn_.* | record_stream | rename.* | refine_names | align_.*
     | .*pin_memory | is_.* | retains?_grad | requires_grad_ | .*backward.* | item | tolist | equal | allclose
     | nonzero.* | masked_select.* | .*unique.* | empty.* | new_empty.* | as_strided.* | swap.* | output_nr
