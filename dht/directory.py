@@ -150,3 +150,8 @@ class Directory:
         """Return once the condition holds; it is asked after every refresh."""
         async with self.changed:
             await self.changed.wait_for(condition)
+
+    async def wait_for_change(self) -> None:
+        """Return after the next refresh."""
+        async with self.changed:
+            await self.changed.wait()

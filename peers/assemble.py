@@ -16,11 +16,15 @@ from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
 from meshcee.config import Limits, Timeouts
+from meshcee.testbed import load_testbed
 from peers.agent import Agent, AgentOptions
 from peers.compute import Compute
 from peers.home import Home
+from peers.emulation import pace_of, shape_of
 from peers.mesh import Mesh
+from peers.transport.base import Transport
 from peers.transport.memory import MemoryNetwork
+from peers.transport.shape import Shape, ShapedTransport
 
 __all__ = ["JoinOptions", "Node", "agent", "join"]
 
@@ -107,12 +111,21 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         host, port = options.listen.rsplit(":", 1)
         p2p = await P2P.create(initial_peers=list(seeds), host_maddrs=[f"/ip4/{host}/tcp/{port}"], identity_path=str(identity.path), auto_nat=False, nat_port_map=False, check_if_identity_free=False)
         stack.push_async_callback(p2p.shutdown)
-        transport = await stack.enter_async_context(Libp2pTransport(p2p, key.secret, timeouts=timeouts, limits=limits))
+        transport: Transport
+        pace = shape = None
+        if options.shape and options.shape_device:
+            testbed = load_testbed(options.shape)
+            pace, shape = pace_of(testbed, options.shape_device), shape_of(testbed, options.shape_device)
+        real = Libp2pTransport(p2p, key.secret, timeouts=timeouts, limits=limits)
+        if shape is None:
+            transport = await stack.enter_async_context(real)
+        else:
+            transport = await stack.enter_async_context(ShapedTransport(real, shape, limits=limits))
         store = await stack.enter_async_context(
             KademliaStore(p2p, seeds, client_mode=not options.compute, timeouts=timeouts)
         )
-        compute = await stack.enter_async_context(Compute(options.device)) if options.compute else None
-        yield await stack.enter_async_context(
+        compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
+        node = await stack.enter_async_context(
             Node(
                 AgentOptions(options.name, options.region, options.memory_bytes, options.observes),
                 identity,
@@ -124,6 +137,19 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 limits=limits,
             )
         )
+        if shape is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            naming = group.create_task(_name_peers(shape, node))
+            stack.callback(naming.cancel)
+        yield node
+
+
+async def _name_peers(shape: Shape, node: Agent) -> None:
+    """A shape speaks of devices by name: tell it which peer id each name has, as they appear."""
+    while True:
+        for peer_id, name in node.names().items():
+            shape.alias(peer_id, name)
+        await node.directory.wait_for_change()
 
 
 class Node(Agent):
