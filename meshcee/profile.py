@@ -7,11 +7,14 @@ network is refused here and nowhere else.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshcee.errors import ProtocolError
+import networkx as nx
 
-__all__ = ["BlockCost", "DeviceProfile", "LinkProfile"]
+from meshcee.errors import ProtocolError, UsageError
+
+__all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
 
 
 def _positive(**figures: float) -> None:
@@ -64,3 +67,129 @@ class BlockCost:
     boundary_bytes: int
     boundary_grad_bytes: int
     parameters: tuple[str, ...] = field(default=())  # original names
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a cluster as the planner sees it. `kind` keys its block times in a Workload."""
+
+    name: str
+    kind: str
+    region: str
+    memory_bytes: int
+    port_bytes_per_s: float = math.inf  # in each direction, shared by all that it sends or receives
+
+    def __post_init__(self) -> None:
+        _positive(memory_bytes=self.memory_bytes)
+        if not self.port_bytes_per_s > 0:
+            raise ProtocolError(f"port_bytes_per_s of {self.name} must be positive, got {self.port_bytes_per_s!r}")
+
+
+@dataclass(frozen=True)
+class Path:
+    """How bytes get from one device to another: one latency, and the lines whose bandwidth they share with others."""
+
+    latency_s: float
+    lines: tuple[tuple[str, str], ...]  # edges of the cluster's graph
+    bandwidth_bytes_per_s: float  # the least of the lines
+
+    def seconds(self, size: float) -> float:
+        """For one message on an idle path."""
+        return self.latency_s + size / self.bandwidth_bytes_per_s
+
+
+class Cluster:
+    """Devices, regions and what joins them, as one directed graph.
+
+    Nodes are devices and regions (written "@name"); a region is a switch. Edges are lines with a bandwidth: a device's
+    port out and in, a region's line to another region, and, where peers measured each other, device to device. A path
+    takes the measured line if there is one, else port, (line between regions,) port.
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[Device],
+        *,
+        inside_latency_s: Mapping[str, float],
+        between: Mapping[tuple[str, str], LinkProfile],
+        measured: Mapping[tuple[str, str], LinkProfile] | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> None:
+        self.graph = nx.DiGraph()
+        self.devices: dict[str, Device] = {}
+        self.notes: list[str] = []  # figures set aside, hints overruled: for people
+        self.hints = dict(hints or {})
+        for device in devices:
+            if device.name in self.devices:
+                raise UsageError(f"device {device.name} is there twice; give each device a name of its own")
+            if device.region not in inside_latency_s:
+                raise UsageError(f"device {device.name} is in region {device.region!r}, which has no network")
+            self.devices[device.name] = device
+            switch = "@" + device.region
+            self.graph.add_node(device.name)
+            self.graph.add_edge(device.name, switch, bandwidth=device.port_bytes_per_s, latency=0.0)
+            self.graph.add_edge(switch, device.name, bandwidth=device.port_bytes_per_s, latency=0.0)
+        if not self.devices:
+            raise UsageError("the cluster has no devices; add at least one")
+        self.inside_latency_s = dict(inside_latency_s)
+        for (a, b), link in between.items():
+            self.graph.add_edge("@" + a, "@" + b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
+        for (a, b), link in (measured or {}).items():
+            if a not in self.devices or b not in self.devices:
+                raise UsageError(f"a link between {a} and {b} was given, but not both are devices of this cluster")
+            self.graph.add_edge(a, b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
+        self._paths: dict[tuple[str, str], Path | None] = {}
+
+    @property
+    def regions(self) -> dict[str, list[str]]:
+        """Region -> its devices, both in the order in which they were given."""
+        found: dict[str, list[str]] = {}
+        for device in self.devices.values():
+            found.setdefault(device.region, []).append(device.name)
+        return found
+
+    def bandwidth(self, line: tuple[str, str]) -> float:
+        return float(self.graph.edges[line]["bandwidth"])
+
+    def path(self, source: str, target: str) -> Path | None:
+        """From one device to another; None when nothing joins them."""
+        key = (source, target)
+        if key not in self._paths:
+            self._paths[key] = self._find_path(source, target)
+        return self._paths[key]
+
+    def _find_path(self, source: str, target: str) -> Path | None:
+        a, b = self.devices[source].region, self.devices[target].region
+        out, into = (source, "@" + a), ("@" + b, target)
+        lines: tuple[tuple[str, str], ...]
+        if self.graph.has_edge(source, target):
+            edge = self.graph.edges[source, target]
+            lines, latency = ((source, target), out, into), float(edge["latency"])
+            if a != b and self.graph.has_edge("@" + a, "@" + b):
+                lines = (*lines, ("@" + a, "@" + b))
+        elif a == b:
+            lines, latency = (out, into), self.inside_latency_s[a]
+        elif self.graph.has_edge("@" + a, "@" + b):
+            lines, latency = (out, ("@" + a, "@" + b), into), float(self.graph.edges["@" + a, "@" + b]["latency"])
+        else:
+            return None
+        lines = tuple(line for line in lines if math.isfinite(self.bandwidth(line)))
+        least = min((self.bandwidth(line) for line in lines), default=math.inf)
+        return Path(latency, lines, least)
+
+    def without(self, names: Iterable[str]) -> Cluster:
+        """The same cluster after these devices have gone."""
+        gone = set(names)
+        return self._rebuilt([d for d in self.devices.values() if d.name not in gone])
+
+    def _rebuilt(self, devices: Sequence[Device]) -> Cluster:
+        kept = {d.name for d in devices}
+        between, measured = {}, {}
+        for a, b, edge in self.graph.edges(data=True):
+            if a[0] == "@" and b[0] == "@":
+                between[a[1:], b[1:]] = LinkProfile(edge["latency"], edge["bandwidth"])
+            elif a in kept and b in kept:
+                measured[a, b] = LinkProfile(edge["latency"], edge["bandwidth"])
+        return Cluster(
+            devices, inside_latency_s=self.inside_latency_s, between=between, measured=measured, hints=self.hints
+        )

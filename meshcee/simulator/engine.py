@@ -1,0 +1,312 @@
+"""The event loop: every device decides by the local rule, every line is a queue.
+
+The idea: a device is looked at only when something can have changed for it: its own work is done, or what it waits for
+has arrived. A line is a clock that says when it is free again, so a message costs no event of its own.
+
+The rules are those of docs/simulator.md; the order of decisions is `schedule.zero_bubble.choose`, written out for speed
+(tests hold the two together).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from meshcee.simulator.instance import Instance
+from meshcee.simulator.weather import Weather
+
+__all__ = ["Outcome", "Span", "run"]
+
+WAKE, F_DONE, B_DONE, W_DONE, APPLIED, REDUCE, REDUCED, COMMIT = range(8)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work, or one message. `kind`: F, B, W, O(ptimizer), or "out"/"back"/"ring" for a message."""
+
+    node: int
+    kind: str
+    step: int
+    micro: int
+    start_s: float
+    end_s: float
+    target: int = -1
+
+
+@dataclass
+class Outcome:
+    """When steps began and were applied everywhere, and how busy everybody was."""
+
+    begun_s: list[float] = field(default_factory=list)  # first F of each step
+    applied_s: list[float] = field(default_factory=list)  # the last node has applied the step
+    busy_s: list[float] = field(default_factory=list)  # per node, over all steps
+    line_s: list[float] = field(default_factory=list)  # per line, over all steps
+    max_live: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)  # when the first head finished each B
+    events: int = 0
+
+    @property
+    def steps(self) -> int:
+        return len(self.applied_s)
+
+
+def run(
+    instance: Instance,
+    steps: int,
+    *,
+    record: bool = False,
+    num_micro: int | None = None,
+    weather: Weather | None = None,
+    dead_at_s: dict[int, float] | None = None,
+) -> Outcome:
+    """Simulate this many steps, or until nothing happens any more (a device died).
+
+    num_micro   instead of the plan's own, for extrapolation; the plan must have one pipeline
+    weather     bandwidths and latencies that change; None: they stay
+    """
+    nodes = instance.nodes
+    count = len(nodes)
+    micros = [num_micro or n.num_micro for n in nodes]
+    f_s, b_s, w_s = [n.f_s for n in nodes], [n.b_s for n in nodes], [n.w_s for n in nodes]
+    window, soft, cap = [n.window for n in nodes], [n.soft for n in nodes], [n.live_cap for n in nodes]
+    if instance.fused:
+        cap = [m + 1 for m in micros]
+    flush = instance.forward_first
+    is_last = [n.is_last for n in nodes]
+    is_first = [n.inputs == 0 for n in nodes]
+    # sends[kind][n] = [(target, needed messages, latency, lines, size)]
+    sends_f = [[(e.target, nodes[e.target].inputs, e.latency_s, e.lines) for e in n.forward] for n in nodes]
+    sends_b = [[(e.target, nodes[e.target].gradients, e.latency_s, e.lines) for e in n.back] for n in nodes]
+    total = [m * steps for m in micros]
+    inf = math.inf
+    input_at = [[0.0 if first else inf] * t for first, t in zip(is_first, total)]
+    grad_at = [[inf] * t for t in total]
+    input_left = [[n.inputs] * t if n.inputs > 1 else [] for n, t in zip(nodes, total)]
+    grad_left = [[n.gradients] * t if n.gradients > 1 else [] for n, t in zip(nodes, total)]
+    done_f, done_b, done_w = [0] * count, [0] * count, [0] * count
+    limit = micros[:]  # F's that the current step allows
+    step_of = [0] * count
+    busy = [False] * count
+    wake_at = [inf] * count
+    free_at = [0.0] * len(instance.lines)
+    out = Outcome(begun_s=[inf] * steps, busy_s=[0.0] * count, line_s=[0.0] * len(instance.lines), max_live=[0] * count)
+    applied_left = [count] * steps
+    applied_s = [0.0] * steps
+    heads = instance.heads
+    heads_left = [len(heads)] * steps
+    head_done = {h: [0.0] * steps for h in heads}
+    committed = [[False] * count for _ in range(steps)]
+    weights_done = [[False] * count for _ in range(steps)]
+    rings_of: list[list[int]] = [[] for _ in nodes]
+    for r, ring in enumerate(instance.rings):
+        for n in ring.nodes:
+            rings_of[n].append(r)
+    ring_left = [[len(r.nodes) for r in instance.rings] for _ in range(steps)]
+    ring_ready = [[0.0] * len(instance.rings) for _ in range(steps)]
+    reduce_left = [[len(r) for r in rings_of] for _ in range(steps)]
+    first_head = heads[0]
+    dead = dead_at_s or {}
+    spans = out.spans
+    heap: list[tuple[float, int, int, int, int]] = [(0.0, n, WAKE, n, 0) for n in range(count)]
+    sequence = count
+    push, pop = heapq.heappush, heapq.heappop
+    line_s = out.line_s
+    busy_s, max_live = out.busy_s, out.max_live
+
+    def leave(now: float, lines: tuple[tuple[int, float], ...]) -> float:
+        """Queue a message on its lines; when the last of them has served it, it has left."""
+        end, extra_s = now, 0.0
+        for line, held in lines:
+            free = free_at[line]
+            begin = free if free > now else now
+            if weather is None:
+                free = begin + held
+            else:
+                free = weather.serve(line, held, begin)
+                extra_s += weather.extra_s(line, free)
+            free_at[line] = free
+            line_s[line] += held
+            if free > end:
+                end = free
+        return end + extra_s
+
+    def apply(n: int, now: float) -> None:
+        """All three are there: W's reduced, and the commit; the optimizer takes the device."""
+        nonlocal sequence
+        s = step_of[n]
+        if weights_done[s][n] and not reduce_left[s][n] and committed[s][n]:
+            busy[n] = True
+            end = now + nodes[n].optimizer_s
+            busy_s[n] += nodes[n].optimizer_s
+            if record:
+                spans.append(Span(n, "O", s, 0, now, end))
+            sequence += 1
+            push(heap, (end, sequence, APPLIED, n, s))
+
+    while heap:
+        now, _, what, n, extra = pop(heap)
+        out.events += 1
+        if dead and now >= dead.get(n, inf) and what != REDUCE:
+            continue
+        if what == WAKE:
+            if wake_at[n] <= now:
+                wake_at[n] = inf
+            if busy[n]:
+                continue
+        elif what == F_DONE:
+            busy[n] = False
+            if is_last[n]:
+                grad_at[n][extra] = now
+            for target, needed, latency, lines in sends_f[n]:
+                left = leave(now, lines)
+                at = left + latency
+                if record:
+                    spans.append(Span(n, "out", step_of[n], extra, now, at, target))
+                there = input_at[target]
+                if needed > 1:
+                    rest = input_left[target]
+                    rest[extra] -= 1
+                    if there[extra] == inf or at > there[extra]:
+                        there[extra] = at
+                    if rest[extra]:
+                        continue
+                    at = there[extra]
+                else:
+                    there[extra] = at
+                if not busy[target] and at < wake_at[target]:
+                    wake_at[target] = at
+                    sequence += 1
+                    push(heap, (at, sequence, WAKE, target, 0))
+        elif what == B_DONE:
+            busy[n] = False
+            for target, needed, latency, lines in sends_b[n]:
+                left = leave(now, lines)
+                at = left + latency
+                if record:
+                    spans.append(Span(n, "back", step_of[n], extra, now, at, target))
+                there = grad_at[target]
+                if needed > 1:
+                    rest = grad_left[target]
+                    rest[extra] -= 1
+                    if there[extra] == inf or at > there[extra]:
+                        there[extra] = at
+                    if rest[extra]:
+                        continue
+                    at = there[extra]
+                else:
+                    there[extra] = at
+                if not busy[target] and at < wake_at[target]:
+                    wake_at[target] = at
+                    sequence += 1
+                    push(heap, (at, sequence, WAKE, target, 0))
+            if is_first[n]:
+                if n == first_head:
+                    out.backward_s.append(now)
+                if done_b[n] == limit[n]:
+                    s = step_of[n]
+                    head_done[n][s] = now
+                    heads_left[s] -= 1
+                    if not heads_left[s]:
+                        for a in heads:
+                            at = max(head_done[b][s] + instance.head_latency_s[b, a] for b in heads)
+                            sequence += 1
+                            push(heap, (at, sequence, COMMIT, a, s))
+        elif what == W_DONE:
+            busy[n] = False
+            if done_w[n] == limit[n]:
+                weights_done[step_of[n]][n] = True
+                apply(n, now)
+                continue
+        elif what == REDUCE:
+            ring = instance.rings[n]
+            end = max(leave(now, hop) for hop in ring.hops) + ring.latency_s
+            if record:
+                spans.append(Span(ring.nodes[0], "ring", extra, ring.block, now, end))
+            sequence += 1
+            for holder in ring.nodes:
+                push(heap, (end, sequence, REDUCED, holder, extra))
+            continue
+        elif what == REDUCED:
+            reduce_left[extra][n] -= 1
+            if not reduce_left[extra][n]:
+                apply(n, now)
+            continue
+        elif what == COMMIT:
+            if committed[extra][n]:
+                continue
+            committed[extra][n] = True
+            for target, latency in nodes[n].commits:
+                sequence += 1
+                push(heap, (now + latency, sequence, COMMIT, target, extra))
+            if step_of[n] == extra:
+                apply(n, now)
+            continue
+        else:  # APPLIED
+            busy[n] = False
+            applied_left[extra] -= 1
+            applied_s[extra] = now
+            if not applied_left[extra]:
+                out.applied_s.append(now)
+            step_of[n] += 1
+            if step_of[n] == steps:
+                continue
+            limit[n] += micros[n]
+
+        # the local rule: B; F below the soft window; W; F up to the hard window
+        f, b, w = done_f[n], done_b[n], done_w[n]
+        grads = grad_at[n]
+        ready = limit[n] == f if flush else True
+        if ready and b < f and grads[b] <= now:
+            kind, extra, took = B_DONE, b, b_s[n]
+            done_b[n] = b + 1
+        else:
+            in_flight = f - b
+            may = f < limit[n] and in_flight < window[n] and f - w < cap[n]
+            here = may and input_at[n][f] <= now
+            if here and (in_flight < soft[n] or w >= b):
+                kind, extra, took = F_DONE, f, f_s[n]
+                done_f[n] = f + 1
+                if f + 1 - w > max_live[n]:
+                    max_live[n] = f + 1 - w
+                if is_first[n] and f + micros[n] == limit[n]:
+                    s = step_of[n]
+                    if now < out.begun_s[s]:
+                        out.begun_s[s] = now
+            elif w < b:
+                kind, extra, took = W_DONE, w, w_s[n]
+                done_w[n] = w + 1
+                if w + 1 == limit[n] and rings_of[n]:
+                    at = now
+                    ends = {}
+                    for k, seconds in enumerate(nodes[n].weights_s):
+                        at += seconds
+                        ends[nodes[n].end - 1 - k] = at
+                    s = step_of[n]
+                    for r in rings_of[n]:
+                        ring_ready[s][r] = max(ring_ready[s][r], ends[instance.rings[r].block])
+                        ring_left[s][r] -= 1
+                        if not ring_left[s][r]:
+                            sequence += 1
+                            push(heap, (ring_ready[s][r], sequence, REDUCE, r, s))
+            else:
+                # nothing can run: wake when what is on its way arrives
+                at = inf
+                if may:
+                    at = input_at[n][f]
+                if ready and b < f and grads[b] < at:
+                    at = grads[b]
+                if at < wake_at[n] and at > now:
+                    wake_at[n] = at
+                    sequence += 1
+                    push(heap, (at, sequence, WAKE, n, 0))
+                continue
+        busy[n] = True
+        busy_s[n] += took
+        end = now + took
+        if record:
+            spans.append(Span(n, "?FBW"[kind], step_of[n], extra, now, end))
+        sequence += 1
+        push(heap, (end, sequence, kind, n, extra))
+    return out

@@ -1,0 +1,195 @@
+"""A plan made ready to simulate: every member a node with its seconds, every message an edge with its lines.
+
+The idea: all look-ups (times, paths, codecs, overlaps of samples) happen once, here; the event loop sees numbers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshcee.errors import PlanError
+from meshcee.plan import Pipeline, Plan, Stage
+from meshcee.profile import Cluster
+from meshcee.schedule.zero_bubble import soft_of
+from meshcee.workload import Workload
+
+__all__ = ["Edge", "Instance", "Node", "Ring", "build"]
+
+
+@dataclass
+class Edge:
+    """A message of every micro-batch: samples that `source` has and `target` needs."""
+
+    source: int
+    target: int
+    size: float  # bytes on the wire
+    latency_s: float  # of the path, encoding and decoding included
+    lines: tuple[tuple[int, float], ...]  # (line, seconds that it is held)
+
+
+@dataclass
+class Node:
+    """A member of a stage."""
+
+    peer: str
+    pipeline: int
+    stage: int
+    num_micro: int
+    f_s: float
+    b_s: float
+    w_s: float
+    optimizer_s: float
+    window: int
+    soft: int
+    live_cap: int
+    first: int
+    end: int
+    is_last: bool
+    inputs: int = 0  # messages that make an input complete; 0 at the first stage
+    gradients: int = 0  # 0 at the last stage
+    forward: list[Edge] = field(default_factory=list)
+    back: list[Edge] = field(default_factory=list)
+    weights_s: list[float] = field(default_factory=list)  # W of each block, last block first
+    commits: list[tuple[int, float]] = field(default_factory=list)  # whom the commit goes on to, and how long it takes
+
+
+@dataclass
+class Ring:
+    """The holders of a block, who reduce its gradients."""
+
+    block: int
+    nodes: tuple[int, ...]
+    hops: tuple[tuple[tuple[int, float], ...], ...]  # per hop the lines and the seconds that each is held
+    latency_s: float  # of all 2(n-1) rounds
+
+
+@dataclass
+class Instance:
+    """What the event loop needs, and nothing else."""
+
+    nodes: list[Node]
+    heads: list[int]
+    head_latency_s: dict[tuple[int, int], float]
+    rings: list[Ring]
+    lines: list[tuple[str, str]]
+    bandwidths: list[float]
+    fused: bool
+    forward_first: bool
+
+
+def build(
+    plan: Plan, cluster: Cluster, workload: Workload, *, fused: bool = False, forward_first: bool = False
+) -> Instance:
+    """Raises PlanError when the plan names an unknown device, an unlinked pair or a size that was not profiled."""
+    if plan.num_blocks != workload.num_blocks:
+        raise PlanError(f"the plan has {plan.num_blocks} blocks and the job {workload.num_blocks}; plan it again")
+    build = _Builder(plan, cluster, workload, fused, forward_first)
+    for p, pipeline in enumerate(plan.pipelines):
+        build.pipeline(p, pipeline)
+    return build.finish()
+
+
+class _Builder:
+    def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, fused: bool, forward_first: bool) -> None:
+        self.plan, self.cluster, self.workload = plan, cluster, workload
+        self.fused, self.forward_first = fused, forward_first
+        self.nodes: list[Node] = []
+        self.heads: list[int] = []
+        self.line_of: dict[tuple[str, str], int] = {}
+
+    def line(self, edge: tuple[str, str]) -> int:
+        return self.line_of.setdefault(edge, len(self.line_of))
+
+    def node(self, p: int, j: int, pipeline: Pipeline, stage: Stage, peer: str, samples: int) -> Node:
+        device = self.cluster.devices.get(peer)
+        if device is None:
+            raise PlanError(f"the plan uses {peer}, which is no device of the cluster; plan it again")
+        kind = self.workload.times.get(device.kind)
+        if kind is None:
+            raise PlanError(f"there are no times for {device.kind} ({peer}); profile it first")
+        if not kind.sizes[0] <= samples <= kind.largest:
+            raise PlanError(
+                f"{peer} has {samples} samples a micro-batch, profiled are {kind.sizes[0]} to {kind.largest}"
+            )
+        times = kind.stage(stage.first, stage.end, samples, stage.recompute)
+        w = kind.cumulated(samples)[2]
+        blocks = range(stage.end - 1, stage.first - 1, -1)
+        return Node(
+            peer, p, j, pipeline.num_micro,
+            f_s=times.f_s,
+            b_s=times.b_s + (times.w_s if self.fused else 0.0),
+            w_s=0.0 if self.fused else times.w_s,
+            optimizer_s=times.optimizer_s,
+            window=stage.window, soft=soft_of(stage.window), live_cap=stage.live_cap,
+            first=stage.first, end=stage.end,
+            is_last=j == len(pipeline.stages) - 1,
+            weights_s=[0.0 if self.fused else float(w[k + 1] - w[k]) for k in blocks],
+        )  # fmt: skip
+
+    def edge(self, source: int, target: int, size: float, codec: str) -> Edge:
+        a, b = self.nodes[source].peer, self.nodes[target].peer
+        path = self.cluster.path(a, b)
+        if path is None:
+            raise PlanError(f"nothing joins {a} and {b}, which the plan makes neighbours; add a link or plan again")
+        wire = self.workload.wire_bytes(size, codec)
+        lines = tuple((self.line(e), wire / self.cluster.bandwidth(e)) for e in path.lines)
+        return Edge(source, target, wire, path.latency_s + self.workload.codec_s(size, codec), lines)
+
+    def pipeline(self, p: int, pipeline: Pipeline) -> None:
+        before: list[tuple[int, int, int]] = []  # (node, first sample, end) of the previous stage
+        last: Stage | None = None
+        for j, stage in enumerate(pipeline.stages):
+            now, at = [], 0
+            for member in stage.members:
+                now.append((len(self.nodes), at, at + member.samples))
+                at += member.samples
+                self.nodes.append(self.node(p, j, pipeline, stage, member.peer, member.samples))
+            if last is None:
+                self.heads += [n for n, _, _ in now]
+            else:
+                forward = self.workload.boundary_bytes[last.end - 1]
+                back = self.workload.boundary_back_bytes[last.end - 1]
+                for a, a0, a1 in before:
+                    for b, b0, b1 in now:
+                        self._join(a, b, min(a1, b1) - max(a0, b0), forward, back, last.codec_out, stage.codec_back)
+            before, last = now, stage
+
+    def _join(self, a: int, b: int, samples: int, forward: int, back: int, out: str, returned: str) -> None:
+        path = self.cluster.path(self.nodes[a].peer, self.nodes[b].peer)
+        if path is not None:
+            self.nodes[a].commits.append((b, path.latency_s))
+        if samples > 0:
+            self.nodes[a].forward.append(self.edge(a, b, samples * forward, out))
+            self.nodes[b].inputs += 1
+            self.nodes[b].back.append(self.edge(b, a, samples * back, returned))
+            self.nodes[a].gradients += 1
+
+    def rings(self) -> list[Ring]:
+        holders: dict[int, list[int]] = {}
+        for n, node in enumerate(self.nodes):
+            for block in range(node.first, node.end):
+                holders.setdefault(block, []).append(n)
+        found = []
+        for block, nodes in sorted(holders.items()):
+            if len(nodes) < 2 or not self.workload.gradient_bytes[block]:
+                continue
+            # neighbours in the ring are of one region where that is possible
+            ring = sorted(nodes, key=lambda n: (self.cluster.devices[self.nodes[n].peer].region, n))
+            size = 2 * (len(ring) - 1) / len(ring) * self.workload.gradient_bytes[block]
+            hops = [self.edge(a, b, size, "none") for a, b in zip(ring, ring[1:] + ring[:1])]
+            latency = 2 * (len(ring) - 1) * max(h.latency_s for h in hops)
+            found.append(Ring(block, tuple(ring), tuple(h.lines for h in hops), latency))
+        return found
+
+    def finish(self) -> Instance:
+        latency: dict[tuple[int, int], float] = {}
+        for a in self.heads:
+            for b in self.heads:
+                path = self.cluster.path(self.nodes[a].peer, self.nodes[b].peer) if a != b else None
+                latency[a, b] = path.latency_s if path is not None else 0.0
+        rings = self.rings()
+        lines = list(self.line_of)
+        return Instance(
+            self.nodes, self.heads, latency, rings, lines, [self.cluster.bandwidth(e) for e in lines],
+            self.fused, self.forward_first,
+        )  # fmt: skip

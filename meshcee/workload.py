@@ -1,0 +1,169 @@
+"""What a job costs on each kind of device: seconds of F, B and W per block, bytes held and bytes sent.
+
+The idea: one table per device kind, over blocks and profiled micro-batch sizes, with prefix sums, so that the time of
+any run of blocks is two look-ups. Between profiled sizes times are linear; beyond the largest nothing is known, and
+such sizes are not allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from meshcee.errors import UsageError
+
+__all__ = ["CODECS", "Codec", "KindTimes", "StageTimes", "Workload"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a codec does to a boundary tensor, per element, and how fast it is in bytes of 16-bit tensor per second.
+
+    Encoding and decoding delay a message; they neither hold the link nor the device (they run beside it).
+    """
+
+    bits: float  # on the wire, per element
+    bytes_per_s: float  # of encoding, and of decoding
+
+
+# Bits measured on 16 MiB of bf16 with outlier channels: int8 per 64 is 1.94 times smaller, int4 per 64 3.76 times.
+# The speeds are assumptions: the measured fp8 cast ran at 7 GB/s on one CPU core, and these do two to three passes.
+CODECS: dict[str, Codec] = {
+    "bf16": Codec(16.0, math.inf),
+    "int8": Codec(16.0 / 1.94, 3e9),
+    "int4": Codec(16.0 / 3.76, 2e9),
+}
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch on one device; `optimizer_s` once a step."""
+
+    f_s: float
+    b_s: float
+    w_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.f_s + self.b_s + self.w_s
+
+
+class KindTimes:
+    """Seconds of every block on one kind of device, at each profiled micro-batch size."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        f_s: npt.ArrayLike,
+        b_s: npt.ArrayLike,
+        w_s: npt.ArrayLike,
+        optimizer_s: npt.ArrayLike,
+    ) -> None:
+        """f_s, b_s and w_s have a row per size and a column per block; optimizer_s has one entry per block."""
+        self.sizes = tuple(sizes)
+        tables = [np.asarray(t, dtype=np.float64) for t in (f_s, b_s, w_s)]
+        self.optimizer = np.concatenate([[0.0], np.cumsum(np.asarray(optimizer_s, dtype=np.float64))])
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise UsageError(f"profiled micro-batch sizes must be ascending and at least 1, got {self.sizes}")
+        for table in (*tables, self.optimizer):
+            if not np.all(np.isfinite(table)) or np.any(table < 0):
+                raise UsageError("block times must be finite and not negative; profile that device again")
+        self._tables = tables
+        self._cumulated: dict[int, tuple[Floats, Floats, Floats]] = {}
+
+    @property
+    def largest(self) -> int:
+        """The largest micro-batch of which anything is known."""
+        return self.sizes[-1]
+
+    def cumulated(self, samples: int) -> tuple[Floats, Floats, Floats]:
+        """Prefix sums over blocks of F, B and W for this many samples."""
+        if samples not in self._cumulated:
+            if not self.sizes[0] <= samples <= self.sizes[-1]:
+                raise UsageError(
+                    f"a micro-batch of {samples} samples was not profiled: {self.sizes[0]} to {self.sizes[-1]} were"
+                )
+            k = max(i for i, size in enumerate(self.sizes) if size <= samples)
+            low = self.sizes[k]
+            share = 0.0 if low == samples else (samples - low) / (self.sizes[k + 1] - low)
+            rows = [t[k] if share == 0 else (1 - share) * t[k] + share * t[k + 1] for t in self._tables]
+            f, b, w = (np.concatenate([[0.0], np.cumsum(row)]) for row in rows)
+            self._cumulated[samples] = (f, b, w)
+        return self._cumulated[samples]
+
+    def stage(self, first: int, end: int, samples: int, recompute: bool = False) -> StageTimes:
+        f, b, w = self.cumulated(samples)
+        f_s = float(f[end] - f[first])
+        again_s = f_s if recompute else 0.0
+        optimizer_s = float(self.optimizer[end] - self.optimizer[first])
+        return StageTimes(f_s, float(b[end] - b[first]) + again_s, float(w[end] - w[first]), optimizer_s)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job as the planner sees it; the sequences have one entry per block, bytes are per sample unless they are state."""
+
+    names: tuple[str, ...]
+    global_batch: int
+    times: Mapping[str, KindTimes]  # by device kind
+    state_bytes: tuple[int, ...]  # parameters, gradients, optimizer: held all the time
+    gradient_bytes: tuple[int, ...]  # what a group reduces
+    activation_bytes: tuple[int, ...]  # from F to W
+    boundary_bytes: tuple[int, ...]  # to the next block, per sample; the last entry is 0
+    boundary_back_bytes: tuple[int, ...]
+    element_bytes: int = 2  # of a boundary's elements before any codec
+    micro_batch: int | None = None  # when the job fixes it
+    source: str = ""
+    _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        columns = [self.state_bytes, self.gradient_bytes, self.activation_bytes]
+        columns += [self.boundary_bytes, self.boundary_back_bytes]
+        if not self.names or any(len(c) != len(self.names) for c in columns):
+            raise UsageError("a workload needs one figure per block in every column")
+        for column in columns:
+            if any(not math.isfinite(x) or x < 0 for x in column):
+                raise UsageError("bytes of a block must be finite and not negative")
+        if self.global_batch < 1:
+            raise UsageError(f"global_batch must be at least 1, got {self.global_batch}")
+        for name in ("state_bytes", "gradient_bytes", "activation_bytes"):
+            self._sums[name] = np.concatenate([[0.0], np.cumsum(np.asarray(getattr(self, name), dtype=np.float64))])
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.names)
+
+    def sums(self, column: str) -> Floats:
+        """Prefix sums of state_bytes, gradient_bytes or activation_bytes."""
+        return self._sums[column]
+
+    def held_bytes(self, first: int, end: int) -> int:
+        return sum(self.state_bytes[first:end])
+
+    def live_bytes(self, first: int, end: int, samples: int, recompute: bool = False) -> int:
+        """What one micro-batch of this many samples keeps from its F to its W on these blocks."""
+        if recompute:  # only what came in; the raw inputs of block 0 are few
+            return samples * (self.boundary_bytes[first - 1] if first else 0)
+        return samples * sum(self.activation_bytes[first:end])
+
+    def stage_bytes(self, first: int, end: int, samples: int, live: int, recompute: bool = False) -> int:
+        """The memory model: state, live micro-batches, and with recomputation the one that is being recomputed."""
+        again = self.live_bytes(first, end, samples) if recompute else 0
+        return self.held_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
+
+    def wire_bytes(self, size: float, codec: str) -> float:
+        """Bytes on the wire of a boundary tensor of `size` bytes."""
+        if codec == "none":
+            return size
+        return size / self.element_bytes * CODECS[codec].bits / 8
+
+    def codec_s(self, size: float, codec: str) -> float:
+        """Encoding and decoding of a boundary tensor of `size` bytes."""
+        return 0.0 if codec == "none" else 2 * (size / self.element_bytes * 2) / CODECS[codec].bytes_per_s
