@@ -30,7 +30,7 @@ from peers.compute import Compute
 from peers.coordinator import PlanService
 from peers.member import Member
 from peers.profiler import measure_device, probe_link, serve_probe
-from peers.transport.base import StreamClosed, Transport
+from peers.transport.base import Stream, StreamClosed, Transport
 from peers.transport.handshake import PROTOCOL_VERSION
 
 __all__ = ["Agent", "AgentOptions"]
@@ -87,6 +87,7 @@ class Agent:
         self._measured: dict[str, LinkProfile] = {}
         PlanService(self)
         transport.serve("probe", serve_probe)
+        transport.serve("join", _greeted)
 
     @property
     def peer_id(self) -> str:
@@ -217,6 +218,22 @@ class Agent:
         except TimeoutError as error:
             raise JoinError(f"only {len(self.devices())} of {count} peers appeared in time") from error
 
+    async def wait_for_peers(self, peers: Iterable[str]) -> None:
+        """Until the records of all of these are known. Raises JoinError after join_s."""
+        wanted = set(peers)
+        try:
+            async with asyncio.timeout(self.timeouts.join_s):
+                await self.directory.wait_for(lambda: wanted <= self.directory.peers.keys())
+        except TimeoutError as error:
+            missing = sorted(wanted - self.directory.peers.keys())
+            raise JoinError(f"the plan uses peers that this one cannot see: {', '.join(missing)}; try again") from error
+
+    def device_of(self, peer_id: str) -> DeviceProfile:
+        """The device of a peer that lends one, idle or not."""
+        device = self.directory.peers[peer_id].device
+        assert device is not None
+        return device
+
     def names(self) -> dict[str, str]:
         return {p: r.name for p, r in self.directory.peers.items()}
 
@@ -261,6 +278,10 @@ class Agent:
                 for p, r in sorted(self.directory.runs.items())
             ],
         }
+
+
+async def _greeted(stream: Stream) -> None:
+    """A newcomer shook hands; that was all it wanted."""
 
 
 def run_record(peer_id: str, job: str, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> RunRecord:

@@ -11,20 +11,25 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
 from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError
 from meshcee.testbed import load_testbed
 from peers.agent import Agent, AgentOptions
 from peers.compute import Compute
 from peers.home import Home
 from peers.emulation import pace_of, shape_of
 from peers.mesh import Mesh
-from peers.transport.base import Transport
+from peers.transport.base import StreamClosed, Transport
 from peers.transport.memory import MemoryNetwork
 from peers.transport.shape import Shape, ShapedTransport
+
+if TYPE_CHECKING:
+    from peers.transport.p2pd import P2PDaemon
 
 __all__ = ["JoinOptions", "Node", "agent", "join"]
 
@@ -100,6 +105,7 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
     from dht.kademlia import KademliaStore
     from peers.transport.libp2p import Libp2pTransport
+    from peers.transport.p2pd import P2PDaemon
 
     timeouts, limits = Timeouts(), Limits()
     token = Token.parse(options.token, time.time()) if options.token else None
@@ -107,41 +113,64 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
         identity = Identity.load_or_create(stack.enter_context(home.identity_file(options.identity)))
-        from hivemind.p2p import P2P
-        host, port = options.listen.rsplit(":", 1)
-        p2p = await P2P.create(initial_peers=list(seeds), host_maddrs=[f"/ip4/{host}/tcp/{port}"], identity_path=str(identity.path), auto_nat=False, nat_port_map=False, check_if_identity_free=False)
-        stack.push_async_callback(p2p.shutdown)
+        daemon = await stack.enter_async_context(
+            P2PDaemon(
+                identity,
+                listen=[options.listen],
+                announce=[options.announce] if options.announce else [],
+                seeds=seeds,
+                timeouts=timeouts,
+            )
+        )
         transport: Transport
         pace = shape = None
         if options.shape and options.shape_device:
             testbed = load_testbed(options.shape)
             pace, shape = pace_of(testbed, options.shape_device), shape_of(testbed, options.shape_device)
-        real = Libp2pTransport(p2p, key.secret, timeouts=timeouts, limits=limits)
+        real = Libp2pTransport(daemon.p2p, key.secret, timeouts=timeouts, limits=limits)
         if shape is None:
             transport = await stack.enter_async_context(real)
         else:
             transport = await stack.enter_async_context(ShapedTransport(real, shape, limits=limits))
+        real.addresses = daemon.addresses
+        await _greet(transport, daemon, seeds)
         store = await stack.enter_async_context(
-            KademliaStore(p2p, seeds, client_mode=not options.compute, timeouts=timeouts)
+            KademliaStore(daemon.p2p, seeds, client_mode=not options.compute, timeouts=timeouts)
         )
+        daemon.on_restart(real.rebind)
+        daemon.on_restart(store.rebind)
         compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
-        node = await stack.enter_async_context(
-            Node(
-                AgentOptions(options.name, options.region, options.memory_bytes, options.observes),
-                identity,
-                key,
-                transport,
-                store,
-                compute,
-                timeouts=timeouts,
-                limits=limits,
-            )
+        node = Node(
+            AgentOptions(options.name, options.region, options.memory_bytes, options.observes),
+            identity,
+            key,
+            transport,
+            store,
+            compute,
+            timeouts=timeouts,
+            limits=limits,
         )
+        await stack.enter_async_context(node)
         if shape is not None:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             naming = group.create_task(_name_peers(shape, node))
             stack.callback(naming.cancel)
         yield node
+
+
+async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]) -> None:
+    """Shake hands with one seed before anything else: a wrong key or version is told now, and in words."""
+    problems: list[Exception] = []
+    for peer_id in sorted(daemon.reached):
+        try:
+            stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
+        except (JoinError, StreamClosed) as error:
+            problems.append(error)
+        else:
+            await stream.aclose()
+            return
+    if problems:
+        raise problems[0]
 
 
 async def _name_peers(shape: Shape, node: Agent) -> None:

@@ -58,8 +58,8 @@ class Deferral:
         data = {n for n, v in zip(spec.received_numbers, spec.received) if v.requires_grad}
         weights = set(trainable)
         for number, node in spec.nodes:
-            if node.no_grad:
-                continue
+            if node.no_grad or not (node.value.requires_grad or node.value.multiple):
+                continue  # indices that activations chose carry no gradient: what they pick from a parameter is W's
             reads_data = any(r in data for r in node.refs)
             reads_weights = any(r in weights for r in node.refs)
             if reads_data and reads_weights:

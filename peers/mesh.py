@@ -65,7 +65,9 @@ class Mesh:
     async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> tuple[Plan, tuple[int, str]]:
         """Ask the mesh's coordinator for a plan, with the term under which it was made."""
         request = PlanRequest.of(job, captured.costs, stages)
-        return await request_plan(self.agent, request)
+        plan, term = await request_plan(self.agent, request)
+        await self.agent.wait_for_peers(plan.peers)
+        return plan, term
 
     async def train(
         self,

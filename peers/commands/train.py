@@ -126,18 +126,18 @@ def _explain(job: Job, captured: Capture, plan: Plan, mesh: Mesh, view: View) ->
     """Memory and expected time of each stage, for --dry-run."""
     from meshcee.planner.memory import stage_bytes
 
-    devices = mesh.agent.devices()
     names = mesh.agent.names()
     slowest_s = 0.0
     for stage in plan.pipelines[0].stages:
         peer = stage.members[0].peer
+        device = mesh.agent.device_of(peer)
         costs = captured.costs[stage.first : stage.end]
         need = stage_bytes(costs, plan.micro_batch, stage.live_cap)
-        seconds = 3 * sum(c.flops for c in costs) * plan.micro_batch / devices[peer].speed_flops_per_s
+        seconds = 3 * sum(c.flops for c in costs) * plan.micro_batch / device.speed_flops_per_s
         slowest_s = max(slowest_s, seconds)
         view.note(
             f"{names.get(peer, peer)}: blocks {stage.first}..{stage.end - 1}, "
-            f"{need / 2**20:.1f} MiB of {devices[peer].memory_bytes / 2**20:.0f} MiB, {seconds * 1e3:.1f} ms a micro-batch"
+            f"{need / 2**20:.1f} MiB of {device.memory_bytes / 2**20:.0f} MiB, {seconds * 1e3:.1f} ms a micro-batch"
         )
     step_s = slowest_s * (plan.pipelines[0].num_micro + len(plan.pipelines[0].stages) - 1)
     view.note(f"expected: {step_s:.2f} s a step, {step_s * job.steps:.0f} s for {job.steps} steps")

@@ -33,6 +33,7 @@ __all__ = [
     "Goodbye",
     "Retracted",
     "Spent",
+    "Whole",
     "control_record",
     "encode_chunks",
     "encode_head",
@@ -45,18 +46,31 @@ FRAME_VERSION = 1
 MAGIC = b"mc"
 DATA, CHUNK, CREDIT, RETRACT, GOODBYE = range(1, 6)
 
-_PRELUDE = struct.Struct("!2sBBIQ")  # magic, version, type, size, checksum
-_CHECKED = 8  # the prelude's bytes before the checksum: covered by it in every record but CHUNK
+# magic (2 bytes), version (1), type (1), size (4); checksum (8). The first half is handled as one number, its "word": it is
+# also the checksum's seed, so that a record's checksum covers the whole record.
+_PRELUDE = struct.Struct("!QQ")
 PRELUDE_BYTES = _PRELUDE.size
+_TAG = int.from_bytes(MAGIC + bytes([FRAME_VERSION, 0]), "big")
+_SIZE = (1 << 32) - 1
+_STRING, _INTEGER = {str}, {int}
 MAX_CHUNK_BYTES = 4 << 20
 MAX_KIND_CHARS = 64
 _SCRATCH_BYTES = 64 * 1024  # what one read may take while no payload is being filled
+_MANY_BYTES = 64 * 1024  # a payload of this size is worth the half microsecond that untouched memory costs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spent:
-    """Bytes that arrived and count against the window until the consumer has taken them."""
+    """Bytes that arrived of a frame that is not whole yet; they count against the window."""
 
+    cost: int
+
+
+@dataclass(slots=True)
+class Whole:
+    """A frame is whole; `cost` counts against the window too, on top of what was spent on its beginning."""
+
+    frame: Frame
     cost: int
 
 
@@ -77,7 +91,7 @@ class Goodbye:
     """The other side sends nothing more and waits for us to close."""
 
 
-Event = Spent | Credit | Retracted | Goodbye | Frame
+Event = Spent | Whole | Credit | Retracted | Goodbye
 
 
 def frame_cost(header_bytes: int, payloads: int) -> int:
@@ -109,9 +123,12 @@ def encode_head(frame: Frame, sizes: Sequence[int], limits: Limits, check: bool 
             f"the header of frame {frame.kind!r} has {len(body)} bytes, more than {limits.header_bytes}: "
             "put large values into payloads"
         )
-    checked = _PRELUDE.pack(MAGIC, FRAME_VERSION, DATA, len(body), 0)[:_CHECKED]
-    digest = xxhash.xxh3_64_intdigest(checked + body) if check else 0
-    return checked + digest.to_bytes(8, "big") + body
+    return _prelude(DATA, len(body), body, check) + body
+
+
+def _prelude(kind: int, size: int, body: bytes | memoryview, check: bool) -> bytes:
+    word = (_TAG | kind) << 32 | size
+    return _PRELUDE.pack(word, xxhash.xxh3_64_intdigest(body, word) if check else 0)
 
 
 def encode_chunks(
@@ -122,14 +139,12 @@ def encode_chunks(
     for payload in payloads:
         for start in range(0, len(payload), chunk_bytes):
             chunk = payload[start : start + chunk_bytes]
-            digest = xxhash.xxh3_64_intdigest(chunk) if check else 0
-            yield _PRELUDE.pack(MAGIC, FRAME_VERSION, CHUNK, len(chunk), digest), chunk
+            yield _prelude(CHUNK, len(chunk), chunk, check), chunk
 
 
 def control_record(kind: int, size: int = 0, check: bool = True) -> bytes:
     """A CREDIT, RETRACT or GOODBYE record."""
-    checked = _PRELUDE.pack(MAGIC, FRAME_VERSION, kind, size, 0)[:_CHECKED]
-    return checked + (xxhash.xxh3_64_intdigest(checked) if check else 0).to_bytes(8, "big")
+    return _prelude(kind, size, b"", check)
 
 
 def _no_extension(code: int, data: bytes) -> Any:
@@ -152,9 +167,9 @@ def _decode_head(body: memoryview, limits: Limits, max_payload_bytes: int) -> tu
     kind, header, sizes = message
     if not isinstance(kind, str) or not 0 < len(kind) <= MAX_KIND_CHARS:
         raise ProtocolError(f"a frame's kind must be a string of 1 to {MAX_KIND_CHARS} characters")
-    if not isinstance(header, dict) or not all(isinstance(key, str) for key in header):
+    if not isinstance(header, dict) or not set(map(type, header)) <= _STRING:
         raise ProtocolError(f"the header of frame {kind!r} must be a map with string keys")
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+    if not isinstance(sizes, list) or not set(map(type, sizes)) <= _INTEGER or min(sizes, default=0) < 0:
         raise ProtocolError(f"the payload sizes of frame {kind!r} must be a list of non-negative integers")
     if len(sizes) > limits.payloads:
         raise ProtocolError(f"frame {kind!r} announces {len(sizes)} payloads, more than {limits.payloads}")
@@ -176,13 +191,13 @@ class Decoder:
         self._view = memoryview(self._scratch)
         self._start = 0  # the scratch holds unparsed bytes [start, end)
         self._end = 0
-        self._head: tuple[int, int] | None = None  # (size, checksum) of the DATA record whose body is awaited
+        self._head: tuple[int, int] | None = None  # (word, checksum) of the DATA record whose body is awaited
         self._frame: tuple[str, dict[str, Any], list[int]] | None = None  # the frame in assembly
         self._payloads: list[memoryview] = []
         self._filled = 0  # bytes of the last payload that are in place, whole chunks and the current one
+        self._chunk = (0, 0)  # (word, checksum) of the current chunk
         self._chunk_left = 0
-        self._chunk_size = 0
-        self._chunk_check = 0
+        self._spent = 0  # to be reported before the next event
         self._direct = False  # the last get_buffer lent payload memory
         self._error: ProtocolError | None = None
 
@@ -215,6 +230,8 @@ class Decoder:
             else:
                 self._end += size
                 self._parse(events)
+            if self._spent:
+                self._report_spent(events)
         except ProtocolError as error:
             self._error = error
             raise
@@ -244,70 +261,68 @@ class Decoder:
                 self._start += size
                 self._fill(size, events)
             elif self._head is not None:
-                if ready < self._head[0]:
+                if ready < self._head[0] & _SIZE:
                     break
                 self._parse_head(*self._head, events)
             elif ready >= PRELUDE_BYTES:
-                self._parse_prelude(events)
+                word, digest = _PRELUDE.unpack_from(self._view, self._start)
+                self._start += PRELUDE_BYTES
+                self._parse_prelude(word, digest, events)
             else:
                 break
         if self._start == self._end:
             self._start = self._end = 0
 
-    def _parse_prelude(self, events: list[Event]) -> None:
-        magic, version, kind, size, digest = _PRELUDE.unpack_from(self._view, self._start)
-        if magic != MAGIC:
-            raise ProtocolError("what arrived is not a meshcee frame")
-        if version != FRAME_VERSION:
-            raise ProtocolError(f"the other side frames with version {version}, we with {FRAME_VERSION}")
+    def _parse_prelude(self, word: int, digest: int, events: list[Event]) -> None:
+        size, kind = word & _SIZE, (word >> 32) - _TAG
         if kind == DATA:
             if self._frame is not None:
                 raise ProtocolError("a frame began inside another")
             if size > self._limits.header_bytes:
                 raise ProtocolError(f"a header of {size} bytes is announced, more than {self._limits.header_bytes}")
-            self._head = (size, digest)  # its bytes stay in the scratch until the body is there, for the checksum
-            self._start += PRELUDE_BYTES
-            return
-        if kind == CHUNK:
-            self._begin_chunk(size, digest, events)
+            self._head = (word, digest)
+        elif kind == CHUNK:
+            if self._frame is None or not self._payloads:
+                raise ProtocolError("payload bytes arrived outside a frame")
+            if not 0 < size <= min(MAX_CHUNK_BYTES, len(self._payloads[-1]) - self._filled):
+                raise ProtocolError(f"a chunk of {size} bytes does not fit the payload that was announced")
+            self._chunk = (word, digest)
+            self._chunk_left = size
         elif kind in (CREDIT, RETRACT, GOODBYE):
-            self._verify(self._view[self._start : self._start + _CHECKED], digest, "a control record")
-            if kind == CREDIT:
-                if not size:
-                    raise ProtocolError("a credit of nothing")
-                events.append(Credit(size))
-            elif kind == RETRACT:
-                if self._frame is None or size:
-                    raise ProtocolError("a frame is taken back that was not begun")
-                self._frame, self._payloads, self._filled = None, [], 0
-                events.append(Retracted())
-            else:
-                if self._frame is not None or size:
-                    raise ProtocolError("the other side said goodbye in the middle of a frame")
-                events.append(Goodbye())
+            self._verify(b"", word, digest, "a control record")
+            self._report_spent(events)
+            events.append(self._control(kind, size))
+        elif word >> 48 != _TAG >> 16:
+            raise ProtocolError("what arrived is not a meshcee frame")
+        elif word >> 40 != _TAG >> 8:
+            raise ProtocolError(f"the other side frames with version {word >> 40 & 0xFF}, we with {FRAME_VERSION}")
         else:
             raise ProtocolError(f"record type {kind} is unknown")
-        self._start += PRELUDE_BYTES
 
-    def _parse_head(self, size: int, digest: int, events: list[Event]) -> None:
+    def _control(self, kind: int, size: int) -> Event:
+        if kind == CREDIT:
+            if not size:
+                raise ProtocolError("a credit of nothing")
+            return Credit(size)
+        if kind == RETRACT:
+            if self._frame is None or size:
+                raise ProtocolError("a frame is taken back that was not begun")
+            self._frame, self._payloads, self._filled = None, [], 0
+            return Retracted()
+        if self._frame is not None or size:
+            raise ProtocolError("the other side said goodbye in the middle of a frame")
+        return Goodbye()
+
+    def _parse_head(self, word: int, digest: int, events: list[Event]) -> None:
+        size = word & _SIZE
         body = self._view[self._start : self._start + size]
-        if self._check:
-            checked = _PRELUDE.pack(MAGIC, FRAME_VERSION, DATA, size, 0)[:_CHECKED]
-            self._verify(checked + bytes(body), digest, "a frame's header")
+        self._verify(body, word, digest, "a frame's header")
         self._head = None
         self._start += size
         kind, header, sizes = _decode_head(body, self._limits, self.max_payload_bytes)
-        events.append(Spent(frame_cost(size, len(sizes))))
+        self._spent += frame_cost(size, len(sizes))
         self._frame, self._payloads, self._filled = (kind, header, sizes), [], 0
         self._next_payload(events)
-
-    def _begin_chunk(self, size: int, digest: int, events: list[Event]) -> None:
-        if self._frame is None or not self._payloads:
-            raise ProtocolError("payload bytes arrived outside a frame")
-        if not 0 < size <= min(MAX_CHUNK_BYTES, len(self._payloads[-1]) - self._filled):
-            raise ProtocolError(f"a chunk of {size} bytes does not fit the payload that was announced")
-        self._chunk_left = self._chunk_size = size
-        self._chunk_check = digest
 
     def _fill(self, size: int, events: list[Event]) -> None:
         """`size` more bytes of the current chunk are in place."""
@@ -315,10 +330,11 @@ class Decoder:
         self._chunk_left -= size
         if self._chunk_left:
             return
-        chunk = self._payloads[-1][self._filled - self._chunk_size : self._filled]
-        self._verify(chunk, self._chunk_check, "a payload chunk")
-        events.append(Spent(self._chunk_size))
-        if self._filled == len(self._payloads[-1]):
+        word, digest = self._chunk
+        payload = self._payloads[-1]
+        self._verify(payload[self._filled - (word & _SIZE) : self._filled], word, digest, "a payload chunk")
+        self._spent += word & _SIZE
+        if self._filled == len(payload):
             self._next_payload(events)
 
     def _next_payload(self, events: list[Event]) -> None:
@@ -327,17 +343,28 @@ class Decoder:
         kind, header, sizes = self._frame
         while len(self._payloads) < len(sizes):
             size = sizes[len(self._payloads)]
-            try:
-                # numpy leaves the memory untouched, so an announced payload costs nothing until its bytes come.
-                self._payloads.append(np.empty(size, np.uint8).data)
-            except MemoryError as error:
-                raise ProtocolError(f"frame {kind!r} announces {size} bytes, which this peer cannot hold") from error
+            self._payloads.append(_memory(size))
             self._filled = 0
-            if len(self._payloads[-1]):
+            if size:
                 return
-        events.append(Frame(kind, header, tuple(self._payloads)))
-        self._frame, self._payloads = None, []
+        events.append(Whole(Frame(kind, header, tuple(self._payloads)), self._spent))
+        self._frame, self._payloads, self._spent = None, [], 0
 
-    def _verify(self, data: bytes | memoryview, digest: int, what: str) -> None:
-        if self._check and xxhash.xxh3_64_intdigest(data) != digest:
+    def _report_spent(self, events: list[Event]) -> None:
+        if self._spent:
+            events.append(Spent(self._spent))
+            self._spent = 0
+
+    def _verify(self, body: bytes | memoryview, word: int, digest: int, what: str) -> None:
+        if self._check and xxhash.xxh3_64_intdigest(body, word) != digest:
             raise ProtocolError(f"the checksum of {what} is wrong: it was damaged on its way")
+
+
+def _memory(size: int) -> memoryview:
+    """Memory for a payload. numpy leaves it untouched, so that an announced payload costs nothing until it comes."""
+    if size < _MANY_BYTES:
+        return memoryview(bytearray(size))
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError as error:
+        raise ProtocolError(f"a payload of {size} bytes is announced, which this peer cannot hold") from error

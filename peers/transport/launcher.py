@@ -47,8 +47,8 @@ def wait(child: subprocess.Popen[bytes], parent: int) -> None:
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while child.poll() is None and os.getppid() == parent:
-        ready, _, _ = select.select([0, woken], [], [], LOOK_EVERY_S)
-        if woken in ready:
+        ready, _, _ = select.select([0, woken.fileno()], [], [], LOOK_EVERY_S)
+        if woken.fileno() in ready:
             woken.recv(64)
         if 0 in ready and not os.read(0, 64):
             return

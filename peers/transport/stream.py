@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
 from meshcee.config import Limits
@@ -29,6 +29,7 @@ from peers.transport.frame import (
     Goodbye,
     Retracted,
     Spent,
+    Whole,
     control_record,
     encode_chunks,
     encode_head,
@@ -40,6 +41,7 @@ from peers.transport.window import ReceiveWindow, SendWindow
 __all__ = ["FramedStream", "short"]
 
 _JOINED_BYTES = 64 * 1024  # payloads up to this are copied into one write with their head: fewer system calls
+_BUFFER_BYTES = 128 * 1024  # what the transport may hold back before `send` waits
 _MAX_CREDIT = (1 << 32) - 1  # what one CREDIT record can hold
 
 
@@ -77,9 +79,10 @@ class FramedStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._inbox: deque[tuple[Frame, int]] = deque()  # bounded by the receive window
         largest_head = frame_cost(self._limits.header_bytes, self._limits.payloads)
-        self._incoming = ReceiveWindow(max(MAX_CHUNK_BYTES, largest_head))
+        self._incoming = ReceiveWindow(largest_head + MAX_CHUNK_BYTES)
         self._outgoing = SendWindow()
         self._sending = asyncio.Lock()
+        self._senders = 0  # tasks that hold the lock or wait for it
         self._paused = False  # the transport's buffer is not empty
         self._closing = False  # we said goodbye
         self._why: str | None = None  # why the stream is over, once it is
@@ -132,36 +135,67 @@ class FramedStream(asyncio.BufferedProtocol):
     async def send(self, frame: Frame) -> None:
         payloads = views(frame)
         sizes = [len(view) for view in payloads]
+        total = sum(sizes)
         head = encode_head(frame, sizes, self._limits, self._check)
         cost = frame_cost(len(head) - PRELUDE_BYTES, len(sizes))
-        async with self._sending:
-            await self._may_send(payloads=bool(payloads))
-            if sum(sizes) <= _JOINED_BYTES:
-                parts = [head]
-                for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
-                    parts += (prelude, bytes(chunk))
-                self._outgoing.spend(cost + sum(sizes))
-                self._write(b"".join(parts))
-                return
-            self._outgoing.spend(cost)
-            self._write(head)
-            complete = False
-            try:
-                for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
-                    await self._may_send()
-                    self._outgoing.spend(len(chunk))
-                    self._write(prelude)
-                    self._write(chunk)
-                complete = True
-            finally:
-                if not complete and self._why is None:
-                    self._write(control_record(RETRACT, check=self._check))
-            await self._flushed()  # only then the payloads' memory may be reused: the transport may hold references
+        if total > _JOINED_BYTES:
+            async with self._my_turn():
+                await self._may_send(payloads=True)
+                await self._send_chunks(head, cost, payloads)
+            return
+        parts: list[bytes | memoryview] = [head]
+        for chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
+            parts += chunk
+        if self._senders or not self._ready(payloads=bool(payloads)):
+            async with self._my_turn():
+                await self._may_send(payloads=bool(payloads))
+                self._spend_and_write(cost + total, b"".join(parts))
+        else:
+            self._spend_and_write(cost + total, b"".join(parts))
 
-    async def _may_send(self, payloads: bool = True) -> None:
-        """Until there is credit and the transport has written what it was given; only the holder of the lock waits."""
+    def _spend_and_write(self, cost: int, data: bytes | memoryview) -> None:
+        self._outgoing.spend(cost)
+        self._write(data)
+
+    async def _send_chunks(self, head: bytes, cost: int, payloads: Sequence[memoryview]) -> None:
+        """A large frame, from the payloads' own memory, which the transport may refer to until it has written all."""
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(high=0)  # paused now means: not everything is with the kernel yet
+        begun = complete = False
+        try:
+            for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
+                if begun:
+                    await self._may_send(payloads=True)
+                    self._spend_and_write(len(chunk), prelude)
+                else:
+                    self._spend_and_write(cost + len(chunk), head + prelude)
+                    begun = True
+                self._write(chunk)
+            complete = True
+            await self._flushed()
+        finally:
+            if self._transport is not None and self._why is None:
+                if not complete:
+                    self._write(control_record(RETRACT, check=self._check))
+                self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+
+    @contextlib.asynccontextmanager
+    async def _my_turn(self) -> AsyncIterator[None]:
+        self._senders += 1
+        try:
+            async with self._sending:
+                yield
+        finally:
+            self._senders -= 1
+
+    def _ready(self, payloads: bool) -> bool:
+        """Whether a frame may go now: there is credit, and the transport has room."""
         window = self._outgoing
-        while (self._paused or not window.is_open or (payloads and not window.accepted)) and not self._over:
+        return not self._paused and window.available > 0 and (window.accepted or not payloads) and not self._over
+
+    async def _may_send(self, payloads: bool) -> None:
+        """Wait until `_ready`; only the holder of the lock waits. StreamClosed when the stream is over."""
+        while not self._ready(payloads) and not self._over:
             await self._wait_to_send()
         self._refuse_closed()
 
@@ -193,7 +227,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self._transport.write(data)
 
     def _grant(self, cost: int) -> None:
-        if cost and self._why is None and self._transport is not None:
+        if self._why is None and self._transport is not None:
             self._write(control_record(CREDIT, cost, self._check))
 
     # -- receiving
@@ -207,39 +241,43 @@ class FramedStream(asyncio.BufferedProtocol):
             if self._why is not None:
                 raise StreamClosed(self._why)
             self._receiver = asyncio.get_running_loop().create_future()
-            self._grant(self._incoming.take_partial())
+            self._take(self._incoming.complete())  # whoever waits for a frame has room for it, however large
             try:
                 await self._receiver
             finally:
                 self._receiver = None
         frame, cost = self._inbox.popleft()
-        self._grant(self._incoming.release(cost))
+        self._take(cost)
         return frame
+
+    def _take(self, cost: int) -> None:
+        """Bytes have been taken out of the window: lend them again, when there are enough of them."""
+        if cost and (grant := self._incoming.release(cost)):
+            self._grant(grant)
 
     def _happened(self, events: Sequence[Event]) -> None:
         for event in events:
-            match event:
-                case Spent():
-                    self._incoming.arrive(event.cost)
-                    if self._receiver is not None and not self._inbox:
-                        self._grant(self._incoming.take_partial())
-                case Frame():
-                    cost = self._incoming.complete()
-                    if self._closing:
-                        self._grant(self._incoming.release(cost))  # nobody will take it
-                        continue
-                    self._inbox.append((event, cost))
+            if isinstance(event, Whole):
+                self._incoming.arrive(event.cost)
+                if self._closing:
+                    self._take(self._incoming.complete())  # nobody else will
+                else:
+                    self._inbox.append((event.frame, self._incoming.complete()))
                     self._wake(self._receiver)
-                case Credit():
-                    self._outgoing.grant(event.cost)
-                    self._wake(self._sender)
-                case Retracted():
-                    self._grant(self._incoming.take_partial())
-                case Goodbye():
-                    transport = self._transport
-                    self._end("the other side closed it")
-                    if transport is not None:
-                        transport.close()
+            elif isinstance(event, Spent):
+                self._incoming.arrive(event.cost)
+                if self._receiver is not None and not self._inbox:
+                    self._take(self._incoming.complete())
+            elif isinstance(event, Credit):
+                self._outgoing.grant(event.cost)
+                self._wake(self._sender)
+            elif isinstance(event, Retracted):
+                self._take(self._incoming.complete())
+            elif isinstance(event, Goodbye):
+                transport = self._transport
+                self._end("the other side closed it")
+                if transport is not None:
+                    transport.close()
 
     # -- the end
 
@@ -249,7 +287,7 @@ class FramedStream(asyncio.BufferedProtocol):
             if self._why is None and self._transport is not None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._close_s):
-                        async with self._sending:
+                        async with self._my_turn():
                             if self._why is None and not self._closing:
                                 self._closing = True
                                 self._write(control_record(GOODBYE, check=self._check))
@@ -268,9 +306,9 @@ class FramedStream(asyncio.BufferedProtocol):
     def _drop_inbox(self) -> None:
         """Nobody will take these frames; the other side must not wait for that before it can read our goodbye."""
         for _, cost in self._inbox:
-            self._grant(self._incoming.release(cost))
+            self._take(cost)
         self._inbox.clear()
-        self._grant(self._incoming.take_partial())
+        self._take(self._incoming.complete())
         self._wake(self._receiver)
 
     def _end(self, why: str) -> None:
@@ -289,7 +327,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # paused means: not everything is with the kernel yet
+        self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._decoder.get_buffer()

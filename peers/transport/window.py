@@ -18,15 +18,11 @@ _MAX_CREDIT_BYTES = 1 << 40
 
 
 class SendWindow:
-    """The credits that the other side has lent us."""
+    """The credits that the other side has lent us; the window is open while `available` is positive."""
 
     def __init__(self) -> None:
         self.available = INITIAL_WINDOW_BYTES
         self.accepted = False  # a first grant has come: the other side has accepted the handshake and takes payloads
-
-    @property
-    def is_open(self) -> bool:
-        return self.available > 0
 
     def spend(self, cost: int) -> None:
         self.available -= cost
@@ -50,7 +46,7 @@ class ReceiveWindow:
         self.unread_bytes = 0
         self._owed = 0  # taken, not yet granted
         self._partial = 0  # of the frame in assembly, not yet taken
-        self._record_bytes = record_bytes  # the largest record, by which a sender may overshoot
+        self._record_bytes = record_bytes  # by which a sender may overshoot: a head and a chunk
 
     def arrive(self, cost: int) -> None:
         self.unread_bytes += cost
@@ -61,13 +57,13 @@ class ReceiveWindow:
             )
 
     def complete(self) -> int:
-        """The frame in assembly is whole: its cost, to be released when the consumer takes it."""
+        """The cost of the frame in assembly so far, to be released when it is taken.
+
+        Called when it is whole; but also when the consumer waits for it, or it was retracted: then what has come of it
+        is released at once, so that frames larger than the window pass.
+        """
         cost, self._partial = self._partial, 0
         return cost
-
-    def take_partial(self) -> int:
-        """The consumer waits for the frame in assembly (or it was retracted): its bytes so far count as taken."""
-        return self.release(self.complete())
 
     def release(self, cost: int) -> int:
         self.unread_bytes -= cost

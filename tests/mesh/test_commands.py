@@ -197,9 +197,9 @@ def test_another_meshs_token_is_refused(mesh: Peers, tmp_path: Path) -> None:
         from dht.signing import Token
 
         mine, theirs = Token.parse(mesh.token, time.time()), Token.parse(other.token, time.time())
-        mixed = Token(mine.addresses, theirs.key, mine.expires_at).encode()
+        mixed = Token(mine.addresses, theirs.mesh_key, mine.expires_at).encode()
         done = meshcee("peer", "--join", mixed, home=tmp_path / "home")
-        expired = Token(mine.addresses, mine.key, time.time() - 60).encode()
+        expired = Token(mine.addresses, mine.mesh_key, time.time() - 60).encode()
         late = meshcee("peer", "--join", expired, home=tmp_path / "home")
     assert done.code == 8, done.err
     assert "another mesh" in done.err
