@@ -126,7 +126,7 @@ def _gpt2() -> nn.Module:
 
 
 def _hf(build: str) -> Callable[[], nn.Module]:
-    """Tiny Hugging Face models, from configurations; Llama's attention is the explicit one."""
+    """Tiny Hugging Face models, from configurations."""
 
     def make_model() -> nn.Module:
         import transformers as hf
@@ -141,10 +141,13 @@ def _hf(build: str) -> Callable[[], nn.Module]:
         }
         ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         made: nn.Module
-        if build == "llama":
-            made = hf.LlamaForCausalLM(
-                hf.LlamaConfig(**small, **ids, num_key_value_heads=1, attn_implementation="eager")
-            )
+        if build.startswith("llama"):
+            how = build.partition("-")[2]
+            made = hf.LlamaForCausalLM(hf.LlamaConfig(**small, **ids, num_key_value_heads=1, attn_implementation=how))
+        elif build == "mixtral":
+            config = hf.MixtralConfig(**small, **ids, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+            config._experts_implementation = "batched_mm"  # the loop over experts depends on data
+            made = hf.MixtralForCausalLM(config)
         elif build == "bert":
             made = hf.BertForSequenceClassification(hf.BertConfig(**small, num_labels=4))
         elif build == "albert":
@@ -372,7 +375,9 @@ _MODELS: dict[str, _Made] = {
     "unet": (UNet, F.mse_loss, _unet_data),
 }
 _MODELS |= {
-    "llama": (_hf("llama"), _flat_cross_entropy, _tokens),
+    "llama": (_hf("llama-sdpa"), _flat_cross_entropy, _tokens),
+    "llama_eager": (_hf("llama-eager"), _flat_cross_entropy, _tokens),
+    "mixtral": (_hf("mixtral"), _flat_cross_entropy, _tokens),
     "bert": (_hf("bert"), _class_loss, _masked),
     "albert": (_hf("albert"), _class_loss, _masked),
     "t5": (_hf("t5"), _own_loss, _pairs),

@@ -6,8 +6,11 @@ bytes that stay until the backward pass, and whether a gradient flows; everythin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshcee.capture.program import Input, Node, Ref, Value, is_random
 
-__all__ = ["Analysis", "analyse", "find_recomputed"]
+__all__ = ["Analysis", "analyse", "find_recomputed", "quiet", "resolve"]
 
 _HINT = 2  # samples in the fake pass; figures are divided by it
 _SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
@@ -33,6 +36,20 @@ class Analysis:
     users: list[list[int]]  # value number -> node positions that read it
     group: list[int]  # value number -> alias group
     mutations: dict[int, list[int]]  # alias group -> node positions that write it
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch logs about kernels that refuse their arguments: the error that we raise says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def resolve(argument: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:

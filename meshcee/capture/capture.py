@@ -6,10 +6,11 @@ blocks by the parameters that its nodes use, so that one placement of the parame
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,8 +104,9 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
-        loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
+        with _as_in_eager():
+            output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
+            loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum()")
         if not self._evaluate:
@@ -112,6 +114,23 @@ class _WithLoss(nn.Module):
         found = data_rules.tensors_of(output)
         self.seen.paths = tuple(path for path, _ in found)
         return (loss, *(tensor for _, tensor in found))
+
+
+@contextlib.contextmanager
+def _as_in_eager() -> Iterator[None]:
+    """Models must not see that they are exported: some then take another path (an explicit mask for a causal flag)."""
+    flags = {
+        f: getattr(torch.compiler, f)
+        for f in ("_is_exporting_flag", "_is_compiling_flag")
+        if hasattr(torch.compiler, f)
+    }
+    for flag in flags:
+        setattr(torch.compiler, flag, False)
+    try:
+        yield
+    finally:
+        for flag, value in flags.items():
+            setattr(torch.compiler, flag, value)
 
 
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
@@ -190,7 +209,7 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
     ]
     recomputed = find_recomputed(inputs, nodes, analysis)
     live = positions(inputs, nodes, exported.outputs, analysis, recomputed)
-    chosen = named_cuts(nodes, live, cuts) if cuts else find_cuts(nodes, live, _work(exported, analysis))
+    chosen = named_cuts(nodes, live, cuts) if cuts else find_cuts(inputs, nodes, live, _work(exported, analysis))
     block, marks = 0, set(chosen)
     placed: list[Node] = []
     for i, node in enumerate(nodes):

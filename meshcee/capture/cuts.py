@@ -8,8 +8,8 @@ suppressing its neighbours within a fraction of a layer's work. Layers are what 
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshcee.capture.analysis import Analysis
 from meshcee.capture.program import Input, Node
@@ -86,10 +86,12 @@ def last_uses(
     return last
 
 
-def find_cuts(nodes: Sequence[Node], live: Sequence[float | None], work: Sequence[float]) -> list[int]:
+def find_cuts(
+    inputs: Sequence[Input], nodes: Sequence[Node], live: Sequence[float | None], work: Sequence[float]
+) -> list[int]:
     """Positions of the cuts, ascending. `work[i]` is node i's share of the whole, in FLOPs and parameters."""
-    layers = count_layers(nodes)
-    reach = 1.0 / (4 * max(layers, 4))
+    layers = _Layers.of(nodes, inputs)
+    reach = 1.0 / (4 * max(layers.count, 4))
     total = sum(work) or 1.0
     done = [0.0]
     for w in work:
@@ -98,7 +100,7 @@ def find_cuts(nodes: Sequence[Node], live: Sequence[float | None], work: Sequenc
         (p for p in range(1, len(nodes)) if live[p] is not None),
         key=lambda p: (
             _rounded(live[p]),
-            not _begins_layer(nodes, p),
+            not layers.begins(nodes, p),
             _common_depth(nodes[p - 1].scope, nodes[p].scope),
             p,
         ),
@@ -137,20 +139,42 @@ def named_cuts(nodes: Sequence[Node], live: Sequence[float | None], names: Seque
     return sorted(set(chosen))
 
 
-def count_layers(nodes: Sequence[Node]) -> int:
-    """Modules that a container calls by number, the outermost number of each path; repeated calls count again."""
-    return len({layer for node in nodes if (layer := _layer(node)) is not None})
+@dataclass(frozen=True)
+class _Layers:
+    """What the module tree calls by number, at one depth of numbers: "stages.0", or "stages.0.blocks.1"."""
 
+    depth: int
+    count: int
 
-def _layer(node: Node) -> tuple[str, str] | None:
-    path, _, call = node.scope.partition("@")
-    matched = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", path)
-    return (matched[1], call) if matched else None
+    @classmethod
+    def of(cls, nodes: Sequence[Node], inputs: Sequence[Input]) -> _Layers:
+        """The deepest depth whose layers hold three weighted operators on average; else the first there is."""
+        best = cls(1, 0)
+        for depth in range(1, 8):
+            sizes: dict[str, int] = {}
+            for node in nodes:
+                name = cls(depth, 0).name(node)
+                if name is not None:
+                    weighted = any(r < len(inputs) and inputs[r].kind == "parameter" for r in node.refs)
+                    sizes[name] = sizes.get(name, 0) + weighted
+            if not sizes:
+                break
+            if depth == 1 or sum(sizes.values()) >= 3 * len(sizes):
+                best = cls(depth, len(sizes))
+        return best
 
+    def name(self, node: Node) -> str | None:
+        """The layer that a node belongs to; another call of the same module is another layer."""
+        path, _, call = node.scope.partition("@")
+        parts = path.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        if len(numbers) < self.depth:
+            return None
+        return ".".join(parts[: numbers[self.depth - 1] + 1]) + "@" + call
 
-def _begins_layer(nodes: Sequence[Node], p: int) -> bool:
-    layer = _layer(nodes[p])
-    return layer is not None and layer != _layer(nodes[p - 1])
+    def begins(self, nodes: Sequence[Node], p: int) -> bool:
+        name = self.name(nodes[p])
+        return name is not None and name != self.name(nodes[p - 1])
 
 
 def _rounded(live: float | None) -> float:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshcee.capture.analysis import quiet
 from meshcee.capture.operators import Operator, find_operator, operator_name
 from meshcee.capture.program import Batch, Dim, Input, Node, Ref, Value, is_random
 from meshcee.errors import CaptureError, GraphError, MeshceeError
@@ -53,8 +53,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
     shapes = tuple({0: batch} for _ in arguments)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise

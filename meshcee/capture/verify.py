@@ -6,17 +6,13 @@ So the two must agree, and every tensor on the way must be of bearable size, bef
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshcee.capture.analysis import resolve
+from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.program import Node, Program, Value
 from meshcee.errors import GraphError
 
@@ -30,7 +26,7 @@ _HINT = 2  # samples
 
 def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
-    with _quiet(), FakeTensorMode() as mode, torch.no_grad():
+    with quiet(), FakeTensorMode() as mode, torch.no_grad():
         values: list[Any] = []
         for entry in program.inputs:
             if entry.data is not None:
@@ -47,20 +43,6 @@ def verify_program(program: Program) -> None:
                 raise GraphError(f"node {i} ({node.operator.name}) cannot run: {type(error).__name__}") from error
             _check_value(i, node.value, out)
             values.append(out)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A graph from the network must not be able to fill our log with torch's opinion of it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def _check_value(i: int, value: Value, out: Any) -> None:
