@@ -90,7 +90,7 @@ class Peers:
         self.processes[name] = process
         assert process.stdout is not None
         line = process.stdout.readline()
-        if not line:
+        if '"token"' not in line:
             raise AssertionError(f"{name} did not start:\n{self.log(name)[-3000:]}")
         event: dict[str, Any] = json.loads(line)
         self.ids[name] = event["peer"]

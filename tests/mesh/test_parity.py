@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from tests.mesh.harness import Peers, meshcee, peers
+import meshcee
+from tests.mesh.harness import Peers, peers
+from tests.mesh.harness import meshcee as command
 from tests.mesh.jobs import make_job
-from tests.reference import reference
+from tests.reference import Reference, reference
+
+MICRO_BATCHES = 4
+
+
+@dataclass
+class Trained:
+    """What one run on the mesh left."""
+
+    stages: int
+    losses: list[float]
+    state: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +35,50 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
         yield found
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("case", ["gpt-adamw", "gpt-sgd", "cnn-adamw", "cnn-sgd"])
-def test_any_number_of_stages_equals_the_eager_loop(mesh: Peers, tmp_path: Path, case: str, stages: int) -> None:
-    job_file = tmp_path / "job.py"
-    job_file.write_text(f"from tests.mesh.jobs import make_job\njob = make_job({case!r})\n")
-    out = tmp_path / "out.safetensors"
-    done = meshcee(
-        *("train", str(job_file), "--join", mesh.token, "--stages", str(stages), "--out", str(out), "--json"),
-        home=mesh.home,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.code == 0, done.err
-    plan = next(line["plan"] for line in done.lines if "plan" in line)
-    assert len(plan["pipelines"][0]["stages"]) == stages
-    losses = [line["report"]["loss"] for line in done.lines if "report" in line]
-    torch.set_num_threads(1)  # as the peers: the contract is for one thread count
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the peers: the contract is for one number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+async def train_on(token: str, case: str, stage_counts: list[int]) -> list[Trained]:
+    """Train the same job once for each number of stages, as an owner that joined once."""
+    found = []
+    async with meshcee.join(token) as joined:
+        await joined.agent.wait_for_devices(max(stage_counts))
+        for stages in stage_counts:
+            async for _ in joined.train(make_job(case), stages=stages):
+                pass
+            assert joined.result.plan is not None
+            used = len(joined.result.plan.pipelines[0].stages)
+            found.append(Trained(used, joined.result.losses, joined.result.state_dict))
+            await joined.agent.wait_for_devices(max(stage_counts))  # until all are idle again
+    return found
+
+
+def step_losses(expected: Reference) -> list[float]:
+    return [sum(float(loss) * (1 / MICRO_BATCHES) for loss in step) for step in expected.losses]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gpt-adamw", "cnn-sgd", pytest.param("gpt-sgd", marks=pytest.mark.slow), pytest.param("cnn-adamw", marks=pytest.mark.slow)],
+)
+def test_any_number_of_stages_equals_the_eager_loop(
+    mesh: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    runs = asyncio.run(train_on(mesh.token, case, [1, 2, 3, 5]))
+    assert [run.stages for run in runs] == [1, 2, 3, 5]
     expected = reference(make_job(case))
-    assert losses == [sum(float(loss) * (1 / 4) for loss in step) for step in expected.losses]
-    state = safetensors.torch.load_file(out)
-    assert state.keys() == expected.state.keys()
-    for name, tensor in state.items():
-        assert torch.equal(tensor, expected.state[name]), name
+    for run in runs:
+        assert run.losses == step_losses(expected), run.stages
+        assert run.state.keys() == expected.state.keys()
+        for name, tensor in run.state.items():
+            assert torch.equal(tensor, expected.state[name]), (run.stages, name)
 
 
 def test_one_flipped_bit_of_one_gradient_is_noticed(tmp_path: Path) -> None:
@@ -52,12 +89,11 @@ def test_one_flipped_bit_of_one_gradient_is_noticed(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1) as mesh:
         mesh.start("saboteur", entry=("-m", "tests.mesh.flip_one_bit"))
         arguments = ("train", str(job_file), "--join", mesh.token, "--out", str(out), "--json")
-        done = meshcee(*arguments, home=mesh.home, cwd=Path(__file__).parents[2])
+        done = command(*arguments, home=mesh.home, cwd=Path(__file__).parents[2])
     assert done.code == 0, done.err
     losses = [line["report"]["loss"] for line in done.lines if "report" in line]
-    torch.set_num_threads(1)
     expected = reference(make_job("gpt-sgd"))
-    wanted = [sum(float(loss) * (1 / 4) for loss in step) for step in expected.losses]
+    wanted = step_losses(expected)
     state = safetensors.torch.load_file(out)
     assert losses[:6] == wanted[:6]  # the flip comes at the end of step 5
     assert losses[6:] != wanted[6:]
