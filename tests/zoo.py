@@ -12,7 +12,7 @@ from torch import nn
 
 from meshcee.job import Job, Optimizer
 
-__all__ = ["ALL", "PHASE_ONE", "make"]
+__all__ = ["ALL", "PHASE_ONE", "class_loss", "flat_cross_entropy", "make", "own_loss"]
 
 VOCABULARY, LENGTH = 31, 12
 
@@ -110,7 +110,7 @@ def _images(n: int, size: int = 8) -> list[tuple[Any, Any]]:
     return [(torch.randn(1, size, size, generator=g), i % 10) for i in range(n)]
 
 
-def _flat_cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
+def flat_cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -344,11 +344,11 @@ def _many(n: int) -> list[tuple[Any, Any]]:
     ]
 
 
-def _class_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+def class_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.logits, target)
 
 
-def _own_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+def own_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = output.loss
     return loss
 
@@ -368,24 +368,24 @@ def _unet_data(n: int) -> list[tuple[Any, Any]]:
 
 _Made = tuple[Callable[[], nn.Module], Callable[[Any, Any], torch.Tensor], Callable[[int], list[tuple[Any, Any]]]]
 _MODELS: dict[str, _Made] = {
-    "char_gpt": (CharGPT, _flat_cross_entropy, _tokens),
+    "char_gpt": (CharGPT, flat_cross_entropy, _tokens),
     "cnn": (CNN, F.cross_entropy, _images),
-    "gpt2": (_gpt2, _flat_cross_entropy, _tokens),
-    "shared_layer": (lambda: CharGPT(shared=True), _flat_cross_entropy, _tokens),
+    "gpt2": (_gpt2, flat_cross_entropy, _tokens),
+    "shared_layer": (lambda: CharGPT(shared=True), flat_cross_entropy, _tokens),
     "unet": (UNet, F.mse_loss, _unet_data),
 }
 _MODELS |= {
-    "llama": (_hf("llama-sdpa"), _flat_cross_entropy, _tokens),
-    "llama_eager": (_hf("llama-eager"), _flat_cross_entropy, _tokens),
-    "mixtral": (_hf("mixtral"), _flat_cross_entropy, _tokens),
-    "bert": (_hf("bert"), _class_loss, _masked),
-    "albert": (_hf("albert"), _class_loss, _masked),
-    "t5": (_hf("t5"), _own_loss, _pairs),
-    "vit": (_hf("vit"), _class_loss, _images),
+    "llama": (_hf("llama-sdpa"), flat_cross_entropy, _tokens),
+    "llama_eager": (_hf("llama-eager"), flat_cross_entropy, _tokens),
+    "mixtral": (_hf("mixtral"), flat_cross_entropy, _tokens),
+    "bert": (_hf("bert"), class_loss, _masked),
+    "albert": (_hf("albert"), class_loss, _masked),
+    "t5": (_hf("t5"), own_loss, _pairs),
+    "vit": (_hf("vit"), class_loss, _images),
     "resnet": (ResNet, F.cross_entropy, lambda n: _images(n, 16)),
-    "lstm": (lambda: Recurrent(nn.LSTM), _flat_cross_entropy, _tokens),
-    "gru": (lambda: Recurrent(nn.GRU), _flat_cross_entropy, _tokens),
-    "moe": (MoE, _flat_cross_entropy, _tokens),
+    "lstm": (lambda: Recurrent(nn.LSTM), flat_cross_entropy, _tokens),
+    "gru": (lambda: Recurrent(nn.GRU), flat_cross_entropy, _tokens),
+    "moe": (MoE, flat_cross_entropy, _tokens),
     "many": (Many, _two_losses, _many),
     "lora": (Rotary, _smoothed, _tokens),
 }
