@@ -84,6 +84,16 @@ def test_every_slicing_agrees_at_its_cuts(model: str) -> None:
             assert program.slice(cut - 1, cut).sent == program.slice(cut, cut + 1).received
 
 
+def test_masks_and_shifted_labels_are_redone_from_raw_inputs() -> None:
+    """Every BERT layer reads the padding mask: as the owner's raw input, not through all layers before it."""
+    program = captured("bert").train
+    for b in range(1, program.num_blocks - 1):
+        spec = program.slice(b, b + 1)
+        assert all(v.dtype != torch.bool for v in spec.sent)
+        if any("attention" in s for s in spec.parameters):
+            assert "x.attention_mask" in [v.name for v in spec.raw_inputs]
+
+
 def test_a_slice_outside_the_program_is_refused() -> None:
     program = captured("cnn").train
     for first, end in [(0, 0), (-1, 2), (1, program.num_blocks + 1), (2, 1)]:

@@ -65,6 +65,17 @@ def put(*path: int, to: Any) -> Callable[[Any], None]:
     return change
 
 
+def node(tree: Any, operator: str) -> Any:
+    """The first node that calls this operator."""
+    return next(n for n in tree[3] if tree[1][n[0]] == operator)
+
+
+def split(tree: Any, operator: int) -> None:
+    target = node(tree, "aten.unbind.int")
+    target[0], target[1] = operator, [target[1][0], 1 << 40]
+    target[3] = [1]
+
+
 # A document is [version, operators, inputs, nodes, outputs, blocks, recomputed], a node [operator, args, kwargs, value,
 # block, no_grad], an input [kind, name, value, trainable, mutated, persistent, data].
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -117,6 +128,12 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "an integer of 70 bits": put(3, 1, 1, 0, to=(1 << 64) - 1),
     "a number instead of nodes": put(3, to=7),
     "a truncated document": lambda d: d.pop(),
+    "a value of another shape than declared": lambda d: node(d, "aten.linear.default")[3][2].__setitem__(-1, 17),
+    "a value of another type than declared": lambda d: node(d, "aten.linear.default")[3].__setitem__(1, "float64"),
+    "a tensor where a number was declared": lambda d: node(d, "aten.linear.default").__setitem__(3, [0]),
+    "a call that cannot run": lambda d: node(d, "aten.view.default")[1].__setitem__(1, [7, 7]),
+    "a mask of 2^62 elements": lambda d: node(d, "aten.arange.default").__setitem__(1, [1 << 62]),
+    "a split into 2^40 parts": lambda d: (d[1].append("aten.chunk.default"), split(d, len(d[1]) - 1)),
 }
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import importlib
 import weakref
 from typing import Any
 
@@ -37,8 +38,20 @@ def captured(model: str, precision: str = "fp32") -> Capture:
 
 
 @functools.cache
-def expected(model: str, optimizer: str, precision: str = "fp32") -> Reference:
-    return reference(zoo.make(model, optimizer, precision=precision))
+def finely_cut(model: str) -> Capture:
+    """Cut at every position where a cut does not change the meaning."""
+
+    def everywhere(inputs: Any, nodes: Any, live: Any, work: Any) -> list[int]:
+        return [p for p in range(1, len(nodes)) if live[p] is not None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", everywhere)
+        return capture(zoo.make(model))
+
+
+@functools.cache
+def expected(model: str, optimizer: str, precision: str = "fp32", steps: int | None = None) -> Reference:
+    return reference(zoo.make(model, optimizer, precision=precision), steps)
 
 
 def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference) -> None:
@@ -72,13 +85,17 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
     assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("model", [m for m in zoo.ALL if m not in zoo.PHASE_ONE])
-def test_models_of_every_kind(model: str, split: bool) -> None:
-    job = zoo.make(model)
-    found = captured(model)
-    chain = Chain(job, found, min(3, found.train.num_blocks), "late", split=split)
-    assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
+KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
+
+
+@pytest.mark.parametrize("order", ["fused", "late"])
+@pytest.mark.parametrize("model", KINDS)
+def test_every_place_where_a_model_can_be_cut(model: str, order: str) -> None:
+    """As many stages as there are places for a cut: about one operator a stage, for models of every kind."""
+    job = zoo.make(model, steps=2)
+    chain = Chain(job, finely_cut(model), finely_cut(model).train.num_blocks, order)
+    assert len(chain.runners) >= 10
+    assert_equal(chain, chain.run(job.steps), expected(model, "adamw", steps=2))
 
 
 def test_recomputation_keeps_less_between_f_and_b() -> None:
