@@ -29,15 +29,14 @@ __all__ = [
     "PRELUDE_BYTES",
     "Credit",
     "Decoder",
+    "Encoder",
     "Event",
     "Goodbye",
     "Retracted",
     "Spent",
     "Whole",
-    "control_record",
-    "encode_chunks",
-    "encode_head",
     "frame_cost",
+    "views",
 ]
 
 # The layout of records never changes within one libp2p protocol name, so that two versions of meshcee can always read
@@ -52,7 +51,7 @@ _PRELUDE = struct.Struct("!QQ")
 PRELUDE_BYTES = _PRELUDE.size
 _TAG = int.from_bytes(MAGIC + bytes([FRAME_VERSION, 0]), "big")
 _SIZE = (1 << 32) - 1
-_STRING, _INTEGER = {str}, {int}
+_STRING, _INTEGER = frozenset({str}), frozenset({int})
 MAX_CHUNK_BYTES = 4 << 20
 MAX_KIND_CHARS = 64
 _SCRATCH_BYTES = 64 * 1024  # what one read may take while no payload is being filled
@@ -108,43 +107,51 @@ def views(frame: Frame) -> list[memoryview]:
     return flat
 
 
-def encode_head(frame: Frame, sizes: Sequence[int], limits: Limits, check: bool = True) -> bytes:
-    """The DATA record of a frame; refuses what the other side would refuse."""
-    if not 0 < len(frame.kind) <= MAX_KIND_CHARS:
-        raise ProtocolError(f"a frame's kind has 1 to {MAX_KIND_CHARS} characters, got {frame.kind!r}")
-    if len(sizes) > limits.payloads:
-        raise ProtocolError(f"frame {frame.kind!r} has {len(sizes)} payloads, more than {limits.payloads}: split it")
-    try:
-        body: bytes = msgpack.packb([frame.kind, dict(frame.header), list(sizes)], use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"the header of frame {frame.kind!r} cannot be sent: {error}") from error
-    if len(body) > limits.header_bytes:
-        raise ProtocolError(
-            f"the header of frame {frame.kind!r} has {len(body)} bytes, more than {limits.header_bytes}: "
-            "put large values into payloads"
-        )
-    return _prelude(DATA, len(body), body, check) + body
+class Encoder:
+    """Frames in, records out; refuses what the other side would refuse."""
 
+    def __init__(self, limits: Limits, check: bool = True) -> None:
+        self._limits = limits
+        self._check = check
+        self._chunk_bytes = min(limits.chunk_bytes, MAX_CHUNK_BYTES)
+        self._pack = msgpack.Packer(use_bin_type=True).pack
 
-def _prelude(kind: int, size: int, body: bytes | memoryview, check: bool) -> bytes:
-    word = (_TAG | kind) << 32 | size
-    return _PRELUDE.pack(word, xxhash.xxh3_64_intdigest(body, word) if check else 0)
+    def head(self, frame: Frame, sizes: Sequence[int]) -> tuple[bytes, int]:
+        """The DATA record of a frame with payloads of these sizes, and its cost in the window."""
+        kind = frame.kind
+        if not 0 < len(kind) <= MAX_KIND_CHARS:
+            raise ProtocolError(f"a frame's kind has 1 to {MAX_KIND_CHARS} characters, got {kind!r}")
+        if len(sizes) > self._limits.payloads:
+            raise ProtocolError(
+                f"frame {kind!r} has {len(sizes)} payloads, more than {self._limits.payloads}: split it"
+            )
+        try:
+            body: bytes = self._pack((kind, dict(frame.header), sizes))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"the header of frame {kind!r} cannot be sent: {error}") from error
+        size = len(body)
+        if size > self._limits.header_bytes:
+            raise ProtocolError(
+                f"the header of frame {kind!r} has {size} bytes, more than {self._limits.header_bytes}: "
+                "put large values into payloads"
+            )
+        return self._prelude(DATA, size, body) + body, frame_cost(size, len(sizes))
 
+    def chunks(self, payloads: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+        """A prelude and its bytes, in turns, for every CHUNK; lazily, so that checksums come while the wire is busy."""
+        for payload in payloads:
+            for start in range(0, len(payload), self._chunk_bytes):
+                chunk = payload[start : start + self._chunk_bytes]
+                yield self._prelude(CHUNK, len(chunk), chunk)
+                yield chunk
 
-def encode_chunks(
-    payloads: Sequence[memoryview], chunk_bytes: int, check: bool = True
-) -> Iterator[tuple[bytes, memoryview]]:
-    """(prelude, bytes) of each CHUNK record, lazily, so that checksums are computed while the wire is busy."""
-    chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
-    for payload in payloads:
-        for start in range(0, len(payload), chunk_bytes):
-            chunk = payload[start : start + chunk_bytes]
-            yield _prelude(CHUNK, len(chunk), chunk, check), chunk
+    def control(self, kind: int, size: int = 0) -> bytes:
+        """A CREDIT, RETRACT or GOODBYE record."""
+        return self._prelude(kind, size, b"")
 
-
-def control_record(kind: int, size: int = 0, check: bool = True) -> bytes:
-    """A CREDIT, RETRACT or GOODBYE record."""
-    return _prelude(kind, size, b"", check)
+    def _prelude(self, kind: int, size: int, body: bytes | memoryview) -> bytes:
+        word = (_TAG | kind) << 32 | size
+        return _PRELUDE.pack(word, xxhash.xxh3_64_intdigest(body, word) if self._check else 0)
 
 
 def _no_extension(code: int, data: bytes) -> Any:
@@ -162,14 +169,14 @@ def _decode_head(body: memoryview, limits: Limits, max_payload_bytes: int) -> tu
         )
     except (ValueError, TypeError, UnicodeDecodeError, OverflowError) as error:  # msgpack's errors are ValueErrors
         raise ProtocolError(f"a frame's header is not valid msgpack: {error}") from error
-    if not isinstance(message, list) or len(message) != 3:
+    if type(message) is not list or len(message) != 3:
         raise ProtocolError("a frame's header must be [kind, header, payload sizes]")
     kind, header, sizes = message
-    if not isinstance(kind, str) or not 0 < len(kind) <= MAX_KIND_CHARS:
+    if type(kind) is not str or not 0 < len(kind) <= MAX_KIND_CHARS:
         raise ProtocolError(f"a frame's kind must be a string of 1 to {MAX_KIND_CHARS} characters")
-    if not isinstance(header, dict) or not set(map(type, header)) <= _STRING:
+    if type(header) is not dict or not _STRING.issuperset(map(type, header)):
         raise ProtocolError(f"the header of frame {kind!r} must be a map with string keys")
-    if not isinstance(sizes, list) or not set(map(type, sizes)) <= _INTEGER or min(sizes, default=0) < 0:
+    if type(sizes) is not list or (sizes and not (_INTEGER.issuperset(map(type, sizes)) and min(sizes) >= 0)):
         raise ProtocolError(f"the payload sizes of frame {kind!r} must be a list of non-negative integers")
     if len(sizes) > limits.payloads:
         raise ProtocolError(f"frame {kind!r} announces {len(sizes)} payloads, more than {limits.payloads}")
@@ -206,18 +213,19 @@ class Decoder:
         """Whether an end of file now would cut something off."""
         return self._frame is not None or self._head is not None or self._end > self._start
 
-    def get_buffer(self) -> memoryview:
+    def get_buffer(self, size_hint: int = -1) -> memoryview:
         """Memory to fill next; never empty."""
-        if self._error is not None:
-            return self._view
-        self._direct = self._chunk_left > 0
-        if self._direct:
+        if self._chunk_left and self._error is None:
+            self._direct = True
             return self._payloads[-1][self._filled : self._filled + self._chunk_left]
+        self._direct = False
         if self._start:
             rest = self._end - self._start
             self._scratch[:rest] = self._scratch[self._start : self._end]
             self._start, self._end = 0, rest
-        return self._view[self._end :]
+        if self._error is not None:
+            self._end = 0  # what still comes is thrown away
+        return self._view[self._end :] if self._end else self._view
 
     def advance(self, size: int) -> list[Event]:
         """`size` bytes of the lent memory were filled: the events that they complete, in order."""
@@ -267,7 +275,10 @@ class Decoder:
             elif ready >= PRELUDE_BYTES:
                 word, digest = _PRELUDE.unpack_from(self._view, self._start)
                 self._start += PRELUDE_BYTES
-                self._parse_prelude(word, digest, events)
+                if word >> 32 == _TAG | DATA:
+                    self._begin_frame(word, digest)
+                else:
+                    self._parse_prelude(word, digest, events)
             else:
                 break
         if self._start == self._end:
@@ -275,13 +286,7 @@ class Decoder:
 
     def _parse_prelude(self, word: int, digest: int, events: list[Event]) -> None:
         size, kind = word & _SIZE, (word >> 32) - _TAG
-        if kind == DATA:
-            if self._frame is not None:
-                raise ProtocolError("a frame began inside another")
-            if size > self._limits.header_bytes:
-                raise ProtocolError(f"a header of {size} bytes is announced, more than {self._limits.header_bytes}")
-            self._head = (word, digest)
-        elif kind == CHUNK:
+        if kind == CHUNK:
             if self._frame is None or not self._payloads:
                 raise ProtocolError("payload bytes arrived outside a frame")
             if not 0 < size <= min(MAX_CHUNK_BYTES, len(self._payloads[-1]) - self._filled):
@@ -298,6 +303,13 @@ class Decoder:
             raise ProtocolError(f"the other side frames with version {word >> 40 & 0xFF}, we with {FRAME_VERSION}")
         else:
             raise ProtocolError(f"record type {kind} is unknown")
+
+    def _begin_frame(self, word: int, digest: int) -> None:
+        if self._frame is not None:
+            raise ProtocolError("a frame began inside another")
+        if word & _SIZE > self._limits.header_bytes:
+            raise ProtocolError(f"a header of {word & _SIZE} bytes is announced, more than {self._limits.header_bytes}")
+        self._head = (word, digest)
 
     def _control(self, kind: int, size: int) -> Event:
         if kind == CREDIT:
@@ -321,8 +333,12 @@ class Decoder:
         self._start += size
         kind, header, sizes = _decode_head(body, self._limits, self.max_payload_bytes)
         self._spent += frame_cost(size, len(sizes))
-        self._frame, self._payloads, self._filled = (kind, header, sizes), [], 0
-        self._next_payload(events)
+        if sizes:
+            self._frame, self._payloads, self._filled = (kind, header, sizes), [], 0
+            self._next_payload(events)
+        else:
+            events.append(Whole(Frame(kind, header), self._spent))
+            self._spent = 0
 
     def _fill(self, size: int, events: list[Event]) -> None:
         """`size` more bytes of the current chunk are in place."""

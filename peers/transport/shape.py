@@ -23,7 +23,7 @@ from meshcee.config import Limits
 from meshcee.errors import UsageError
 from meshcee.profile import LinkProfile
 from peers.transport.base import Frame, Handler, Stream, StreamClosed
-from peers.transport.frame import PRELUDE_BYTES, encode_head, views
+from peers.transport.frame import PRELUDE_BYTES, Encoder, views
 
 __all__ = ["Shape", "ShapedTransport"]
 
@@ -139,6 +139,7 @@ class _ShapedStream:
         self._shape = shape
         self._pair = (source, inner.peer_id)
         self._limits = limits
+        self._encoder = Encoder(limits)
         self._close_s = close_s
         self._turn = asyncio.Lock()
         self._under_way: deque[tuple[float, Frame]] = deque()  # bounded by the window, as unread bytes are
@@ -168,7 +169,7 @@ class _ShapedStream:
 
     async def send(self, frame: Frame) -> None:
         payloads = views(frame)
-        head = encode_head(frame, [len(view) for view in payloads], self._limits)  # refuse here, not in the courier
+        head, _ = self._encoder.head(frame, [len(view) for view in payloads])  # refuse here, not in the courier
         size = len(head) + sum(len(view) + PRELUDE_BYTES for view in payloads)
         loop = asyncio.get_running_loop()
         async with self._turn:

@@ -21,18 +21,15 @@ from peers.transport.frame import (
     CREDIT,
     GOODBYE,
     MAX_CHUNK_BYTES,
-    PRELUDE_BYTES,
     RETRACT,
     Credit,
     Decoder,
+    Encoder,
     Event,
     Goodbye,
     Retracted,
     Spent,
     Whole,
-    control_record,
-    encode_chunks,
-    encode_head,
     frame_cost,
     views,
 )
@@ -73,7 +70,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self.keep: object = None  # whatever must live as long as the connection does
         self._limits = limits or Limits()
         self._close_s = close_s
-        self._check = check
+        self._encoder = Encoder(self._limits, check)
         self._decoder = Decoder(self._limits, check)
         self._decoder.max_payload_bytes = 0
         self._transport: asyncio.Transport | None = None
@@ -133,27 +130,23 @@ class FramedStream(asyncio.BufferedProtocol):
     # -- sending
 
     async def send(self, frame: Frame) -> None:
-        payloads = views(frame)
+        payloads: Sequence[memoryview] = views(frame) if frame.payloads else ()
         sizes = [len(view) for view in payloads]
-        total = sum(sizes)
-        head = encode_head(frame, sizes, self._limits, self._check)
-        cost = frame_cost(len(head) - PRELUDE_BYTES, len(sizes))
-        if total > _JOINED_BYTES:
+        head, cost = self._encoder.head(frame, sizes)
+        if (total := sum(sizes)) > _JOINED_BYTES:
             async with self._my_turn():
                 await self._may_send(payloads=True)
                 await self._send_chunks(head, cost, payloads)
             return
-        parts: list[bytes | memoryview] = [head]
-        for chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
-            parts += chunk
-        if self._senders or not self._ready(payloads=bool(payloads)):
+        data = b"".join((head, *self._encoder.chunks(payloads))) if total else head
+        if self._senders or not self._ready(bool(payloads)):
             async with self._my_turn():
-                await self._may_send(payloads=bool(payloads))
-                self._spend_and_write(cost + total, b"".join(parts))
+                await self._may_send(bool(payloads))
+                self._spend_and_write(cost + total, data)
         else:
-            self._spend_and_write(cost + total, b"".join(parts))
+            self._spend_and_write(cost + total, data)
 
-    def _spend_and_write(self, cost: int, data: bytes | memoryview) -> None:
+    def _spend_and_write(self, cost: int, data: bytes) -> None:
         self._outgoing.spend(cost)
         self._write(data)
 
@@ -163,10 +156,11 @@ class FramedStream(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=0)  # paused now means: not everything is with the kernel yet
         begun = complete = False
         try:
-            for prelude, chunk in encode_chunks(payloads, self._limits.chunk_bytes, self._check):
+            records = self._encoder.chunks(payloads)
+            for prelude, chunk in zip(records, records):
                 if begun:
                     await self._may_send(payloads=True)
-                    self._spend_and_write(len(chunk), prelude)
+                    self._spend_and_write(len(chunk), bytes(prelude))
                 else:
                     self._spend_and_write(cost + len(chunk), head + prelude)
                     begun = True
@@ -176,7 +170,7 @@ class FramedStream(asyncio.BufferedProtocol):
         finally:
             if self._transport is not None and self._why is None:
                 if not complete:
-                    self._write(control_record(RETRACT, check=self._check))
+                    self._write(self._encoder.control(RETRACT))
                 self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     @contextlib.asynccontextmanager
@@ -228,7 +222,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def _grant(self, cost: int) -> None:
         if self._why is None and self._transport is not None:
-            self._write(control_record(CREDIT, cost, self._check))
+            self._write(self._encoder.control(CREDIT, cost))
 
     # -- receiving
 
@@ -290,7 +284,7 @@ class FramedStream(asyncio.BufferedProtocol):
                         async with self._my_turn():
                             if self._why is None and not self._closing:
                                 self._closing = True
-                                self._write(control_record(GOODBYE, check=self._check))
+                                self._write(self._encoder.control(GOODBYE))
                                 self._drop_inbox()
                         await self._lost.wait()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -20,19 +21,15 @@ from peers.transport.frame import (
     CREDIT,
     GOODBYE,
     MAX_CHUNK_BYTES,
-    PRELUDE_BYTES,
     RETRACT,
     Credit,
     Decoder,
+    Encoder,
     Event,
     Goodbye,
     Retracted,
     Spent,
     Whole,
-    control_record,
-    encode_chunks,
-    encode_head,
-    frame_cost,
     views,
 )
 from tests.peers.transport.harness import same
@@ -49,9 +46,13 @@ frames = st.builds(
 
 
 def encode(frame: Frame, limits: Limits = LIMITS, check: bool = True) -> bytes:
-    payloads = views(frame)
-    head = encode_head(frame, [len(p) for p in payloads], limits, check)
-    return head + b"".join(prelude + chunk for prelude, chunk in encode_chunks(payloads, limits.chunk_bytes, check))
+    encoder, payloads = Encoder(limits, check), views(frame)
+    head, _ = encoder.head(frame, [len(p) for p in payloads])
+    return head + b"".join(encoder.chunks(payloads))
+
+
+def control_record(kind: int, size: int = 0) -> bytes:
+    return Encoder(LIMITS).control(kind, size)
 
 
 def record(kind: int, size: int, check: int = 0, body: bytes = b"", magic: bytes = b"mc", version: int = 1) -> bytes:
@@ -84,11 +85,7 @@ def test_frames_survive_any_cutting_of_the_bytes(sent: list[Frame], cuts: list[i
     assert len(received) == len(sent)
     assert all(map(same, received, sent))
     assert not decoder.mid_frame
-    cost = sum(
-        frame_cost(len(encode_head(f, [len(p) for p in f.payloads], LIMITS)) - PRELUDE_BYTES, len(f.payloads))
-        + f.payload_bytes
-        for f in sent
-    )
+    cost = sum(Encoder(LIMITS).head(f, [len(p) for p in f.payloads])[1] + f.payload_bytes for f in sent)
     assert sum(event.cost for event in events if isinstance(event, (Spent, Whole))) == cost  # both windows count alike
 
 
@@ -207,8 +204,8 @@ def test_an_announced_payload_costs_nothing_before_its_bytes_come() -> None:
 
 def test_control_records_stand_between_chunks() -> None:
     payload = bytes(range(256)) * 10
-    head = encode_head(Frame("x", {}, [payload]), [len(payload)], LIMITS)
-    chunks = [prelude + chunk for prelude, chunk in encode_chunks([memoryview(payload)], 1000)]
+    encoded = encode(Frame("x", {}, [payload]))  # chunks of 1000, 1000 and 560 bytes
+    head, *chunks = (encoded[a:b] for a, b in pairwise((0, -2608, -1592, -576, len(encoded))))
     decoder = Decoder(LIMITS)
     events = decoder.feed(head + chunks[0] + control_record(CREDIT, 77) + chunks[1])
     assert Credit(77) in events
@@ -218,10 +215,9 @@ def test_control_records_stand_between_chunks() -> None:
 
 
 def test_a_retracted_frame_leaves_nothing_behind() -> None:
-    half = encode_head(Frame("gone", {}, [bytes(2500)]), [2500], LIMITS)
+    half = encode(Frame("gone", {}, [bytes(2500)]))[: -516 - 1016]  # without the last two of three chunks
     decoder = Decoder(LIMITS)
-    prelude, chunk = next(encode_chunks([memoryview(bytes(2500))], 1000))
-    events = decoder.feed(half + prelude + bytes(chunk) + control_record(RETRACT) + encode(Frame("next", {}, [b"abc"])))
+    events = decoder.feed(half + control_record(RETRACT) + encode(Frame("next", {}, [b"abc"])))
     assert Retracted() in events
     assert [frame.kind for frame in only_frames(events)] == ["next"]
     assert not decoder.mid_frame
