@@ -1,43 +1,48 @@
-"""Who is in the mesh, what their links are, and which job runs: records read from the store, every one expiring.
+"""Who is in the mesh, what their links are, and which job runs: our own records announced, everybody's read.
 
-The idea: announce often, believe for as long as a record lives, and tell apart joined, left and changed. A peer that
-leaves says so; one that dies is forgotten when its record expires.
+The idea: announce often, believe what keeps changing (see roster.py), and keep the mesh in one piece: a seed or a peer
+that has vanished without a word is called up again now and then, so that two halves of a mesh find each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import structlog
 
-from dht.records import LinkRecord, PeerRecord, Record, RunRecord, open_sealed, seal
+from dht.addresses import peer_of
+from dht.records import CLOCK_SKEW_S, LinkRecord, PeerRecord, Record, RunRecord, open_sealed, seal, topic
+from dht.roster import Change, Roster, differences
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import MeshceeError
+from meshcee.errors import JoinError, MeshceeError
 
 __all__ = ["Change", "Directory"]
 
 log = structlog.get_logger()
 
 R = TypeVar("R", bound=Record)
-MAX_SKEW_S = 120.0  # records dated further ahead than this are set aside
 
-
-@dataclass(frozen=True)
-class Change:
-    """A peer has "joined", "left" or "changed"; `record` is the newest that was seen of it."""
-
-    kind: str
-    record: PeerRecord
+REST_EVERY = 4  # polls of peers for one of links and runs
+CROWD = 32  # beyond so many peers, polls become rarer in proportion
+CALL_FIRST_S, CALL_MOST_S = 2.0, 60.0  # pauses between two calls of a peer that has vanished
+CALLED_AT_ONCE = 4
+MAX_VANISHED = 64
+FORGET_S = 3600.0
 
 
 class Directory:
-    """Reads and writes records of one mesh. `run` keeps it fresh; what it knows is in `peers`, `links` and `runs`."""
+    """Reads and writes the records of one mesh; what it knows is in `peers`, `links` and `runs`, our own included.
+
+    `announce_forever` and `poll_forever` run in the owner's TaskGroup; the latter raises JoinError when an older
+    process with our identity is at work elsewhere.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Directory:
         timeouts: Timeouts,
         limits: Limits,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._identity = identity
@@ -55,18 +61,31 @@ class Directory:
         self._timeouts = timeouts
         self._limits = limits
         self._clock = clock
+        self._monotonic = monotonic
         self.peers: dict[str, PeerRecord] = {}
         self.links: dict[str, LinkRecord] = {}
         self.runs: dict[str, RunRecord] = {}
-        self.changes: asyncio.Queue[Change] = asyncio.Queue(maxsize=1024)
-        self.changed = asyncio.Condition()
+        self.changed = asyncio.Condition()  # notified after every refresh
+        self._started_at = clock()
+        self._instance = secrets.token_hex(8)
         self._own: dict[type[Record], Record] = {}
-        self._suspects: set[str] = set()
+        self._sent_at: dict[type[Record], float] = {}
+        self._rosters: dict[type[Record], Roster[Any]] = {
+            kind: Roster(timeouts.record_ttl_s) for kind in (PeerRecord, LinkRecord, RunRecord)
+        }
+        self._suspects: set[tuple[str, str]] = set()
+        self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
+        self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
+        self._calls: dict[str, tuple[float, float]] = {}  # next call of a peer, and the pause after it
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     async def publish(self, record: Record) -> bool:
         """Write our record now, and again until `withdraw`. False when no replica took it this time."""
+        if isinstance(record, PeerRecord):
+            record = replace(
+                record, started_at=record.started_at or self._started_at, instance=record.instance or self._instance
+            )
         self._own[type(record)] = record
         return await self._write(record)
 
@@ -75,17 +94,21 @@ class Directory:
         self._own.pop(kind, None)
 
     async def _write(self, record: Record) -> bool:
-        now = self._clock()
-        sealed = seal(replace(record, sent_at=now), self._identity, self._mesh_key)
-        return await self._store.put(self._key(type(record)), record.peer_id, sealed, now + self._timeouts.record_ttl_s)
-
-    def _key(self, kind: type[Record]) -> str:
-        return f"meshcee/{self._mesh_key.fingerprint}/{kind.kind}"
+        kind = type(record)
+        # Never twice the same time and never an earlier one: nodes keep the value that expires last.
+        sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
+        self._sent_at[kind] = sent_at
+        expires_at = sent_at + self._timeouts.record_ttl_s + CLOCK_SKEW_S
+        sealed = seal(replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits)
+        return await self._store.put(topic(kind.kind, self._mesh_key), record.peer_id, sealed, expires_at)
 
     async def announce_forever(self) -> None:
-        """Write what was published again and again, well before it expires."""
+        """Write what was published again and again, well before it is believed gone."""
+        every_s = self._timeouts.announce_every_s
+        due_s = self._monotonic() + every_s
         while True:
-            await asyncio.sleep(self._timeouts.announce_every_s)
+            await asyncio.sleep(max(0.0, due_s - self._monotonic()))
+            due_s = max(due_s, self._monotonic() - every_s) + every_s
             for record in list(self._own.values()):
                 if not await self._write(record):
                     log.debug("record not stored", kind=record.kind)
@@ -103,48 +126,93 @@ class Directory:
         """Every valid record of this kind, by peer id; invalid ones are logged once each and set aside."""
         found: dict[str, R] = {}
         now = self._clock()
-        for subkey, (data, _) in (await self._store.get(self._key(kind))).items():
+        for subkey, (data, _) in (await self._store.get(topic(kind.kind, self._mesh_key))).items():
             try:
-                record = open_sealed(kind, subkey, data, self._mesh_key, self._limits)
+                found[subkey] = open_sealed(kind, subkey, data, self._mesh_key, self._limits, now=now)
             except MeshceeError as error:
-                if subkey not in self._suspects and len(self._suspects) < 1024:
-                    self._suspects.add(subkey)
+                if (kind.kind, subkey) not in self._suspects and len(self._suspects) < 1024:
+                    self._suspects.add((kind.kind, subkey))
                     log.warning("record set aside", kind=kind.kind, peer=subkey[:64], error=str(error))
-                continue
-            if record.sent_at > now + MAX_SKEW_S:
-                log.warning("record from the future set aside: check that peer's clock", peer=subkey)
-            elif record.sent_at + self._timeouts.record_ttl_s > now - MAX_SKEW_S:
-                found[subkey] = record
         return found
 
     async def poll_forever(self) -> None:
-        """Refresh what is known, at once and then every directory_poll_s."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(self._timeouts.directory_poll_s)
+        """Refresh what is known, at once and then every directory_poll_s; call up those who have vanished."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._poll())
+            group.create_task(self._call_up())
 
-    async def refresh(self) -> None:
-        """Read everything once and note what has changed."""
-        records, links, runs = await asyncio.gather(*(self.read(k) for k in (PeerRecord, LinkRecord, RunRecord)))
-        peers = {p: r for p, r in records.items() if isinstance(r, PeerRecord) and not r.left}
-        self.links = {p: r for p, r in links.items() if isinstance(r, LinkRecord) and p in peers}
-        self.runs = {p: r for p, r in runs.items() if isinstance(r, RunRecord) and p in peers}
-        for peer_id in peers.keys() - self.peers.keys():
-            self._note(Change("joined", peers[peer_id]))
-        for peer_id in self.peers.keys() - peers.keys():
-            self._note(Change("left", self.peers[peer_id]))
-        for peer_id in peers.keys() & self.peers.keys():
-            if replace(peers[peer_id], sent_at=0) != replace(self.peers[peer_id], sent_at=0):
-                self._note(Change("changed", peers[peer_id]))
+    async def _poll(self) -> None:
+        turn = 0
+        while True:
+            await self.refresh(everything=turn % REST_EVERY == 0)
+            turn += 1
+            await asyncio.sleep(self._timeouts.directory_poll_s * max(1.0, len(self.peers) / CROWD))
+
+    async def refresh(self, *, everything: bool = True) -> None:
+        """Read peers, and with `everything` links and runs, and note what has changed."""
+        if everything:
+            found, links, runs = await asyncio.gather(
+                self.read(PeerRecord), self.read(LinkRecord), self.read(RunRecord)
+            )
+        else:
+            found, links, runs = await self.read(PeerRecord), {}, {}
+        me = self._identity.peer_id
+        self._look_for_double(found.pop(me, None))
+        own = self._own.get(PeerRecord)
+        if isinstance(own, PeerRecord):
+            found[me] = replace(own, sent_at=self._sent_at[PeerRecord])
+        told = self._live(PeerRecord, found)
+        peers = {p: r for p, r in told.items() if not r.left and (p != me or own is not None)}
+        live_links, live_runs = self._live(LinkRecord, links), self._live(RunRecord, runs)
+        self.links = {p: r for p, r in live_links.items() if p in peers}
+        self.runs = {p: r for p, r in live_runs.items() if p in peers}
+        for change in differences(self.peers, peers):
+            self._note(change, said_goodbye=change.record.peer_id in told)
         self.peers = peers
         async with self.changed:
             self.changed.notify_all()
 
-    def _note(self, change: Change) -> None:
-        if self.changes.full():  # nobody listens, or too slowly: the newest matter
-            self.changes.get_nowait()
-        self.changes.put_nowait(change)
-        log.debug("peer " + change.kind, name=change.record.name, peer=change.record.peer_id)
+    def _live(self, kind: type[R], found: Mapping[str, R]) -> dict[str, R]:
+        roster = cast(Roster[R], self._rosters[kind])
+        return roster.absorb(found, self._clock(), self._monotonic())
+
+    def _note(self, change: Change, *, said_goodbye: bool) -> None:
+        record = change.record
+        log.debug("peer " + change.kind, name=record.name, peer=record.peer_id)
+        if change.kind == "left" and not said_goodbye and record.addresses:
+            self._vanished[record.peer_id] = (self._monotonic(), record.addresses)
+            while len(self._vanished) > MAX_VANISHED:
+                del self._vanished[next(iter(self._vanished))]
+        elif change.kind == "joined":
+            self._vanished.pop(record.peer_id, None)
+
+    def _look_for_double(self, record: PeerRecord | None) -> None:
+        """Two processes with one identity: the one that came later has to go, by itself."""
+        own = self._own.get(PeerRecord)
+        if not isinstance(own, PeerRecord) or record is None or record.left or record.instance == own.instance:
+            return
+        if record.sent_at <= own.started_at:  # what we ourselves published before a restart
+            return
+        before, self._double = self._double, (record.instance, record.sent_at)
+        if before is None or before[0] != record.instance or before[1] >= record.sent_at:
+            return  # seen once: it may have died a moment ago
+        if (record.started_at, record.instance) < (own.started_at, own.instance):
+            raise JoinError(
+                f"peer {record.name!r} elsewhere already runs with this identity ({record.peer_id}): "
+                "an identity file must not be copied; start this peer with a file of its own"
+            )
+        log.warning("another process uses this peer's identity", name=record.name, addresses=record.addresses)
+
+    async def events(self) -> AsyncIterator[Change]:
+        """Everything that happens from now on, beginning with those who are here. However slowly it is read, it holds
+        no more than two views of the mesh: what came and went in between is left out."""
+        seen: dict[str, PeerRecord] = {}
+        while True:
+            for change in differences(seen, now := self.peers):
+                yield change
+            seen = now
+            if seen is self.peers:
+                await self.wait_for_change()
 
     async def wait_for(self, condition: Callable[[], Any]) -> None:
         """Return once the condition holds; it is asked after every refresh."""
@@ -155,3 +223,33 @@ class Directory:
         """Return after the next refresh."""
         async with self.changed:
             await self.changed.wait()
+
+    # -- keeping the mesh in one piece -----------------------------------------------------------------------------------
+
+    async def _call_up(self) -> None:
+        """Two meshes that could not see each other for a while do not merge by themselves (hivemind #624)."""
+        while True:
+            await asyncio.sleep(CALL_FIRST_S)
+            missing = self._missing()
+            self._calls = {peer: call for peer, call in self._calls.items() if peer in missing}
+            now_s = self._monotonic()
+            due = [peer for peer in missing if self._calls.get(peer, (0.0, 0.0))[0] <= now_s]
+            due.sort(key=lambda peer: self._calls.get(peer, (0.0, 0.0))[0])
+            for peer in due[:CALLED_AT_ONCE]:
+                pause_s = self._calls.get(peer, (0.0, CALL_FIRST_S / 2))[1] * 2
+                self._calls[peer] = (now_s + pause_s, min(pause_s, CALL_MOST_S / 2))
+            if due:
+                met = await self._store.meet([a for peer in due[:CALLED_AT_ONCE] for a in missing[peer]])
+                if met:
+                    log.info("met again", peers=sorted(met))
+
+    def _missing(self) -> dict[str, tuple[str, ...]]:
+        """Seeds that we do not see and peers that vanished without a word: peer id -> addresses."""
+        now_s = self._monotonic()
+        self._vanished = {p: x for p, x in self._vanished.items() if now_s - x[0] < FORGET_S}
+        found = {peer: addresses for peer, (_, addresses) in self._vanished.items()}
+        for seed in self._store.seeds:
+            peer = peer_of(seed)
+            if peer is not None:
+                found[peer] = (*(a for a in found.get(peer, ()) if a != seed), seed)
+        return {p: a for p, a in found.items() if p not in self.peers and p != self._identity.peer_id}

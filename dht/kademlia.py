@@ -1,96 +1,293 @@
-"""A Store over hivemind's Kademlia node, in our own event loop.
+"""The Store over hivemind's Kademlia node, in our own event loop, on a p2pd that somebody else owns.
 
-The idea: one DHTNode on a P2P instance that somebody else owns and restarts; every call is bounded in time, and a
-shutdown that hangs (it does, when p2pd was killed) is left behind after a moment.
+The idea: hivemind routes and replicates; we decide what may enter. Every request and answer between nodes carries a MAC
+under the mesh key, and every value must be a sealed record in its one right place, so a stranger can neither read,
+write nor route. Each call is bounded in time; reads come from the replicas, never from a cache.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
+import msgpack
 import structlog
 
-from meshcee.config import Timeouts
+from dht.addresses import peer_of
+from dht.control import P2P, PeerID, dial
+from dht.records import CLOCK_SKEW_S, place
+from dht.signing import MeshKey
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError
 
-with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.proto import dht_pb2
+    from hivemind.utils.auth import AuthorizerBase
 
 __all__ = ["KademliaStore"]
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
+
+REPLICAS = 6  # nodes that hold each key
+BEAM = 8  # nodes that a search visits: the replicas and a few beside them
+BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many is known whole
+RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
+FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
+MAX_MET = 64  # addresses kept for the next p2pd
 
 
 class KademliaStore:
-    """Lifetime is `async with`. An observer (`client_mode`) keeps no records of others."""
+    """Lifetime is `async with`; entering raises JoinError when seeds are given and none of them holds a DHT node.
 
-    def __init__(self, p2p: Any, seeds: Sequence[str], *, client_mode: bool, timeouts: Timeouts) -> None:
+    `client_mode` is for peers that only look: they keep no records of others and are not asked.
+    `place(value)` says under which (key, subkey, expires_at) alone a value may lie; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        seeds: Sequence[str] = (),
+        *,
+        mesh_key: MeshKey,
+        client_mode: bool = False,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
+        place: Callable[[bytes, MeshKey, Limits], tuple[str, str, float] | None] = place,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.seeds = tuple(seeds)
+        self.skew_s: dict[str, float] = {}  # peers' clocks minus ours, as of the last meeting
         self._p2p = p2p
-        self._seeds = list(seeds)
         self._client_mode = client_mode
-        self._timeouts = timeouts
+        self._timeouts = timeouts or Timeouts()
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._authorizer = _MeshAuthorizer(mesh_key)
+        self._validator = _Validator(lambda value: place(value, mesh_key, self._limits), self._limits.record_bytes)
         self._node: Any = None
+        self._met: dict[str, tuple[str, ...]] = {}
 
-    async def __aenter__(self) -> KademliaStore:
-        await self.rebind(self._p2p)
+    # -- lifetime ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self._make_node()
+        try:
+            await self._first_meeting()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
-
-    async def rebind(self, p2p: Any) -> None:
-        """A node on this P2P: the first, or one after p2pd was restarted."""
-        await self._drop()
-        self._p2p = p2p
-        self._node = await DHTNode.create(
-            p2p=p2p,
-            initial_peers=self._seeds,
-            client_mode=self._client_mode,
-            cache_locally=False,
-            cache_on_store=False,
-            cache_nearest=0,
-            num_replicas=5,
-            reuse_get_requests=False,
-            wait_timeout=self._timeouts.dial_s,
-            bootstrap_timeout=self._timeouts.dial_s,
-            ensure_bootstrap_success=False,
-        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._drop()
-
-    async def _drop(self) -> None:
         node, self._node = self._node, None
         if node is None:
             return
         try:
             async with asyncio.timeout(self._timeouts.shutdown_s):
-                await node.shutdown()
+                await node.shutdown()  # never ends when p2pd was killed
         except TimeoutError:
-            log.debug("the DHT node did not shut down in time")
+            log.debug("dht.shutdown_timed_out")
+
+    async def rebind(self, p2p: P2P) -> None:
+        """Go on over a new p2pd: the same node id, the records that it held, the peers that it had met."""
+        self._p2p = p2p
+        await self._make_node()
+        await self.meet([*self.seeds, *(address for found in self._met.values() for address in found)])
+
+    async def _make_node(self) -> None:
+        old = self._node
+        try:
+            async with asyncio.timeout(self._timeouts.dial_s):
+                node = await DHTNode.create(
+                    p2p=self._p2p,
+                    node_id=old.node_id if old else None,
+                    client_mode=self._client_mode,
+                    num_replicas=REPLICAS,
+                    bucket_size=BUCKET,
+                    wait_timeout=RPC_S,
+                    cache_locally=False,  # a cached answer would hide who has left
+                    cache_nearest=0,
+                    cache_on_store=False,
+                    cache_refresh_before_expiry=0,
+                    reuse_get_requests=False,
+                    blacklist_time=FORGIVEN_AFTER_S,
+                    backoff_rate=1.0,
+                    record_validator=self._validator,
+                    authorizer=self._authorizer,
+                )
+        except TimeoutError as error:
+            raise JoinError("this peer's own p2pd does not answer: start the peer again") from error
+        if old is not None:
+            node.protocol.storage = old.protocol.storage
+        self._node = node
+
+    async def _first_meeting(self) -> None:
+        if not self.seeds:
+            return
+        try:
+            async with asyncio.timeout(self._timeouts.join_s):
+                while not (met := await self.meet(self.seeds)):  # noqa: ASYNC110 - nobody tells us when a peer is up
+                    await asyncio.sleep(0.5)
+        except TimeoutError as error:
+            raise JoinError(
+                f"none of the {len(self.seeds)} addresses to join leads to a peer that keeps the mesh's records "
+                f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed"
+            ) from error
+        worst = max((self.skew_s[peer] for peer in met), key=abs)
+        if abs(worst) > CLOCK_SKEW_S:
+            raise JoinError(
+                f"this machine's clock is {abs(worst):.0f} s {'behind' if worst > 0 else 'ahead of'} the mesh's: "
+                "set it by a time server (NTP)"
+            )
+
+    # -- Store ---------------------------------------------------------------------------------------------------------
 
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
-                return bool(await self._node.store(key, subkey=subkey, value=value, expiration_time=expires_at))
-        except (TimeoutError, OSError, EOFError, AttributeError) as error:
-            log.debug("record not stored", key=key, error=repr(error))
+                stored = await self._node.store(
+                    key,
+                    subkey=subkey,
+                    value=value,
+                    expiration_time=expires_at,
+                    beam_size=BEAM,
+                    await_all_replicas=False,
+                )
+        except Exception as error:  # whatever hivemind raises, it was not stored
+            log.debug("dht.put_failed", key=key, error=repr(error))
             return False
+        return bool(stored)
 
     async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
-                found = await self._node.get(key, latest=True)
-        except (TimeoutError, OSError, EOFError, AttributeError) as error:
-            log.debug("records not read", key=key, error=repr(error))
+                found = (await self._node.get_many([key], float("inf"), beam_size=BEAM))[key]
+        except Exception as error:
+            log.debug("dht.get_failed", key=key, error=repr(error))
             return {}
         if found is None or not isinstance(found.value, dict):
             return {}
+        now = self._clock()
         return {
-            str(subkey): (entry.value, float(entry.expiration_time))
+            subkey: (entry.value, entry.expiration_time)
             for subkey, entry in found.value.items()
-            if isinstance(entry.value, bytes)
+            if type(subkey) is str and type(entry.value) is bytes and entry.expiration_time > now
         }
+
+    async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
+        by_peer: dict[str, list[str]] = {}
+        for address in addresses:
+            peer_id = peer_of(address)
+            if peer_id is not None and peer_id != self._p2p.peer_id.to_base58():
+                by_peer.setdefault(peer_id, []).append(address.removesuffix(f"/p2p/{peer_id}"))
+        before = set(self._node.protocol.routing_table.peer_id_to_uid)
+        met: set[str] = set()
+
+        async def one(peer_id: str, where: list[str]) -> None:
+            if await self._meet_one(peer_id, where):
+                met.add(peer_id)
+
+        async with asyncio.TaskGroup() as group:
+            for peer_id, where in by_peer.items():
+                group.create_task(one(peer_id, where))
+        for peer_id in met:
+            self._met.pop(peer_id, None)
+            self._met[peer_id] = tuple(f"{where}/p2p/{peer_id}" for where in by_peer[peer_id])
+        while len(self._met) > MAX_MET:
+            del self._met[next(iter(self._met))]
+        if any(PeerID.from_base58(peer_id) not in before for peer_id in met):
+            await self._explore()
+        return frozenset(met)
+
+    async def _meet_one(self, peer_id: str, where: Sequence[str]) -> bool:
+        problem = await dial(self._p2p, peer_id, where, self._timeouts.dial_s)
+        if problem:
+            log.debug("dht.meet_failed", peer=peer_id, error=problem)
+            return False
+        protocol, peer = self._node.protocol, PeerID.from_base58(peer_id)
+        sent_at = self._clock()
+        try:
+            async with asyncio.timeout(self._timeouts.dial_s):
+                request = dht_pb2.PingRequest(peer=protocol.node_info)
+                answer = await protocol.get_stub(peer).rpc_ping(request, timeout=RPC_S)
+                if answer is None or not answer.peer.node_id:  # not of our mesh, or it only looks
+                    return False
+                await protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), peer, responded=True)
+        except Exception as error:
+            log.debug("dht.meet_failed", peer=peer_id, error=repr(error))
+            return False
+        self.skew_s[peer_id] = answer.dht_time - (sent_at + self._clock()) / 2
+        return True
+
+    async def _explore(self) -> None:
+        """Look for our own neighbours, so that we know them and they us."""
+        try:
+            async with asyncio.timeout(self._timeouts.dial_s):
+                await self._node.find_nearest_nodes([self._node.node_id], exclude_self=True)
+        except Exception as error:
+            log.debug("dht.explore_failed", error=repr(error))
+
+
+class _Validator(RecordValidatorBase):  # type: ignore[misc]
+    """Asked by hivemind for every value that a node is given, holds or finds. Needs no clock: see dht/records.py."""
+
+    def __init__(self, where: Callable[[bytes], tuple[str, str, float] | None], max_bytes: int) -> None:
+        self._where = where
+        self._max_bytes = max_bytes
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) > self._max_bytes + 16 or len(record.subkey) > 256:
+            return False
+        try:
+            subkey, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
+        except ValueError:
+            return False
+        if type(subkey) is not str or type(value) is not bytes:  # no subkey: a plain value would hide everybody's
+            return False
+        where = self._where(value)
+        if where is None:
+            return False
+        key, right_subkey, expires_at = where
+        placed = (DHTID.generate(source=key).to_bytes(), right_subkey, expires_at)
+        return placed == (record.key, subkey, record.expiration_time)
+
+
+class _MeshAuthorizer(AuthorizerBase):  # type: ignore[misc]
+    """A MAC on every request and answer between nodes; an answer is bound to its request by the nonce."""
+
+    def __init__(self, mesh_key: MeshKey) -> None:
+        self._mesh_key = mesh_key
+
+    def _mac(self, message: Any, role: bytes) -> bytes:
+        body = message.SerializeToString(deterministic=True)
+        return self._mesh_key.mac(b"meshcee dht " + role + b"\0" + hashlib.sha256(body).digest())
+
+    def _proven(self, message: Any, role: bytes) -> bool:
+        claimed, message.auth.signature = message.auth.signature, b""
+        return secrets.compare_digest(self._mac(message, role), claimed)
+
+    async def sign_request(self, request: Any, service_public_key: Any) -> None:
+        request.auth.nonce = secrets.token_bytes(16)
+        request.auth.signature = self._mac(request, b"request")
+
+    async def validate_request(self, request: Any) -> bool:
+        return self._proven(request, b"request")
+
+    async def sign_response(self, response: Any, request: Any) -> None:
+        response.auth.nonce = request.auth.nonce
+        response.auth.signature = self._mac(response, b"response")
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        return response.auth.nonce == request.auth.nonce and self._proven(response, b"response")

@@ -1,63 +1,70 @@
-"""What peers publish of themselves, and the envelope that makes it believable.
+"""What peers publish of themselves, and the sealed envelope in which it crosses the network.
 
-The idea: every record is signed by the peer that it lies under and sealed with the mesh key, names the key that it was
-written for, and is checked field by field before anyone sees it; whatever fails is set aside, never acted on.
+The idea: an envelope is signed by the peer whose name it is stored under and carries the mesh's MAC, and both cover the
+kind, the content AND the time at which it expires. So a record cannot be forged by a stranger, kept alive by replaying
+it, moved under another key or written over by another peer; and any node can check that without a clock.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgpack
 
-from dht.signing import Identity, MeshKey, verify
+from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked
+from dht.signing import Identity, MeshKey, public_key_of, verify
+from dht.wire import Fields, unpack
 from meshcee.config import Limits
-from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError
+from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.profile import DeviceProfile, LinkProfile
 
-__all__ = ["LeaseRecord", "LinkRecord", "PeerRecord", "Record", "RunRecord", "open_sealed", "seal"]
+__all__ = [
+    "CLOCK_SKEW_S",
+    "Envelope",
+    "LeaseRecord",
+    "LinkRecord",
+    "PeerRecord",
+    "Record",
+    "RunRecord",
+    "check",
+    "open_sealed",
+    "place",
+    "seal",
+    "topic",
+]
 
-R = TypeVar("R", bound="Record")
-
-TEXT_CHARS = 256
-MAX_ADDRESSES = 16
-MAX_LINKS = 256
-
-
-def _text(data: Mapping[str, Any], name: str, limit: int = TEXT_CHARS) -> str:
-    value = data.get(name)
-    if not isinstance(value, str) or len(value) > limit:
-        raise ProtocolError(f"record field {name!r} must be a text of at most {limit} characters")
-    return value
-
-
-def _number(data: Mapping[str, Any], name: str) -> float:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise ProtocolError(f"record field {name!r} must be a number")
-    return float(value)
-
-
-def _integer(data: Mapping[str, Any], name: str) -> int:
-    value = data.get(name)
-    if type(value) is not int:
-        raise ProtocolError(f"record field {name!r} must be an integer")
-    return value
+CLOCK_SKEW_S = 10.0  # clocks of two peers may differ by so much; stored records outlive their ttl by it
+MAX_TTL_S = 3600.0
+MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
 
 
 @dataclass(frozen=True)
 class Record:
-    """Base: `kind` is the key that records of this class lie under, `sent_at` the signer's wall clock."""
+    """Base. `kind` names the key that records of this class lie under; `sent_at` is the signer's wall clock."""
 
     kind: ClassVar[str] = ""
     peer_id: str
     sent_at: float
 
+    def to_wire(self) -> dict[str, Any]:
+        """Plain data; the peer id is in the envelope."""
+        data = asdict(self)
+        del data["peer_id"]
+        return data
+
     @classmethod
-    def parse(cls: type[R], data: Mapping[str, Any]) -> R:
-        raise ProtocolError(f"{cls.__name__} cannot be parsed")
+    def from_wire(cls, fields: Fields, signer: str) -> Self:
+        """The checked record; ProtocolError names the field that is wrong."""
+        raise NotImplementedError
+
+    def smaller(self) -> Self | None:
+        """The same without what can be missed, for when it is too large to publish; None if nothing can."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,84 +74,97 @@ class PeerRecord(Record):
     kind: ClassVar[str] = "peers"
     name: str = ""
     addresses: tuple[str, ...] = ()
-    region: str | None = None
+    region: str | None = None  # a hint
     device: DeviceProfile | None = None
+    free_memory_bytes: int | None = None
     busy: bool = False
     left: bool = False  # a last word: the peer is leaving
+    started_at: float = 0.0  # wall clock; with `instance` filled in by the directory that publishes
     instance: str = ""
     protocol: int = 0
     software: str = ""
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> PeerRecord:
-        addresses, device, region = data.get("addresses"), data.get("device"), data.get("region")
-        if not isinstance(addresses, list) or len(addresses) > MAX_ADDRESSES:
-            raise ProtocolError(f"a peer has at most {MAX_ADDRESSES} addresses")
-        if device is not None and not isinstance(device, dict):
-            raise ProtocolError("record field 'device' must be a mapping")
+    def from_wire(cls, fields: Fields, signer: str) -> Self:
+        device = fields.optional_inner("device")
         return cls(
-            peer_id=_text(data, "peer_id"),
-            sent_at=_number(data, "sent_at"),
-            name=_text(data, "name"),
-            addresses=tuple(_text({"a": a}, "a") for a in addresses),
-            region=None if region is None else _text(data, "region"),
+            peer_id=signer,
+            sent_at=fields.number("sent_at"),
+            name=fields.text("name"),
+            addresses=tuple(map(checked, fields.texts("addresses", MAX_ADDRESSES, MAX_ADDRESS_CHARS))),
+            region=fields.optional_text("region"),
             device=None if device is None else _device(device),
-            busy=data.get("busy") is True,
-            left=data.get("left") is True,
-            instance=_text(data, "instance"),
-            protocol=_integer(data, "protocol"),
-            software=_text(data, "software"),
+            free_memory_bytes=fields.optional_count("free_memory_bytes"),
+            busy=fields.flag("busy"),
+            left=fields.flag("left"),
+            started_at=fields.number("started_at"),
+            instance=fields.text("instance", 64),
+            protocol=fields.count("protocol", most=1 << 31),
+            software=fields.text("software", 64),
         )
 
 
-def _device(data: Mapping[str, Any]) -> DeviceProfile:
+def _device(fields: Fields) -> DeviceProfile:
     return DeviceProfile(
-        kind=_text(data, "kind"),
-        name=_text(data, "name"),
-        memory_bytes=_integer(data, "memory_bytes"),
-        speed_flops_per_s=_number(data, "speed_flops_per_s"),
-        threads=_integer(data, "threads"),
+        kind=fields.text("kind", 16),
+        name=fields.text("name"),
+        memory_bytes=fields.count("memory_bytes", 1),
+        speed_flops_per_s=fields.number("speed_flops_per_s"),
+        threads=fields.count("threads", 1, 1 << 16),
     )
 
 
 @dataclass(frozen=True)
 class LinkRecord(Record):
-    """What a peer has measured of its links to others."""
+    """What a peer has measured of the links that start at it: pairs of another peer and the profile."""
 
     kind: ClassVar[str] = "links"
     links: tuple[tuple[str, LinkProfile], ...] = ()
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> LinkRecord:
-        links = data.get("links")
-        if not isinstance(links, list) or len(links) > MAX_LINKS or not all(isinstance(x, list | tuple) and len(x) == 2 for x in links):
-            raise ProtocolError(f"record field 'links' must hold at most {MAX_LINKS} pairs")
-        found = []
-        for target, profile in links:
-            if not isinstance(profile, dict):
-                raise ProtocolError("a link must be a mapping")
-            figures = (_number(profile, n) for n in ("latency_s", "bandwidth_bytes_per_s", "measured_at"))
-            found.append((_text({"t": target}, "t"), LinkProfile(*figures)))
-        return cls(_text(data, "peer_id"), _number(data, "sent_at"), tuple(found))
+    def from_wire(cls, fields: Fields, signer: str) -> Self:
+        links = []
+        for pair in fields.sequence("links", MAX_LINKS):
+            if type(pair) is not list or len(pair) != 2:
+                raise ProtocolError("a link record holds something else than pairs")
+            profile = Fields(pair[1], "a link")
+            to = Fields({"to": pair[0]}, "a link").text("to", 64)
+            public_key_of(to)
+            figures = (profile.number(n) for n in ("latency_s", "bandwidth_bytes_per_s", "measured_at"))
+            links.append((to, LinkProfile(*figures)))
+        return cls(signer, fields.number("sent_at"), tuple(links))
+
+    def smaller(self) -> Self | None:
+        """The newest half of the links."""
+        newest = sorted(self.links, key=lambda pair: -pair[1].measured_at)
+        return replace(self, links=tuple(newest[: len(newest) // 2])) if newest else None
 
 
 @dataclass(frozen=True)
 class LeaseRecord(Record):
-    """A claim to be the coordinator. Terms are (counter, peer id), compared as pairs."""
+    """A claim to be the coordinator. Terms are (counter, peer id), compared as pairs.
+
+    Until it is confirmed, a claim only keeps others from claiming.
+    """
 
     kind: ClassVar[str] = "lease"
     counter: int = 0
+    confirmed: bool = False
+    released: bool = False  # the holder leaves: others need not wait for the lease to run out
 
     @property
     def term(self) -> tuple[int, str]:
         return (self.counter, self.peer_id)
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> LeaseRecord:
-        counter = _integer(data, "counter")
-        if not 0 <= counter < 1 << 62:
-            raise ProtocolError("a term's counter is absurd")
-        return cls(_text(data, "peer_id"), _number(data, "sent_at"), counter)
+    def from_wire(cls, fields: Fields, signer: str) -> Self:
+        return cls(
+            signer,
+            fields.number("sent_at"),
+            fields.count("counter", 1, 1 << 53),
+            fields.flag("confirmed"),
+            fields.flag("released"),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,66 +175,146 @@ class RunRecord(Record):
     job: str = ""
     epoch: tuple[int, int] = (0, 0)
     step: int = 0
-    loss: float = 0.0
+    loss: float = math.nan
     plan: Mapping[str, Any] | None = None
 
+    def to_wire(self) -> dict[str, Any]:
+        data = super().to_wire()
+        return {**data, "loss": self.loss if math.isfinite(self.loss) else None, "plan": json.dumps(data["plan"])}
+
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> RunRecord:
-        epoch, plan = data.get("epoch"), data.get("plan")
-        if not isinstance(epoch, list | tuple) or len(epoch) != 2 or not all(type(e) is int for e in epoch):
-            raise ProtocolError("record field 'epoch' must be two integers")
-        if not isinstance(plan, dict):
-            raise ProtocolError("record field 'plan' must be a mapping")
-        loss = data.get("loss")
+    def from_wire(cls, fields: Fields, signer: str) -> Self:
+        epoch = fields.sequence("epoch", 2)
+        if len(epoch) != 2 or not all(type(n) is int and 0 <= n < 1 << 53 for n in epoch):
+            raise ProtocolError("a run record's epoch is not a pair of counts")
+        try:
+            plan = json.loads(fields.text("plan", Limits().record_bytes))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError("a run record's plan is not JSON") from error
+        if plan is not None and not isinstance(plan, dict):
+            raise ProtocolError("a run record's plan is not a mapping")
+        loss = fields.optional_number("loss")
         return cls(
-            _text(data, "peer_id"),
-            _number(data, "sent_at"),
-            _text(data, "job"),
+            signer,
+            fields.number("sent_at"),
+            fields.text("job"),
             (epoch[0], epoch[1]),
-            _integer(data, "step"),
-            float(loss) if isinstance(loss, int | float) else float("nan"),
+            fields.count("step"),
+            math.nan if loss is None else loss,
             plan,
         )
 
+    def smaller(self) -> Self | None:
+        return None if self.plan is None else replace(self, plan=None)
 
-def _signed_part(kind: str, body: bytes) -> bytes:
-    return b"meshcee record\0" + kind.encode() + b"\0" + body
+
+R = TypeVar("R", bound=Record)
+_KINDS = frozenset(kind.kind for kind in (PeerRecord, LinkRecord, LeaseRecord, RunRecord))
 
 
-def seal(record: Record, identity: Identity, mesh_key: MeshKey) -> bytes:
-    """The envelope: body, signature, MAC."""
+def topic(kind: str, mesh_key: MeshKey) -> str:
+    """The store's key for a kind of record; meshes that meet in one DHT do not read each other's."""
+    return f"meshcee/1/{mesh_key.fingerprint}/{kind}"
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What a checked signature and MAC vouch for; the body has not been decoded yet."""
+
+    kind: str
+    signer: str
+    expires_at: float
+    body: bytes
+
+
+def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
+    return bytes(msgpack.packb(["meshcee record 1", kind, signer, expires_at, body]))
+
+
+def seal(
+    record: Record, identity: Identity, mesh_key: MeshKey, expires_at: float, limits: Limits | None = None
+) -> bytes:
+    """The record as it is stored: signed, MACed, valid until then, less what does not fit."""
     if record.peer_id != identity.peer_id:
-        raise ProtocolError("a peer signs records of its own only")
-    body = msgpack.packb(asdict(record))
-    signed = _signed_part(record.kind, body)
-    return bytes(msgpack.packb([body, identity.sign(signed), mesh_key.mac(signed)]))
+        raise ProtocolError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
+    cap = (limits or Limits()).record_bytes
+    found: Record | None = record
+    while found is not None:
+        body = bytes(msgpack.packb(found.to_wire()))
+        covered = _covered(record.kind, record.peer_id, expires_at, body)
+        signature = identity.sign(covered)
+        mac = mesh_key.mac(covered + signature)
+        data = bytes(msgpack.packb([record.kind, record.peer_id, expires_at, body, signature, mac]))
+        if len(data) <= cap:
+            return data
+        found = found.smaller()
+    raise ProtocolError(f"the {record.kind} record has more than {cap} bytes: shorten names and addresses")
 
 
-def open_sealed(kind: type[R], subkey: str, data: bytes, mesh_key: MeshKey, limits: Limits) -> R:
-    """The record, if it was signed by the peer that it lies under, for this key and this mesh.
+@functools.lru_cache(maxsize=4096)  # every node sees each envelope many times, and a signature takes 0.1 ms to check
+def _check(data: bytes, mesh_key: MeshKey) -> Envelope:
+    value = unpack(data, len(data), "a record's envelope")
+    if type(value) is not list or len(value) != 6:
+        raise ProtocolError("a record's envelope is malformed")
+    kind, signer, expires_at, body, signature, mac = value
+    types = [(kind, str), (signer, str), (expires_at, float), (body, bytes), (signature, bytes), (mac, bytes)]
+    if not all(type(item) is wanted for item, wanted in types) or not math.isfinite(expires_at):
+        raise ProtocolError("a record's envelope has a field of the wrong type")
+    covered = _covered(kind, signer, expires_at, body)
+    if not mesh_key.proves(covered + signature, mac):
+        raise NotPermittedError("a record was sealed with the key of another mesh: its writer holds another token")
+    if not verify(signer, covered, signature):
+        raise NotPermittedError(f"a record in the name of {signer} was not signed by it")
+    return Envelope(kind, signer, expires_at, body)
 
-    Raises NotPermittedError for a wrong signature or mesh, ProtocolError for anything malformed.
-    """
-    if len(data) > limits.record_bytes:
-        raise ProtocolError(f"a record of {len(data)} bytes is larger than {limits.record_bytes}")
+
+def check(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> Envelope:
+    """Size, MAC and signature. NotPermittedError when these are another's, ProtocolError when it is no envelope."""
+    cap = (limits or Limits()).record_bytes
+    if len(data) > cap:
+        raise ProtocolError(f"a record's envelope has {len(data)} bytes, more than {cap}")
+    return _check(data, mesh_key)
+
+
+def place(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> tuple[str, str, float] | None:
+    """Where alone these bytes may be stored, (key, subkey, expires_at); None: nowhere. Needs no clock."""
     try:
-        envelope = msgpack.unpackb(data, raw=False)
-        if not isinstance(envelope, list) or len(envelope) != 3 or not all(isinstance(x, bytes) for x in envelope):
-            raise ProtocolError("a record's envelope holds body, signature and MAC")
-        body, signature, mac = envelope
-        signed = _signed_part(kind.kind, body)
-        if not mesh_key.proves(signed, mac):
-            raise NotPermittedError("a record was sealed with another mesh's key")
-        if not verify(subkey, signed, signature):
-            raise NotPermittedError(f"a record under {subkey} was not signed by that peer")
-        fields = msgpack.unpackb(body, raw=False)
-        if not isinstance(fields, dict):
-            raise ProtocolError("a record's body is a mapping")
-        record = kind.parse(fields)
-    except MeshceeError:
-        raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a record is not what it should be: {error}") from error
-    if record.peer_id != subkey:
-        raise NotPermittedError(f"a record of {record.peer_id} lies under {subkey}")
+        envelope = check(data, mesh_key, limits)
+    except (ProtocolError, NotPermittedError):
+        return None
+    if envelope.kind not in _KINDS:
+        return None
+    return topic(envelope.kind, mesh_key), envelope.signer, envelope.expires_at
+
+
+def open_sealed(
+    kind: type[R],
+    subkey: str,
+    data: bytes,
+    mesh_key: MeshKey,
+    limits: Limits | None = None,
+    *,
+    now: float | None = None,
+) -> R:
+    """The record stored under the subkey of this kind's key, checked in every respect.
+
+    NotPermittedError: forged, of another mesh, replayed under another name or key, or its writer's clock is off.
+    ProtocolError: malformed. With `now` None no clock is consulted.
+    """
+    envelope = check(data, mesh_key, limits)
+    if envelope.kind != kind.kind:
+        raise NotPermittedError(f"a {envelope.kind} record of {envelope.signer} was stored among {kind.kind}")
+    if envelope.signer != subkey:
+        raise NotPermittedError(f"a record of {envelope.signer} was stored in the name of {subkey}")
+    what = f"the {kind.kind} record of {subkey}"
+    record = kind.from_wire(Fields(unpack(envelope.body, len(envelope.body), what), what), envelope.signer)
+    if not 0 < envelope.expires_at - record.sent_at <= MAX_TTL_S:
+        raise ProtocolError(f"{what} is not valid at all, or for longer than {MAX_TTL_S:g} s")
+    if now is not None and record.sent_at > now + CLOCK_SKEW_S:
+        raise NotPermittedError(
+            f"the clock of peer {subkey} is {record.sent_at - now:.0f} s ahead of this machine's: "
+            "set both by a time server (NTP)"
+        )
+    if now is not None and envelope.expires_at <= now:
+        raise NotPermittedError(f"{what} has expired; if that peer runs, its clock is behind: use NTP")
     return record

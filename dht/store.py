@@ -7,8 +7,10 @@ may pretend that it is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
+
+from dht.addresses import peer_of
 
 __all__ = ["MemoryStore", "SharedMemory", "Store"]
 
@@ -16,12 +18,21 @@ __all__ = ["MemoryStore", "SharedMemory", "Store"]
 class Store(Protocol):
     """`key -> subkey -> (value, expires_at)`; expires_at is wall-clock seconds since the epoch."""
 
+    @property
+    def seeds(self) -> Sequence[str]:
+        """Addresses (ending in /p2p/ID) of the peers through which this store was joined."""
+        ...
+
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Write; False when no replica took it (a newer value, or nobody reachable)."""
         ...
 
     async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
-        """Every unexpired entry under the key; empty when there is none."""
+        """Every unexpired entry under the key; empty when there is none, or nobody answered."""
+        ...
+
+    async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
+        """Make sure that the peers at these addresses and we share one store; the ids of those who answered."""
         ...
 
 
@@ -38,6 +49,7 @@ class MemoryStore:
 
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
+        self.seeds: Sequence[str] = ()
         self.reachable = True
 
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
@@ -55,3 +67,6 @@ class MemoryStore:
         now = self._shared.clock()
         table = self._shared.entries.get(key, {})
         return {s: entry for s, entry in table.items() if entry[1] > now}
+
+    async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
+        return frozenset(peer for a in addresses if (peer := peer_of(a))) if self.reachable else frozenset()

@@ -64,6 +64,9 @@ class Fields:
             raise ProtocolError(f"{self._what}: {name} = {value} is not between {least} and {most}")
         return value
 
+    def optional_count(self, name: str) -> int | None:
+        return None if self._value.get(name) is None else self.count(name)
+
     def number(self, name: str) -> float:
         value = self._value.get(name, _MISSING)
         if type(value) is int and abs(value) < 1 << 63:

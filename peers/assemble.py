@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,16 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         async with _in_process(options, home) as mesh:
             yield mesh
         return
-    async with agent(options, home or Home()) as node, asyncio.TaskGroup() as group:
+    home = home or Home()
+    async with AsyncExitStack() as stack:
+        lender = None
+        if options.compute:  # a peer of its own: the owner then feeds it as it feeds every other
+            lending = replace(options, name=f"{options.name}-device")
+            lender = await stack.enter_async_context(agent(lending, home))
+        node = await stack.enter_async_context(agent(replace(options, compute=False), home))
+        if lender is not None:
+            await node.wait_for_peers([lender.peer_id])
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         yield Mesh(node, group, home)
 
 
@@ -135,7 +144,7 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         real.addresses = daemon.addresses
         await _greet(transport, daemon, seeds)
         store = await stack.enter_async_context(
-            KademliaStore(daemon.p2p, seeds, client_mode=not options.compute, timeouts=timeouts)
+            KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=not options.compute, timeouts=timeouts)
         )
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)

@@ -19,7 +19,6 @@ import re
 import socket
 import sys
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,18 +30,12 @@ from typing import IO, Any, Self
 import structlog
 
 from dht.addresses import dialable, peer_of
+from dht.control import P2P, Multiaddr, P2PDaemonError, answers, dial
 from dht.signing import Identity
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
 from peers.transport import launcher
 from peers.transport.interfaces import announced, reserve
-
-with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
-    warnings.simplefilter("ignore")
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
-    from hivemind.proto import p2pd_pb2
-    from hivemind.utils.multiaddr import Multiaddr
 
 __all__ = ["P2PDaemon", "Reach"]
 
@@ -316,12 +309,7 @@ class P2PDaemon:
             process = self._process
             if self._p2p is None or process is None:
                 continue
-            try:
-                async with asyncio.timeout(LOOK_EVERY_S):
-                    await _ask(self._p2p, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
-                silent = 0
-            except (TimeoutError, OSError, EOFError, P2PDaemonError):
-                silent += 1
+            silent = 0 if await answers(self._p2p, LOOK_EVERY_S) else silent + 1
             if silent >= SILENT_LOOKS and process is self._process and process.returncode is None:
                 log.warning("p2pd does not answer and is killed", said=self._said())
                 process.kill()
@@ -339,30 +327,12 @@ class P2PDaemon:
         outcome: dict[str, str] = {}
 
         async def one(peer: str, where: list[str]) -> None:
-            outcome[peer] = await self._dial(peer, where)
+            outcome[peer] = await dial(self.p2p, peer, where, self.timeouts.dial_s)
 
         async with asyncio.TaskGroup() as group:
             for peer, where in by_peer.items():
                 group.create_task(one(peer, where))
         return outcome
-
-    async def _dial(self, peer: str, where: Sequence[str]) -> str:
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.CONNECT,
-            connect=p2pd_pb2.ConnectRequest(
-                peer=PeerID.from_base58(peer).to_bytes(),
-                addrs=[Multiaddr(address).to_bytes() for address in where],
-                timeout=max(1, round(self.timeouts.dial_s)),
-            ),
-        )
-        try:
-            async with asyncio.timeout(self.timeouts.dial_s):
-                await _ask(self.p2p, request)
-        except TimeoutError:
-            return f"no answer within {self.timeouts.dial_s:g} s"
-        except (OSError, EOFError, P2PDaemonError) as error:
-            return str(error) or repr(error)
-        return ""
 
     async def _join(self) -> None:
         """Until one seed answers; the others are tried again later by whoever keeps the DHT together."""
@@ -416,17 +386,3 @@ def _locked(identity_file: Path, peer_id: str) -> IO[bytes]:
             "stop it, or give this peer an identity file of its own"
         ) from error
     return file
-
-
-async def _ask(p2p: P2P, request: Any) -> Any:
-    """One request to p2pd over a connection of its own, which is always closed."""
-    reader, writer = await p2p._client.control.daemon_connector.open_connection()
-    try:
-        await write_pbmsg(writer, request)
-        response = p2pd_pb2.Response()
-        await read_pbmsg_safe(reader, response)
-    finally:
-        writer.close()
-    if response.type == p2pd_pb2.Response.ERROR:
-        raise P2PDaemonError(response.error.msg)
-    return response

@@ -1,0 +1,70 @@
+"""Talking to a running p2pd: hivemind's names in one place, and one request at a time over a connection of its own.
+
+The idea: hivemind's own calls have no time-out and leak their socket when they are cancelled, so the few that we need
+are made here. Its logging is silenced: what matters is in our errors and in our log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
+    warnings.simplefilter("ignore")
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+    from hivemind.proto import p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr
+
+__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "dial"]
+
+if "HIVEMIND_LOGLEVEL" not in os.environ:
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+async def ask(p2p: P2P, request: Any) -> Any:
+    """One request to p2pd; raises OSError or EOFError when it is gone, P2PDaemonError when it refuses."""
+    reader, writer = await p2p._client.control.daemon_connector.open_connection()
+    try:
+        await write_pbmsg(writer, request)
+        response = p2pd_pb2.Response()
+        await read_pbmsg_safe(reader, response)
+    finally:
+        writer.close()
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise P2PDaemonError(response.error.msg)
+    return response
+
+
+async def answers(p2p: P2P, timeout_s: float) -> bool:
+    """Whether p2pd is there and answers at all."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ask(p2p, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+    except (TimeoutError, OSError, EOFError, P2PDaemonError):
+        return False
+    return True
+
+
+async def dial(p2p: P2P, peer_id: str, addresses: Sequence[str], timeout_s: float) -> str:
+    """Connect to a peer at these addresses (without /p2p/ID); what went wrong, "" for nothing."""
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.CONNECT,
+        connect=p2pd_pb2.ConnectRequest(
+            peer=PeerID.from_base58(peer_id).to_bytes(),
+            addrs=[Multiaddr(address).to_bytes() for address in addresses],
+            timeout=max(1, round(timeout_s)),
+        ),
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ask(p2p, request)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except (OSError, EOFError, P2PDaemonError) as error:
+        return str(error) or repr(error)
+    return ""

@@ -1,0 +1,250 @@
+"""One suite for every Store: in one process's memory, and over real p2pd processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dht.kademlia import KademliaStore
+from dht.records import PeerRecord, place, seal, topic
+from dht.signing import Identity, MeshKey
+from dht.store import MemoryStore, SharedMemory, Store
+from meshcee.config import Timeouts
+from meshcee.errors import JoinError
+from peers.transport.p2pd import P2PDaemon
+
+KEY = MeshKey.generate()
+QUICK = Timeouts(dial_s=3.0, join_s=6.0, shutdown_s=1.0)
+TTL_S = 30.0
+
+
+class Node:
+    """A peer of the suite's mesh: it can seal records, and has a store."""
+
+    def __init__(self, identity: Identity, store: Store, address: str = "") -> None:
+        self.identity = identity
+        self.store = store
+        self.address = address or f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer_id}"
+
+    async def put(self, name: str, expires_at: float, key: MeshKey = KEY) -> bool:
+        return await self.put_bytes(self.sealed(name, expires_at, key), expires_at)
+
+    def sealed(self, name: str, expires_at: float, key: MeshKey = KEY) -> bytes:
+        record = PeerRecord(self.identity.peer_id, expires_at - TTL_S, name)
+        return seal(record, self.identity, key, expires_at)
+
+    async def put_bytes(self, data: bytes, expires_at: float, subkey: str | None = None, kind: str = "peers") -> bool:
+        return await self.store.put(topic(kind, KEY), subkey or self.identity.peer_id, data, expires_at)
+
+    async def get(self, kind: str = "peers") -> dict[str, tuple[bytes, float]]:
+        return dict(await self.store.get(topic(kind, KEY)))
+
+
+@asynccontextmanager
+async def in_memory(folder: Path, count: int) -> AsyncIterator[list[Node]]:
+    shared = SharedMemory()
+    yield [Node(Identity.generate(), MemoryStore(shared)) for _ in range(count)]
+
+
+@asynccontextmanager
+async def one_peer(
+    folder: Path, name: str, seeds: Sequence[str] = (), *, key: MeshKey = KEY, client_mode: bool = False
+) -> AsyncIterator[tuple[Node, P2PDaemon, KademliaStore]]:
+    identity = Identity.load_or_create(folder / f"{name}.key")
+    async with (
+        P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=seeds, timeouts=QUICK) as daemon,
+        KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=client_mode, timeouts=QUICK) as store,
+    ):
+        daemon.on_restart(store.rebind)
+        yield Node(identity, store, daemon.addresses[0]), daemon, store
+
+
+@asynccontextmanager
+async def over_p2pd(folder: Path, count: int) -> AsyncIterator[list[Node]]:
+    async with AsyncExitStack() as stack:
+        nodes: list[Node] = []
+        for i in range(count):
+            seeds = [nodes[0].address] if nodes else []
+            nodes.append((await stack.enter_async_context(one_peer(folder, str(i), seeds)))[0])
+        yield nodes
+
+
+@pytest.fixture(params=[in_memory, over_p2pd])
+async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Node]]:
+    async with request.param(tmp_path, 3) as found:
+        yield found
+
+
+async def test_entries_of_many_peers_lie_side_by_side_and_are_seen_by_all(nodes: list[Node]) -> None:
+    expires_at = time.time() + TTL_S
+    assert await nodes[0].get() == {}
+    for node in nodes:
+        assert await node.put("first", expires_at)
+    wanted = {n.identity.peer_id: (n.sealed("first", expires_at), expires_at) for n in nodes}
+    for node in nodes:
+        assert await node.get() == wanted
+        assert await node.get("lease") == {}
+
+
+async def test_the_value_that_expires_later_wins_whenever_it_arrives(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    late, early = time.time() + TTL_S, time.time() + TTL_S / 2
+    assert await a.put("late", late)
+    assert not await a.put("early", early)
+    assert (await b.get())[a.identity.peer_id] == (a.sealed("late", late), late)
+    assert await a.put("later", late + 1)
+    assert (await b.get())[a.identity.peer_id] == (a.sealed("later", late + 1), late + 1)
+
+
+async def test_an_entry_is_gone_when_its_time_is_over(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    assert not await a.put("past", time.time() - 1)
+    soon = time.time() + 1.0
+    assert await a.put("short", soon)
+    assert a.identity.peer_id in await b.get()
+    async with asyncio.timeout(10):
+        while await b.get():  # noqa: ASYNC110 - the store's clock is the wall's: there is nothing to wait for but time
+            await asyncio.sleep(0.05)
+    assert time.time() >= soon
+
+
+async def test_meeting_names_those_who_answer(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    assert await a.store.meet([b.address, c.address]) == {b.identity.peer_id, c.identity.peer_id}
+    assert await a.store.meet([]) == frozenset()
+
+
+# -- what only a network shows
+
+
+async def test_what_is_not_in_its_one_right_place_is_refused_everywhere(tmp_path: Path) -> None:
+    async with over_p2pd(tmp_path, 2) as (a, b):
+        expires_at = time.time() + TTL_S
+        good, me = a.sealed("a", expires_at), a.identity.peer_id
+        assert await b.put("b", expires_at)
+        assert not await a.put_bytes(good, expires_at, subkey=b.identity.peer_id)  # in another's name
+        assert not await a.put_bytes(good, expires_at, kind="lease")  # under another key
+        assert not await a.put_bytes(good, expires_at + 60)  # to live longer than it was signed for
+        assert not await a.put_bytes(a.sealed("a", expires_at, MeshKey.generate()), expires_at)  # of another mesh
+        assert not await a.put_bytes(good[:-1] + bytes([good[-1] ^ 1]), expires_at)
+        assert not await a.put_bytes(b"x" * 100_000, expires_at)
+        assert list(await b.get()) == [b.identity.peer_id]
+        assert await a.put_bytes(good, expires_at)
+        assert set(await b.get()) == {me, b.identity.peer_id}
+
+
+async def test_a_plain_value_cannot_hide_the_entries_of_all(tmp_path: Path) -> None:
+    """hivemind lets a value without subkey replace a whole dictionary; ours must not."""
+    async with one_peer(tmp_path, "a") as (a, _, store):
+        now = time.time()
+        assert await a.put("a", now + TTL_S)
+        assert not await store._node.store(topic("peers", KEY), value=b"hidden", expiration_time=now + 99)
+        assert not await store._node.store("other", subkey="x", value=b"unknown key", expiration_time=now + 99)
+        assert list(await a.get()) == [a.identity.peer_id]
+
+
+async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
+    async with one_peer(tmp_path, "a") as (a, _, store), one_peer(tmp_path, "b", key=MeshKey.generate()) as (b, _, _):
+        assert await a.put("a", time.time() + TTL_S)
+        assert await b.store.meet([a.address]) == frozenset()
+        assert await a.store.meet([b.address]) == frozenset()
+        assert await b.get() == {}
+        assert not store._node.protocol.routing_table.peer_id_to_uid
+        with pytest.raises(JoinError, match="leads to a peer that keeps the mesh's records"):
+            async with KademliaStore(
+                b.store._p2p,  # type: ignore[attr-defined]
+                [a.address],
+                mesh_key=MeshKey.generate(),
+                client_mode=True,
+                timeouts=Timeouts(join_s=1.0, dial_s=1.0),
+            ):
+                pytest.fail("joined")
+
+
+async def test_two_meshes_become_one_when_a_peer_of_each_meets(tmp_path: Path) -> None:
+    """hivemind #624. The two halves have two peers each, and only two of the four meet."""
+    async with (
+        one_peer(tmp_path, "a") as (a, _, _),
+        one_peer(tmp_path, "b", [a.address]) as (b, _, _),
+        one_peer(tmp_path, "c") as (c, _, _),
+        one_peer(tmp_path, "d", [c.address]) as (d, _, _),
+    ):
+        expires_at = time.time() + TTL_S
+        assert await a.put("a", expires_at)
+        assert await d.put("d", expires_at)
+        assert set(await b.get()) == {a.identity.peer_id}
+        assert set(await c.get()) == {d.identity.peer_id}
+        assert await b.store.meet([c.address]) == {c.identity.peer_id}
+        both = {a.identity.peer_id, d.identity.peer_id}
+        for node in (a, b, c, d):
+            await node.put("again", expires_at + 1)
+        for node in (a, b, c, d):
+            async with asyncio.timeout(10):
+                while not both <= set(await node.get()):  # noqa: ASYNC110 - neighbours learn of each other from requests
+                    await asyncio.sleep(0.05)
+
+
+async def test_one_who_only_looks_reads_and_is_not_asked(tmp_path: Path) -> None:
+    async with one_peer(tmp_path, "a") as (a, _, store):
+        assert await a.put("a", time.time() + TTL_S)
+        async with one_peer(tmp_path, "o", [a.address], client_mode=True) as (o, _, _):
+            assert list(await o.get()) == [a.identity.peer_id]
+            assert not store._node.protocol.routing_table.peer_id_to_uid
+            assert await o.put("o", time.time() + TTL_S)
+            assert set(await a.get()) == {a.identity.peer_id, o.identity.peer_id}
+
+
+async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path) -> None:
+    async with one_peer(tmp_path, "a") as (a, daemon, _), one_peer(tmp_path, "b", [a.address]) as (b, _, _):
+        restarted = asyncio.Event()
+
+        async def note(p2p: object) -> None:
+            restarted.set()
+
+        daemon.on_restart(note)
+        expires_at = time.time() + 2 * TTL_S
+        assert await a.put("a", expires_at)
+        assert a.identity.peer_id in await b.get()
+        (child,) = psutil.Process(daemon.pid).children()
+        child.kill()
+        began_s = time.monotonic()
+        await a.get()
+        await a.put("meanwhile", expires_at + 1)
+        assert time.monotonic() - began_s < 2 * QUICK.dial_s + 1  # bounded, whatever came of it
+        async with asyncio.timeout(30):
+            await restarted.wait()
+            while not (await a.put("back", expires_at + 2) and b.identity.peer_id in await a.get()):
+                await b.put("b", time.time() + TTL_S)
+                await asyncio.sleep(0.1)
+            while (await b.get()).get(a.identity.peer_id, (b"", 0.0))[1] != expires_at + 2:
+                await a.put("back", expires_at + 2)
+                await asyncio.sleep(0.1)
+        child = psutil.Process(daemon.pid).children()[0]
+        child.suspend()  # leaving must be bounded, too, when p2pd says nothing any more
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 12
+
+
+async def test_a_clock_that_is_off_is_named_when_joining(tmp_path: Path) -> None:
+    async with one_peer(tmp_path, "a") as (a, _, _):
+        identity = Identity.load_or_create(tmp_path / "b.key")
+        async with P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=[a.address], timeouts=QUICK) as daemon:
+            with pytest.raises(JoinError, match="clock is 60 s ahead"):
+                async with KademliaStore(
+                    daemon.p2p, [a.address], mesh_key=KEY, timeouts=QUICK, clock=lambda: time.time() + 60
+                ):
+                    pytest.fail("joined")
+
+
+def test_the_place_of_a_value_needs_no_clock() -> None:
+    identity = Identity.generate()
+    data = seal(PeerRecord(identity.peer_id, 5.0, "x"), identity, KEY, 9.0)
+    assert place(data, KEY) == (topic("peers", KEY), identity.peer_id, 9.0)
+    assert place(data, MeshKey()) is None
+    assert place(b"", KEY) is None
