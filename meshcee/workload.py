@@ -120,7 +120,7 @@ class Workload:
     boundary_back_bytes: tuple[int, ...]
     element_bytes: int = 2  # of a boundary's elements before any codec
     micro_batch: int | None = None  # when the job fixes it
-    source: str = ""
+    default_codec: str = "bf16"  # what boundaries travel as when nothing is gained by another
     _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,11 @@
 """The local zero-bubble rule: what a stage does next, from nothing but what has arrived.
 
 The idea: B as soon as its gradient is there, since another stage waits for it; F while few micro-batches are in
-flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order. Two windows bound what
-is in flight: below the soft one F goes before W, between soft and hard F goes only when no W waits, which costs memory
-only where there was nothing better to do.
+flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order.
+
+W's that are put off are not lost: a stage runs them while it waits for the commit of this step and the first F of the
+next, time that nothing else could fill. A second, softer window, above which W goes before F, saves memory where memory
+is short and costs up to a tenth of the speed (docs/simulator.md); it is off unless it is given.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from meshcee.schedule.actions import Kind
 
-__all__ = ["StageView", "choose", "hard_window", "period_s", "residence_s", "soft_of", "soft_window"]
+__all__ = ["StageView", "choose", "hard_window", "period_s", "residence_s", "soft_window"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class StageView:
     input_here: bool  # the next F could run
     gradient_here: bool  # the next B could run
     weight_here: bool  # the next W could run
-    window: int  # the hard one
+    window: int
     live_cap: int
-    soft: int | None = None  # None: derived from the hard one
+    soft: int | None = None  # in flight above which W goes before F; None: the window
 
 
 def choose(view: StageView) -> Kind | None:
@@ -39,7 +41,7 @@ def choose(view: StageView) -> Kind | None:
         return Kind.B
     in_flight = view.forwards - view.backwards
     may = view.input_here and in_flight < view.window and view.forwards - view.weights < view.live_cap
-    if may and in_flight < (soft_of(view.window) if view.soft is None else view.soft):
+    if may and (view.soft is None or in_flight < view.soft):
         return Kind.F
     if view.weight_here:
         return Kind.W
@@ -75,8 +77,3 @@ def soft_window(residence: float, period: float) -> int:
 def hard_window(residence: float, period: float) -> int:
     """Twice as many, and two: room for jitter."""
     return math.ceil(2 * residence / period - 1e-9) + 2
-
-
-def soft_of(hard: int) -> int:
-    """The soft window that belongs to a hard one: ceil((ceil(2x) + 2) / 2) = ceil(x) + 1."""
-    return (hard + 1) // 2

@@ -19,7 +19,7 @@ from meshcee.simulator.instance import Instance, build
 from meshcee.simulator.weather import Weather
 from meshcee.workload import Workload
 
-__all__ = ["Instance", "Span", "Timeline", "build", "period_s", "quick_period_s", "simulate"]
+__all__ = ["Instance", "Span", "Timeline", "build", "period_s", "quick_period_s", "simulate", "slowest_s"]
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,26 @@ def period_s(
 
 
 def quick_period_s(instance: Instance, most: int) -> float:
-    """The period with at most `most` micro-batches simulated and the rest extrapolated at the rate of the second half."""
+    """The period with about `most` micro-batches simulated: two lengths of the step, and the rest on their line.
+
+    Beyond the fill every further micro-batch costs the same, and no less than the slowest device or line takes for it.
+    (The first can look cheaper, while weight gradients are put off; the rate inside one step would mislead too: while a
+    pipeline drains, B's come faster.)
+    """
     full = instance.nodes[0].num_micro
-    if len({n.num_micro for n in instance.nodes}) > 1 or full <= most + most // 4:
+    long = max(most, 2 * instance.nodes[0].window + 8)
+    if len({n.num_micro for n in instance.nodes}) > 1 or full <= long + long // 2:
         return _period(run(instance, 2))
-    outcome = run(instance, 2, num_micro=most)
-    ends = outcome.backward_s[:most]
-    half = most // 2
-    rate = (ends[most - 1] - ends[half - 1]) / (most - half)
-    return _period(outcome) + (full - most) * rate
+    short = long // 2
+    low, high = (_period(run(instance, 2, num_micro=m)) for m in (short, long))
+    return high + (full - long) * max((high - low) / (long - short), slowest_s(instance))
+
+
+def slowest_s(instance: Instance) -> float:
+    """Seconds of one micro-batch on the busiest device or line: no period per micro-batch is shorter."""
+    lines = [0.0] * len(instance.lines)
+    for node in instance.nodes:
+        for edge in (*node.forward, *node.back):
+            for line, held_s in edge.lines:
+                lines[line] += held_s
+    return max(*lines, *(n.f_s + n.b_s + n.w_s for n in instance.nodes), 0.0)

@@ -70,7 +70,7 @@ def run(
     count = len(nodes)
     micros = [num_micro or n.num_micro for n in nodes]
     f_s, b_s, w_s = [n.f_s for n in nodes], [n.b_s for n in nodes], [n.w_s for n in nodes]
-    window, soft, cap = [n.window for n in nodes], [n.soft for n in nodes], [n.live_cap for n in nodes]
+    window, cap = [n.window for n in nodes], [n.live_cap for n in nodes]
     if instance.fused:
         cap = [m + 1 for m in micros]
     flush = instance.forward_first
@@ -254,7 +254,7 @@ def run(
                 continue
             limit[n] += micros[n]
 
-        # the local rule: B; F below the soft window; W; F up to the hard window
+        # the local rule: B, else F, else W
         f, b, w = done_f[n], done_b[n], done_w[n]
         grads = grad_at[n]
         ready = limit[n] == f if flush else True
@@ -262,10 +262,8 @@ def run(
             kind, extra, took = B_DONE, b, b_s[n]
             done_b[n] = b + 1
         else:
-            in_flight = f - b
-            may = f < limit[n] and in_flight < window[n] and f - w < cap[n]
-            here = may and input_at[n][f] <= now
-            if here and (in_flight < soft[n] or w >= b):
+            may = f < limit[n] and f - b < window[n] and f - w < cap[n]
+            if may and input_at[n][f] <= now:
                 kind, extra, took = F_DONE, f, f_s[n]
                 done_f[n] = f + 1
                 if f + 1 - w > max_live[n]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from meshcee.errors import PlanError
 from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.profile import Cluster
-from meshcee.schedule.zero_bubble import soft_of
 from meshcee.workload import Workload
 
 __all__ = ["Edge", "Instance", "Node", "Ring", "build"]
@@ -40,7 +39,6 @@ class Node:
     w_s: float
     optimizer_s: float
     window: int
-    soft: int
     live_cap: int
     first: int
     end: int
@@ -120,7 +118,7 @@ class _Builder:
             b_s=times.b_s + (times.w_s if self.fused else 0.0),
             w_s=0.0 if self.fused else times.w_s,
             optimizer_s=times.optimizer_s,
-            window=stage.window, soft=soft_of(stage.window), live_cap=stage.live_cap,
+            window=stage.window, live_cap=stage.live_cap,
             first=stage.first, end=stage.end,
             is_last=j == len(pipeline.stages) - 1,
             weights_s=[0.0 if self.fused else float(w[k + 1] - w[k]) for k in blocks],

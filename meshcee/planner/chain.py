@@ -1,0 +1,170 @@
+"""A candidate: a row of stages with their devices. Sample shares and windows follow from it.
+
+The idea: the search moves blocks and devices only. How many samples each member takes, and how many micro-batches may be
+in flight under its memory, is computed the same way for every candidate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.profile import Cluster
+from meshcee.schedule.zero_bubble import residence_s
+from meshcee.workload import Workload
+
+__all__ = ["Chain", "ChainStage", "Codecs", "shares", "to_plan"]
+
+
+@dataclass(frozen=True)
+class ChainStage:
+    """Blocks [first, end) on these peers."""
+
+    first: int
+    end: int
+    peers: tuple[str, ...]
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """Of the boundary after a stage: activations out, gradients back."""
+
+    out: str
+    back: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One pipeline; `codecs` has one entry per boundary."""
+
+    micro_batch: int
+    num_micro: int
+    stages: tuple[ChainStage, ...]
+    codecs: tuple[Codecs, ...]
+    slack: tuple[float, int] = (1.0, 2)  # window = ceil(factor * R / T') + so many
+    extra: tuple[int, ...] = ()  # per stage, on top of that
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(p for s in self.stages for p in s.peers)
+
+
+def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch: int) -> tuple[int, ...] | None:
+    """Samples of each member: whole numbers that make the slowest member as fast as possible; None when nothing fits.
+
+    Greedy: each sample goes where it is done first. Optimal when seconds grow with samples, as they do.
+    """
+    if len(stage.peers) == 1:
+        kind = workload.times[cluster.devices[stage.peers[0]].kind]
+        return (micro_batch,) if kind.sizes[0] <= micro_batch <= kind.largest else None
+    kinds = [workload.times[cluster.devices[p].kind] for p in stage.peers]
+    taken = [k.sizes[0] for k in kinds]
+    if sum(taken) > micro_batch:
+        return None
+    for _ in range(micro_batch - sum(taken)):
+        options = [
+            (kind.stage(stage.first, stage.end, n + 1).total_s, i)
+            for i, (kind, n) in enumerate(zip(kinds, taken))
+            if n < kind.largest
+        ]
+        if not options:
+            return None
+        taken[min(options)[1]] += 1
+    return tuple(taken)
+
+
+def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int]) -> int:
+    """Micro-batches between F and W for which every member has memory; 0 when not even one fits."""
+    least = 1 << 30
+    for peer, n in zip(stage.peers, samples):
+        room = cluster.devices[peer].memory_bytes - workload.stage_bytes(stage.first, stage.end, n, 0, stage.recompute)
+        each = workload.live_bytes(stage.first, stage.end, n, stage.recompute)
+        least = min(least, (0 if room < 0 else 1 << 30) if each == 0 else max(0, room // each))
+    return least
+
+
+def to_plan(chain: Chain, cluster: Cluster, workload: Workload) -> Plan | None:
+    """The plan of one pipeline; None when it does not fit into memory, sizes or links."""
+    plan_stages = to_stages(chain, cluster, workload)
+    return None if plan_stages is None else Plan(chain.micro_batch, (Pipeline(chain.num_micro, plan_stages),))
+
+
+def to_stages(chain: Chain, cluster: Cluster, workload: Workload) -> tuple[Stage, ...] | None:
+    members: list[tuple[int, ...]] = []
+    lives: list[int] = []
+    forward_backward, totals = [], []
+    for stage in chain.stages:
+        taken = shares(cluster, workload, stage, chain.micro_batch)
+        if taken is None:
+            return None
+        live = most_live(cluster, workload, stage, taken)
+        if live < 1:
+            return None
+        times = [
+            workload.times[cluster.devices[p].kind].stage(stage.first, stage.end, n, stage.recompute)
+            for p, n in zip(stage.peers, taken)
+        ]
+        members.append(taken)
+        lives.append(live)
+        forward_backward.append(max(t.f_s + t.b_s for t in times))
+        totals.append(max(t.total_s for t in times))
+    boundaries, occupied = _boundaries(chain, cluster, workload, members)
+    if boundaries is None:
+        return None
+    # F's and B's may run ahead of the W's, so it is their pace that windows must keep up
+    pace = max(*forward_backward, *occupied, 1e-9)
+    factor, more = chain.slack
+    stages = []
+    for j, residence in enumerate(residence_s(forward_backward, boundaries)):
+        stage, most = chain.stages[j], min(lives[j], chain.num_micro)
+        wanted = math.ceil(factor * residence / pace - 1e-9) + more + (chain.extra[j] if chain.extra else 0)
+        window = max(1, min(wanted, most))
+        stages.append(
+            Stage(
+                stage.first,
+                stage.end,
+                tuple(Member(p, n) for p, n in zip(stage.peers, members[j])),
+                window=window,
+                live_cap=most,  # weight gradients put off fill the time between two steps
+                codec_out=chain.codecs[j].out if j < len(chain.codecs) else workload.default_codec,
+                codec_back=chain.codecs[j - 1].back if j else workload.default_codec,
+                recompute=stage.recompute,
+            )
+        )
+    return tuple(stages)
+
+
+def _boundaries(
+    chain: Chain, cluster: Cluster, workload: Workload, members: Sequence[Sequence[int]]
+) -> tuple[list[float] | None, list[float]]:
+    """Seconds there and back of each boundary, and how long each line is held by one micro-batch."""
+    held: dict[tuple[str, str], float] = {}
+    boundaries = []
+    for j, (a, b) in enumerate(zip(chain.stages, chain.stages[1:])):
+        out, back = workload.boundary_bytes[a.end - 1], workload.boundary_back_bytes[a.end - 1]
+        there = again = 0.0
+        at_a = 0
+        for pa, na in zip(a.peers, members[j]):
+            at_b = 0
+            for pb, nb in zip(b.peers, members[j + 1]):
+                overlap = min(at_a + na, at_b + nb) - max(at_a, at_b)
+                at_b += nb
+                if overlap <= 0:
+                    continue
+                go, come = cluster.path(pa, pb), cluster.path(pb, pa)
+                if go is None or come is None:
+                    return None, []
+                codecs = chain.codecs[j]
+                wire_out = workload.wire_bytes(overlap * out, codecs.out)
+                wire_back = workload.wire_bytes(overlap * back, codecs.back)
+                there = max(there, go.seconds(wire_out) + workload.codec_s(overlap * out, codecs.out))
+                again = max(again, come.seconds(wire_back) + workload.codec_s(overlap * back, codecs.back))
+                for path, wire in ((go, wire_out), (come, wire_back)):
+                    for line in path.lines:
+                        held[line] = held.get(line, 0.0) + wire / cluster.bandwidth(line)
+            at_a += na
+        boundaries.append(there + again)
+    return boundaries, [*held.values(), 0.0]

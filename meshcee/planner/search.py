@@ -1,0 +1,195 @@
+"""The search: candidates from the dynamic program, judged by the simulator, then improved by small moves.
+
+The idea: the dynamic program looks at everything and knows little (no shared lines, no tails of a step); the simulator
+knows all and looks at few. The best candidates of the one start a local search under the other, whose moves also reach
+what the first cannot express: regions visited twice, unlike devices in one group. Effort is counted in simulated events,
+never in seconds, so that the same question has the same answer on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshcee.planner.chain import Chain, ChainStage, Codecs, to_plan
+from meshcee.planner.classes import DeviceClass, StageTable, classes_of
+from meshcee.planner.joins import join
+from meshcee.planner.moves import Moves
+from meshcee.planner.partition import Candidate, Join, solve
+from meshcee.profile import Cluster
+from meshcee.simulator import build, period_s, quick_period_s
+from meshcee.workload import Workload
+
+__all__ = ["Effort", "Search"]
+
+LARGEST_GROUP = 16
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried. `events` bounds the simulator's work in the local search."""
+
+    periods: int = 10
+    candidates: int = 12  # of each micro-batch size and set of classes
+    rescored: int = 24  # in the simulator
+    starts: int = 3
+    finalists: int = 6  # simulated whole
+    events: int = 300_000
+    classes: int = 8  # in one dynamic program
+    micros: int = 64  # simulated of a step; the rest is extrapolated
+
+
+class Search:
+    """One question: a cluster, a workload, codecs that may be used."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, codecs: Sequence[str], effort: Effort) -> None:
+        self.cluster, self.workload, self.effort = cluster, workload, effort
+        self.codecs = tuple(codecs)
+        self.classes = classes_of(cluster)
+        self.events = 0
+        self._known: dict[Chain, float] = {}
+
+    def run(self, starts: Sequence[Chain] = ()) -> list[tuple[float, Chain]]:
+        """The best chains found with their periods, best first; empty when nothing fits."""
+        proposals: list[tuple[float, Chain]] = []
+        for micro_batch in self.sizes():
+            for codec in self.codecs:
+                proposals += self.propose(micro_batch, codec)
+        proposals.sort(key=lambda p: p[0])
+        chains = [*starts, *self.singles(), *dict.fromkeys(c for _, c in proposals[: self.effort.rescored])]
+        ranked = self.rank(chains)
+        self.events = 0
+        for period, chain in ranked[: self.effort.starts]:
+            if math.isfinite(period):
+                self.improve(chain, self.effort.events // self.effort.starts)
+        ranked = [(p, c) for p, c in self.rank(list(self._known)) if math.isfinite(p)]
+        return sorted(((self.whole(c), c) for _, c in ranked[: self.effort.finalists]), key=lambda x: x[0])
+
+    def whole(self, chain: Chain) -> float:
+        """The period, simulated whole."""
+        plan = to_plan(chain, self.cluster, self.workload)
+        return math.inf if plan is None else period_s(plan, self.cluster, self.workload)
+
+    def rank(self, chains: Sequence[Chain]) -> list[tuple[float, Chain]]:
+        priced = [(self.price(c), i, c) for i, c in enumerate(dict.fromkeys(chains))]
+        return [(p, c) for p, _, c in sorted(priced, key=lambda x: x[:2])]
+
+    def price(self, chain: Chain) -> float:
+        """The period of consecutive steps, extrapolated; infinite when the chain does not fit."""
+        if chain not in self._known:
+            self.events += 200
+            plan = to_plan(chain, self.cluster, self.workload)
+            if plan is None:
+                self._known[chain] = math.inf
+            else:
+                instance = build(plan, self.cluster, self.workload)
+                self.events += 10 * min(chain.num_micro, self.effort.micros) * len(instance.nodes)
+                self._known[chain] = quick_period_s(instance, self.effort.micros)
+        return self._known[chain]
+
+    def improve(self, chain: Chain, events: int) -> Chain:
+        """Annealing by small moves, from a seed."""
+        moves = Moves(self.cluster, self.workload, self.codecs, self.classes, random.Random(0))
+        best = now = chain
+        best_s = now_s = self.price(chain)
+        end = self.events + events
+        begun = self.events
+        while self.events < end:
+            self.events += 100
+            other = moves.propose(now)
+            if other is None:
+                continue
+            other_s = self.price(other)
+            heat = 0.01 * (1 - (self.events - begun) / events)
+            if other_s < now_s or moves.random.random() < math.exp(-(other_s / now_s - 1) / max(heat, 1e-9)):
+                now, now_s = other, other_s
+                if now_s < best_s:
+                    best, best_s = now, now_s
+            elif now_s > 1.02 * best_s:
+                now, now_s = best, best_s
+        return best
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def sizes(self) -> list[int]:
+        """Micro-batch sizes that some class can compute, alone or shared; divisors of the batch."""
+        batch = self.workload.global_batch
+        if self.workload.micro_batch is not None:
+            return [self.workload.micro_batch]
+        top = max(self.workload.times[c.kind].largest * min(len(c.peers), LARGEST_GROUP) for c in self.classes)
+        return [m for m in range(1, min(batch, top) + 1) if batch % m == 0]
+
+    def singles(self) -> list[Chain]:
+        """Every class alone, with every micro-batch size."""
+        found = []
+        for of in self.classes:
+            for m in self.sizes():
+                for recompute in (False, True):
+                    stage = ChainStage(0, self.workload.num_blocks, of.peers[:1], recompute)
+                    found.append(Chain(m, self.workload.global_batch // m, (stage,), ()))
+        return found
+
+    def choices(self) -> list[list[DeviceClass]]:
+        """Sets of classes that one dynamic program can look at."""
+        return [self.classes[: self.effort.classes]]
+
+    def tables(self, classes: Sequence[DeviceClass], micro_batch: int, share: float) -> list[list[StageTable]]:
+        found = []
+        for of in classes:
+            times, row = self.workload.times[of.kind], []
+            device = self.cluster.devices[of.peers[0]]
+            for size in range(1, min(len(of.peers), micro_batch, LARGEST_GROUP) + 1):
+                samples = micro_batch // size
+                if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
+                    continue
+                table = StageTable(self.workload, [(device, samples)], share, count=size)
+                row.append(table)
+                if table.tight:
+                    row.append(StageTable(self.workload, [(device, samples)], share, count=size, recompute=True))
+            found.append(row)
+        return found
+
+    def joins(self, classes: Sequence[DeviceClass], micro_batch: int, codec: str) -> list[list[Join | None]]:
+        rows: list[list[Join | None]] = []
+        for a in classes:
+            row: list[Join | None] = []
+            for b in classes:
+                ends = (a.peers[0], b.peers[-1])
+                row.append(None if ends[0] == ends[1] else join(self.cluster, self.workload, *ends, micro_batch, codec))
+            rows.append(row)
+        return rows
+
+    def propose(self, micro_batch: int, codec: str) -> list[tuple[float, Chain]]:
+        """Candidates of one micro-batch size."""
+        work, effort = self.workload, self.effort
+        num_micro = work.global_batch // micro_batch
+        share = work.wire_bytes(1.0, codec)
+        found: list[Candidate] = []
+        for classes in self.choices():
+            rows = self.tables(classes, micro_batch, share)
+            kept = [(c, t) for c, t in zip(classes, rows) if t]
+            if not kept:
+                continue
+            classes, rows = [c for c, _ in kept], [t for _, t in kept]
+            joins = self.joins(classes, micro_batch, codec)
+            low, high = _period_range(classes, rows)
+            most = min(work.num_blocks, 48)
+            grid = low * np.geomspace(1.0, max(high / low, 1.001), effort.periods)
+            first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
+            found += first
+            if first:  # look closer around the best period
+                step = max(high / low, 1.001) ** (1 / (effort.periods - 1))
+                near = first[0].period_s * np.geomspace(1 / step, step, effort.periods)
+                found += solve(classes, rows, joins, near, num_micro, effort.candidates, most)
+        codecs = Codecs(codec, codec)
+        return [(c.estimate_s, Chain(micro_batch, num_micro, c.stages, (codecs,) * (len(c.stages) - 1))) for c in found]
+
+
+def _period_range(classes: Sequence[DeviceClass], rows: Sequence[Sequence[StageTable]]) -> tuple[float, float]:
+    """From all devices working without a gap, to the fastest group alone."""
+    rates = [len(c.peers) / min(t.count * t.busy_alone for t in row) for c, row in zip(classes, rows)]
+    return 1 / sum(rates), min(t.busy_alone for row in rows for t in row) * 1.0001
