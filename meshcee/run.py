@@ -7,6 +7,7 @@ package that import upward.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -31,9 +32,14 @@ async def join(
     ...     async for report in mesh.train(job):
     ...         print(report.step, report.loss)
     """
+    import structlog
+
     from peers.assemble import JoinOptions
     from peers.assemble import join as joined
     from peers.home import Home
+
+    if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")

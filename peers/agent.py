@@ -7,7 +7,6 @@ real machines, in one process and under virtual time.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -82,7 +81,6 @@ class Agent:
         self._member: Member | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
-        self._instance = secrets.token_hex(8)
         self._accepted_term: tuple[int, str] = (0, "")
         self._measured: dict[str, LinkProfile] = {}
         PlanService(self)
@@ -139,7 +137,6 @@ class Agent:
                 region=self.options.region,
                 device=self._device,
                 busy=self._member is not None and self._member.is_busy,
-                instance=self._instance,
                 protocol=PROTOCOL_VERSION,
                 software=__version__,
             )

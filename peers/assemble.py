@@ -72,7 +72,7 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         if lender is not None:
             await node.wait_for_peers([lender.peer_id])
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        yield Mesh(node, group, home)
+        yield Mesh(node, group, home, (lender.peer_id,) if lender else ())
 
 
 @asynccontextmanager

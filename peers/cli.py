@@ -122,6 +122,17 @@ def status(join: Join = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def token(
+    join: Join = None,
+    valid: Annotated[str, typer.Option(help="How long it admits peers, e.g. 12h, 7d.")] = "7d",
+) -> None:
+    """Print a fresh invite token for the mesh, with the addresses of the peers that are there now."""
+    from peers.commands.status import print_token
+
+    print_token(join, valid)
+
+
+@app.command()
 def local(
     peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=64, help="How many peers.")] = 4,
     shape: Annotated[

@@ -30,6 +30,7 @@ __all__ = ["PlanRequest", "PlanService", "request_plan"]
 log = structlog.get_logger()
 
 MAX_BLOCKS = 4096
+MAX_WANTED = 16
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,19 @@ class PlanRequest:
     batch_size: int
     micro_batch: int | None
     stages: int | None  # at most so many; None leaves it to the planner
+    wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
 
     @classmethod
-    def of(cls, job: Job, costs: Sequence[BlockCost], stages: int | None) -> PlanRequest:
-        return cls(costs, job.batch_size, job.micro_batch_size, stages)
+    def of(cls, job: Job, costs: Sequence[BlockCost], stages: int | None, wanted: tuple[str, ...] = ()) -> PlanRequest:
+        return cls(costs, job.batch_size, job.micro_batch_size, stages, wanted)
 
     def header(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "micro_batch": self.micro_batch, "stages": self.stages}
+        return {
+            "batch_size": self.batch_size,
+            "micro_batch": self.micro_batch,
+            "stages": self.stages,
+            "wanted": list(self.wanted),
+        }
 
     def frame(self) -> Frame:
         import msgpack
@@ -69,7 +76,8 @@ class PlanRequest:
             raise ProtocolError(f"this is not a list of block costs: {error}") from error
         header = frame.header
         optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
-        return cls(costs, need(header, "batch_size", int), optional["micro_batch"], optional["stages"])
+        wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
+        return cls(costs, need(header, "batch_size", int), optional["micro_batch"], optional["stages"], wanted)
 
     def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
         if not devices:
@@ -92,6 +100,7 @@ class PlanService:
             if lease is None or lease.peer_id != self._agent.peer_id:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
+            await self._agent.wait_for_peers(request.wanted)
             plan = await asyncio.to_thread(request.plan, self._agent.devices())
             log.info("planned", stages=len(plan.pipelines[0].stages), owner=stream.peer_id, term=lease.term)
             await stream.send(Frame(messages.PLAN, {"plan": plan.to_json(), "term": list(lease.term)}))

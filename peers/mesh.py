@@ -50,11 +50,14 @@ class Result:
 class Mesh:
     """A joined mesh. Made by `meshcee.join`, which also ends it."""
 
-    def __init__(self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None) -> None:
+    def __init__(
+        self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None, lent: tuple[str, ...] = ()
+    ) -> None:
         self.agent = agent
         self.result = Result()
         self._group = group
         self._home = home
+        self._lent = lent  # peers that this process has added to the mesh for its own jobs
         self._owner: Owner | None = None
 
     def stop(self) -> None:
@@ -64,7 +67,7 @@ class Mesh:
 
     async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> tuple[Plan, tuple[int, str]]:
         """Ask the mesh's coordinator for a plan, with the term under which it was made."""
-        request = PlanRequest.of(job, captured.costs, stages)
+        request = PlanRequest.of(job, captured.costs, stages, self._lent)
         plan, term = await request_plan(self.agent, request)
         await self.agent.wait_for_peers(plan.peers)
         return plan, term

@@ -283,9 +283,11 @@ class StageRunner:
     def _arrived(self, value: Value, given: Boundary) -> Boundary:
         """A received value on our device, with the strides it had where it was made."""
         if not isinstance(given, torch.Tensor):
+            if value.is_tensor or not isinstance(given, int):
+                raise ProtocolError(f"activation {value.name} arrived as a {type(given).__name__}")
             return given
-        if given.dtype != value.dtype or given.dim() != len(value.shape):
-            raise ProtocolError(f"activation {value.name} arrived as {given.dtype} with {given.dim()} dimensions")
+        if not value.admits(given, on_wire=True):
+            raise ProtocolError(f"activation {value.name} arrived as {given.dtype}{tuple(given.shape)}")
         return value.from_wire(given.to(self.device))
 
     def _compute(

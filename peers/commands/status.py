@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from dht.addresses import MAX_ADDRESSES
+from dht.signing import Token
 from meshcee.errors import UsageError
 from meshcee.plan import Plan
 from peers.assemble import JoinOptions, join
+from peers.commands.peer import parse_duration_s
 from peers.commands.session import configure_logging, run_async
 from peers.home import Home
 from peers.view import plan_table
 
-__all__ = ["run_status"]
+__all__ = ["print_token", "run_status"]
 
 
 def run_status(token: str | None, *, as_json: bool) -> None:
-    if token is None:
-        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
     configure_logging(as_json=as_json, level="warning")
-    data = run_async(_look(token))
+    data = run_async(_look(_required(token)))
     if as_json:
         print(json.dumps(data), flush=True)
     else:
         _print(data)
+
+
+def print_token(token: str | None, valid: str) -> None:
+    """`meshcee token`: the same mesh key, the addresses of whoever is there now, a new expiry."""
+    known = _required(token)
+    valid_s = parse_duration_s(valid)
+    configure_logging(as_json=False, level="warning")
+    data = run_async(_look(known))
+    mesh_key = Token.parse(known, time.time()).mesh_key
+    addresses = [a for p in data["peers"] if p["device"] for a in p["addresses"][:2]]
+    print(Token(tuple(addresses[:MAX_ADDRESSES]), mesh_key, time.time() + valid_s).encode())
+
+
+def _required(token: str | None) -> str:
+    if token is None:
+        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
+    return token
 
 
 async def _look(token: str) -> dict[str, Any]:

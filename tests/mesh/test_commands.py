@@ -124,6 +124,74 @@ def test_the_first_interrupt_finishes_the_step_and_saves(mesh: Peers, tmp_path: 
     assert out.exists()
 
 
+def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, tmp_path: Path) -> None:
+    # A step that takes long: the first Ctrl-C waits for it, the second does not.
+    loss = MSE + " + 0 * (out @ torch.ones(1, 4_000_000)).sum()"
+    job = write_job(tmp_path, steps=100_000, loss=loss)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json"],
+        env=environment(mesh.home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if '"report"' in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    done = meshcee("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--json", home=mesh.home)
+    assert done.code == 0, done.err
+    plan = next(line["plan"] for line in done.lines if "plan" in line)
+    assert len(plan["pipelines"][0]["stages"]) == 3
+
+
+def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with peers(home, 2) as mesh:
+        launcher = psutil.Process(mesh.processes["peer-1"].pid).children()[0]
+        daemon = launcher.children()[0]
+        daemon.kill()
+        daemon.wait(5)
+
+        def trains_on_both() -> bool:
+            done = meshcee("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--json", home=home)
+            plans = [line["plan"] for line in done.lines if "plan" in line]
+            return done.code == 0 and len(plans[0]["pipelines"][0]["stages"]) == 2
+
+        wait_until("a job trains on both peers again", trains_on_both, 40)
+        assert mesh.processes["peer-1"].poll() is None
+
+
+def test_the_owner_may_compute_too(tmp_path: Path) -> None:
+    with peers(tmp_path / "home", 1) as mesh:
+        arguments = ("train", str(write_job(tmp_path)), "--join", mesh.token, "--compute", "--device", "cpu", "--json")
+        done = meshcee(*arguments, home=mesh.home)
+    assert done.code == 0, done.err
+    plan = next(line["plan"] for line in done.lines if "plan" in line)
+    assert len(plan["pipelines"][0]["stages"]) == 2
+
+
+def test_a_fresh_token_admits_too(mesh: Peers, tmp_path: Path) -> None:
+    fresh = meshcee("token", "--join", mesh.token, "--valid", "1h", home=mesh.home)
+    assert fresh.code == 0, fresh.err
+    seen = meshcee("status", "--join", fresh.out.strip(), "--json", home=mesh.home)
+    assert seen.code == 0, seen.err
+    assert len(json.loads(seen.out)["peers"]) >= 3
+
+
+def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
+    job = write_job(tmp_path, steps=2)
+    done = meshcee("local", "--shape", "cee-small", "--job", str(job), "--json", home=tmp_path / "home")
+    assert done.code == 0, done.err
+    names = next(line["names"] for line in done.lines if "names" in line)
+    assert "edge-rtx-3090-1" in names.values()
+
+
 def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=100_000)
     process = subprocess.Popen(

@@ -65,7 +65,12 @@ def step_losses(expected: Reference) -> list[float]:
 
 @pytest.mark.parametrize(
     "case",
-    ["gpt-adamw", "cnn-sgd", pytest.param("gpt-sgd", marks=pytest.mark.slow), pytest.param("cnn-adamw", marks=pytest.mark.slow)],
+    [
+        "gpt-adamw",
+        "cnn-sgd",
+        pytest.param("gpt-sgd", marks=pytest.mark.slow),
+        pytest.param("cnn-adamw", marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_stages_equals_the_eager_loop(
     mesh: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
