@@ -48,6 +48,8 @@ TITLES = {
     "gru": ("GRU", 3),
     "moe": ("mixture of experts, dense dispatch (einsum)", 3),
     "many": ("three inputs, two outputs, two losses, masks", 3),
+    "lengths": ("character GPT, sentences of different lengths", 4),
+    "sizes": ("ResNet, images of different sizes", 4),
     "lora": ("frozen weights with adapters, rotary, RMSNorm, label smoothing", 3),
 }
 

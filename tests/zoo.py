@@ -316,6 +316,15 @@ class RotaryLayer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+def _lengths(n: int) -> list[tuple[Any, Any]]:
+    """Sentences of their own lengths: one to a micro-batch."""
+    return [(x[: 4 + i % 9], y[: 4 + i % 9]) for i, (x, y) in enumerate(_tokens(n))]
+
+
+def _sizes(n: int) -> list[tuple[Any, Any]]:
+    return [(x[:, : 20 + i % 5, : 24 - i % 3], y) for i, (x, y) in enumerate(_images(n, 24))]
+
+
 def _masked(n: int) -> list[tuple[Any, Any]]:
     g = torch.Generator().manual_seed(4)
     rows = torch.randint(1, VOCABULARY, (n, LENGTH), generator=g)
@@ -388,7 +397,10 @@ _MODELS |= {
     "moe": (MoE, flat_cross_entropy, _tokens),
     "many": (Many, _two_losses, _many),
     "lora": (Rotary, _smoothed, _tokens),
+    "lengths": (CharGPT, flat_cross_entropy, _lengths),
+    "sizes": (ResNet, F.cross_entropy, _sizes),
 }
+_SETTINGS = {"lengths": {"batch_size": 4, "micro_batch_size": 1}, "sizes": {"batch_size": 4, "micro_batch_size": 1}}
 ALL = tuple(_MODELS)
 PHASE_ONE = ("char_gpt", "cnn", "gpt2", "shared_layer", "unet")
 
@@ -403,5 +415,5 @@ def make(name: str, optimizer: str = "adamw", samples: int = 40, **options: Any)
     build, loss, data = _MODELS[name]
     torch.manual_seed(7)
     settings: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "steps": 5, "clip_norm": 0.5, "seed": 3}
-    settings.update(options)
+    settings |= _SETTINGS.get(name, {}) | options
     return Job(model=build(), loss=loss, optimizer=OPTIMIZERS[optimizer](), data=data(samples), name=name, **settings)

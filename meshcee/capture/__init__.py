@@ -8,12 +8,13 @@ encode_program / decode_program: the same as bytes that an untrusting peer can r
 from meshcee.capture.capture import Capture, capture
 from meshcee.capture.data import inputs_of, stack
 from meshcee.capture.encoding import decode_program, encode_program
-from meshcee.capture.program import Batch, Program, Value
+from meshcee.capture.program import Batch, Free, Program, Value
 from meshcee.capture.slicing import StageSpec
 
 __all__ = [
     "Batch",
     "Capture",
+    "Free",
     "Program",
     "StageSpec",
     "Value",

@@ -91,7 +91,7 @@ def _fake_pass(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[flo
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values: list[Any] = []
         for entry in inputs:
-            fake = torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype)
+            fake = torch.empty(entry.value.sizes(_HINT, usual=True), dtype=entry.value.dtype)
             if entry.kind != "raw":  # weights are there anyway, activations are not
                 seen.add(fake.untyped_storage()._cdata)
             if entry.kind == "constant":
@@ -178,9 +178,9 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
         if number not in sources or _is_size(base, nodes, number):
             continue
         node = nodes[number - base]
-        raw_bytes = sum(inputs[i].value.nbytes(1) for i in sources[number])
+        raw_bytes = sum(inputs[i].value.nbytes(1, usual=True) for i in sources[number])
         worth = not raw_bytes or (
-            0 < raw_bytes <= node.value.nbytes(1) and analysis.flops[number - base] <= _elements(node.value)
+            0 < raw_bytes <= node.value.nbytes(1, usual=True) and analysis.flops[number - base] <= _elements(node.value)
         )
         if worth or number in found:
             found.add(number)
@@ -189,7 +189,7 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
 
 
 def _elements(value: Value) -> int:
-    return value.nbytes(1) // value.dtype.itemsize if value.dtype is not None else 0
+    return value.nbytes(1, usual=True) // value.dtype.itemsize if value.dtype is not None else 0
 
 
 def _is_size(base: int, nodes: Sequence[Node], number: int) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from meshcee.profile import BlockCost
 __all__ = ["Capture", "capture"]
 
 _EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
+_PROBED = 16  # samples whose shapes are compared, to find sizes that vary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,20 +142,21 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
     state = {n: t.detach() for n, t in _entries(model) if n not in aliases}
-    example = data_rules.stack([job.data[i % len(job.data)] for i in range(_EXAMPLES)])
+    example = data_rules.stack([job.data[0]] * _EXAMPLES)
+    varying = data_rules.varying([job.data[i * len(job.data) // _PROBED] for i in range(_PROBED)])
     work = model if job.precision == "fp32" else copy.deepcopy(model).to(torch.bfloat16)
     try:
         model.train()
         work.train()
         train_wrap = _WithLoss(work, job, example, evaluate=False)
-        exported = _export(train_wrap, example, names)
+        exported = _export(train_wrap, example, names, varying)
         program, analysis = _cut(exported, job.cuts)
         evaluation: Program | None = None
         paths: tuple[tuple[Any, ...], ...] = ()
         if evaluate if evaluate is not None else job.eval_data is not None:
             work.eval()
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
-            evaluation = _overlay(_export(eval_wrap, example, names), program)
+            evaluation = _overlay(_export(eval_wrap, example, names, varying), program)
             paths = eval_wrap.seen.paths
     finally:
         for module, mode in modes.items():
@@ -186,11 +188,13 @@ def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     return names, {name: target for name, target in names.items() if name != target}
 
 
-def _export(wrap: _WithLoss, example: tuple[Any, Any], names: Mapping[str, str]) -> Exported:
+def _export(
+    wrap: _WithLoss, example: tuple[Any, Any], names: Mapping[str, str], varying: Set[tuple[str, int]]
+) -> Exported:
     def name_of(target: str) -> str:
         return names[target.removeprefix("model.")]
 
-    return export_module(wrap, data_rules.inputs_of(example), name_of)
+    return export_module(wrap, data_rules.inputs_of(example), name_of, varying)
 
 
 def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
@@ -279,8 +283,8 @@ def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
                 parameter_bytes=sum(p.value.nbytes(1) for p in own),
                 trainable_bytes=sum(p.value.nbytes(1) for p in own if p.trainable),
                 activation_bytes=int(sum(analysis.saved_bytes[i] for i in inside)),
-                boundary_bytes=sum(v.nbytes(1) for v in spec.sent),
-                boundary_grad_bytes=sum(v.nbytes(1) for v in spec.sent if v.requires_grad),
+                boundary_bytes=sum(v.nbytes(1, usual=True) for v in spec.sent),
+                boundary_grad_bytes=sum(v.nbytes(1, usual=True) for v in spec.sent if v.requires_grad),
                 parameters=tuple(spec.parameters),
             )
         )

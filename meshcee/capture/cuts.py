@@ -55,7 +55,7 @@ def positions(
                 delta,
                 position + 1,
                 last_use[number],
-                node.value.nbytes(1) * (2 if analysis.requires_grad[number] else 1),
+                node.value.nbytes(1, usual=True) * (2 if analysis.requires_grad[number] else 1),
             )
     for group, writes in analysis.mutations.items():
         members = [n for n in range(base + count) if analysis.group[n] == group]

@@ -14,7 +14,7 @@ import torch
 
 from meshcee.errors import UsageError
 
-__all__ = ["call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of"]
+__all__ = ["call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
 
 
 def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -54,6 +54,17 @@ def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:
 def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
     """A stacked (x, y) as the program's raw inputs."""
     return {**leaves(batch[0], "x"), **leaves(batch[1], "y")}
+
+
+def varying(samples: Sequence[tuple[Any, Any]]) -> frozenset[tuple[str, int]]:
+    """Sizes that differ between samples: (input, dimension of the stacked tensor)."""
+    rows = [inputs_of(stack([sample])) for sample in samples]
+    found = set()
+    for name, tensor in rows[0].items():
+        if any(row.keys() != rows[0].keys() or row[name].dim() != tensor.dim() for row in rows):
+            raise UsageError(f"samples differ in structure at {name}; give all data[i] the same inputs and dimensions")
+        found |= {(name, d) for d in range(1, tensor.dim()) if len({row[name].shape[d] for row in rows}) > 1}
+    return frozenset(found)
 
 
 def rebuild(tree: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:

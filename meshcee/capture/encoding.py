@@ -7,6 +7,7 @@ as arguments, and gives every value its own name. Whatever is wrong raises Graph
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -15,7 +16,7 @@ import msgpack
 import torch
 
 from meshcee.capture.operators import find_operator
-from meshcee.capture.program import Batch, Dim, Input, Node, Program, Ref, Value
+from meshcee.capture.program import Batch, Dim, Free, Input, Node, Program, Ref, Value
 from meshcee.capture.verify import MAX_ELEMENTS, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
@@ -162,7 +163,7 @@ def _inputs(entries: Any) -> list[Input]:
         tensor = None
         if which == "constant":
             size = given.nbytes(1)
-            if not isinstance(data, bytes) or len(data) != size or any(isinstance(d, Batch) for d in given.shape):
+            if not isinstance(data, bytes) or len(data) != size or not all(isinstance(d, int) for d in given.shape):
                 raise GraphError(f"constant {given.name[:80]!r} does not have the bytes that its shape says")
             spent += size
             if spent > MAX_CONSTANT_BYTES:
@@ -246,9 +247,30 @@ def _argument(encoded: Any, number: int, depth: int) -> Any:
 def _encode_value(value: Value) -> list[Any]:
     if value.dtype is None:
         return [1 if value.multiple else 0]
-    shape = [[d.scale] if isinstance(d, Batch) else d for d in value.shape]
+    shape = [_encode_dim(d) for d in value.shape]
     order = [] if value.order == tuple(range(len(value.order))) else list(value.order)
     return [2, str(value.dtype).removeprefix("torch."), shape, order, value.requires_grad]
+
+
+def _encode_dim(dim: Dim) -> Any:
+    if isinstance(dim, Batch):
+        return [dim.scale]
+    return [dim.limit, dim.usual, dim.batch] if isinstance(dim, Free) else dim
+
+
+def _dim(encoded: Any) -> Dim:
+    if not isinstance(encoded, list):
+        return _size(encoded)
+    if len(encoded) == 1:
+        return Batch(_size(encoded[0]))
+    limit, usual, batch = encoded
+    return Free(_size(limit), _size(usual), _flag(batch))
+
+
+def _size(value: Any) -> int:
+    if _integer(value) < 0:
+        raise GraphError("a graph holds a negative size")
+    return int(value)
 
 
 def _value(encoded: Any, name: str) -> Value:
@@ -257,19 +279,14 @@ def _value(encoded: Any, name: str) -> Value:
     tag, dtype, shape, order, requires_grad = encoded
     if tag != 2 or not isinstance(shape, list) or len(shape) > MAX_DIMS:
         raise GraphError(f"value {name[:80]!r} has no valid shape")
-    dims: list[Dim] = []
-    for d in shape:
-        size = _integer(d[0] if isinstance(d, list) and len(d) == 1 else d)
-        if size < 0:
-            raise GraphError(f"value {name[:80]!r} has a negative size")
-        dims.append(Batch(size) if isinstance(d, list) else size)
-    sizes = [d.scale if isinstance(d, Batch) else d for d in dims]
-    if math.prod(s for s in sizes if s) > MAX_ELEMENTS:
+    dims = tuple(_dim(d) for d in shape)
+    value = Value(name, _DTYPES[dtype], dims)
+    if math.prod(s for s in value.sizes(1) if s) > MAX_ELEMENTS:
         raise GraphError(f"value {name[:80]!r} has more than {MAX_ELEMENTS} elements")
     given = tuple(order) or tuple(range(len(dims)))
     if sorted(given) != list(range(len(dims))):
         raise GraphError(f"value {name[:80]!r} has an impossible memory order")
-    return Value(name, _DTYPES[dtype], tuple(dims), given, _flag(requires_grad))
+    return dataclasses.replace(value, order=given, requires_grad=_flag(requires_grad))
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import nn
 
 from meshcee.capture.analysis import quiet
 from meshcee.capture.operators import Operator, find_operator, operator_name
-from meshcee.capture.program import Batch, Dim, Input, Node, Ref, Value, is_random
+from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 
 __all__ = ["Exported", "export_module"]
 
 MAX_BATCH = 65536
+LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
 # What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first.
 _REWRITTEN = {
@@ -47,11 +48,14 @@ def export_module(
     module: nn.Module,
     arguments: Mapping[str, torch.Tensor],
     name_of: Callable[[str], str],
+    varying: Set[tuple[str, int]] = frozenset(),
 ) -> Exported:
-    """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name."""
-    size = next(iter(arguments.values())).shape[0]
+    """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name.
+
+    `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first.
+    """
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
-    shapes = tuple({0: batch} for _ in arguments)
+    shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
         with quiet():
             exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
@@ -59,13 +63,13 @@ def export_module(
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
         raise CaptureError(explain(error, module)) from error
-    return _Flattener(exported, tuple(arguments), name_of, size).run()
+    return _Flattener(exported, tuple(arguments), name_of).run()
 
 
 class _Flattener:
     """Walks the exported graph once; `numbers` maps its nodes to our value numbers."""
 
-    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str], batch_hint: int) -> None:
+    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str]) -> None:
         self.exported = exported
         self.raw = raw
         self.name_of = name_of
@@ -74,7 +78,9 @@ class _Flattener:
         self.nodes: list[Node] = []
         self.by_name: dict[str, int] = {}
         self.batch_symbol: Any = None
-        self.batch_number: int | None = None
+        self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
+        self.hints: dict[Any, int] = {}  # symbol -> its size in the example
+        self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
 
     def run(self) -> Exported:
         graph = self.exported.graph_module.graph
@@ -104,6 +110,10 @@ class _Flattener:
                 raise CaptureError(f"input {placeholder.name} is not a tensor; make it one in data[i]")
             if self.batch_symbol is None:
                 self.batch_symbol = _symbol(held.shape[0])
+            for place, size in enumerate(held.shape):
+                if (symbol := _symbol(size)) is not None:
+                    self.raw_sizes.setdefault(symbol, (len(self.inputs), place))
+                    self.hints[symbol] = _hint(size)
             made = Input("raw", self._value(held, raw_of[placeholder.name]))
         elif kind in ("PARAMETER", "BUFFER"):
             name = self.name_of(spec.target)
@@ -169,19 +179,17 @@ class _Flattener:
         except GraphError as error:
             raise CaptureError(f"operation {name}{_where(node)} cannot run on a peer: {error}") from error
         held = node.meta.get("val")
-        if name == "aten.sym_size.int" and _symbol(held) is not None and _symbol(held) == self.batch_symbol:
-            if self.batch_number is not None:  # one number for the batch size, whoever asks
-                self.numbers[node] = Ref(self.batch_number)
+        if name == "aten.sym_size.int" and (symbol := _symbol(held)) in self.raw_sizes:
+            if symbol in self.size_numbers:  # one node for each size, whoever asks
+                self.numbers[node] = Ref(self.size_numbers[symbol])
                 return
-            args = [Ref(self._first_raw()), 0]
-            self.batch_number = len(self.inputs) + len(self.nodes)
+            source, place = self.raw_sizes[symbol]
+            args = [Ref(source), place]
+            self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
         number = len(self.inputs) + len(self.nodes)
         self.numbers[node] = Ref(number)
         value = self._value(held, f"n{len(self.nodes)}")
         self.nodes.append(Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node)))
-
-    def _first_raw(self) -> int:
-        return next(i for i, x in enumerate(self.inputs) if x.kind == "raw")
 
     def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
         placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
@@ -222,10 +230,14 @@ class _Flattener:
         if isinstance(dim, int):
             return dim
         expression = dim.node.expr
-        if self.batch_symbol is not None:
-            scale = expression / self.batch_symbol
-            if scale.is_Integer:
-                return Batch(int(scale))
+        for each, batch in ((expression / self.batch_symbol, True), (expression, False)):
+            if batch and each.is_Integer:
+                return Batch(int(each))
+            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
+                hints = {s: self.hints[s] for s in each.free_symbols}
+                most = {s: LENGTH_MARGIN * v for s, v in hints.items()}
+                usual, limit = int(each.subs(hints)), int(each.subs(most))
+                return Free(max(usual, limit), usual, batch)
         raise CaptureError(
             f"a tensor has size {expression}, not a multiple of the batch size; keep samples apart in the model"
         )

@@ -20,7 +20,7 @@ from meshcee.errors import GraphError
 if TYPE_CHECKING:
     from meshcee.capture.slicing import StageSpec
 
-__all__ = ["Batch", "Dim", "Input", "Node", "Program", "Ref", "Value"]
+__all__ = ["Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,19 @@ class Batch:
     scale: int = 1
 
 
-Dim = int | Batch
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A size that varies between micro-batches (a sequence's length), at most `limit`; `usual` is for costs.
+
+    With `batch` both are per sample: the size is that much times the number of samples, at most.
+    """
+
+    limit: int
+    usual: int
+    batch: bool = False
+
+
+Dim = int | Batch | Free
 
 
 @dataclass(frozen=True)
@@ -60,16 +72,41 @@ class Value:
     def is_tensor(self) -> bool:
         return self.dtype is not None
 
-    def sizes(self, batch: int) -> tuple[int, ...]:
-        return tuple(d.scale * batch if isinstance(d, Batch) else d for d in self.shape)
+    def sizes(self, batch: int, *, usual: bool = False) -> tuple[int, ...]:
+        """The shape for this many samples; sizes that vary are at their limit, or as usual."""
+        out = []
+        for d in self.shape:
+            if isinstance(d, Batch):
+                out.append(d.scale * batch)
+            elif isinstance(d, Free):
+                out.append((d.usual if usual else d.limit) * (batch if d.batch else 1))
+            else:
+                out.append(d)
+        return tuple(out)
 
     def wire_shape(self, batch: int) -> tuple[int, ...]:
+        """As `sizes`, in the order in which the tensor travels."""
         sizes = self.sizes(batch)
         return tuple(sizes[d] for d in self.order)
 
-    def nbytes(self, batch: int) -> int:
-        """Bytes of the tensor for a micro-batch of this many samples; integers cost none."""
-        return 0 if self.dtype is None else math.prod(self.sizes(batch)) * self.dtype.itemsize
+    def nbytes(self, batch: int, *, usual: bool = False) -> int:
+        """Bytes of the tensor for a micro-batch of this many samples, at most or as usual; integers cost none."""
+        return 0 if self.dtype is None else math.prod(self.sizes(batch, usual=usual)) * self.dtype.itemsize
+
+    def admits(self, tensor: torch.Tensor, *, on_wire: bool = False) -> bool:
+        """Whether a tensor has this type and shape for some number of samples."""
+        if tensor.dtype != self.dtype or tensor.dim() != len(self.shape):
+            return False
+        sizes = list(tensor.shape)
+        if on_wire:
+            sizes = [sizes[self.order.index(d)] for d in range(len(sizes))]
+        samples = {size / d.scale for size, d in zip(sizes, self.shape) if isinstance(d, Batch) and d.scale}
+        if len(samples) > 1 or any(s != int(s) for s in samples):
+            return False
+        batch = int(next(iter(samples), 1 << 32))
+        fixed = all(size == d for size, d in zip(sizes, self.shape) if isinstance(d, int))
+        free = zip(sizes, self.shape)
+        return fixed and all(s <= d.limit * (batch if d.batch else 1) for s, d in free if isinstance(d, Free))
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Contiguous in memory order; a copy only where the tensor is not dense in that order."""

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshcee.capture.analysis import quiet, resolve
-from meshcee.capture.program import Node, Program, Value
+from meshcee.capture.program import Free, Node, Program, Value
 from meshcee.errors import GraphError
 
 __all__ = ["MAX_ELEMENTS", "verify_program"]
@@ -53,11 +53,17 @@ def _check_value(i: int, value: Value, out: Any) -> None:
     if value.multiple:
         good = isinstance(out, list | tuple) and all(isinstance(t, torch.Tensor | None) for t in out)
     elif value.is_tensor:
-        good = isinstance(out, torch.Tensor) and out.dtype == value.dtype and tuple(out.shape) == value.sizes(_HINT)
+        good = isinstance(out, torch.Tensor) and value.admits(out) and _fits(out, value)
     else:
         good = isinstance(out, int | float | bool) and abs(out) < 1 << 63
     if not good:
         raise GraphError(f"node {i} does not compute the value that it declares")
+
+
+def _fits(out: torch.Tensor, value: Value) -> bool:
+    """Sizes of samples are those of the hint; sizes that vary are within the limit."""
+    rows = zip(out.shape, value.sizes(_HINT), value.shape)
+    return all(size <= most if isinstance(d, Free) else size == most for size, most, d in rows)
 
 
 def _check_parts(node: Node, values: list[Any]) -> None:

@@ -94,6 +94,16 @@ def test_masks_and_shifted_labels_are_redone_from_raw_inputs() -> None:
             assert "x.attention_mask" in [v.name for v in spec.raw_inputs]
 
 
+def test_a_size_that_varies_has_a_usual_value_and_a_limit() -> None:
+    [sizes] = [v for v in captured("lengths").train.slice(0, 1).raw_inputs if v.name == "x"]
+    usual = zoo.make("lengths").data[0][0].shape[0]
+    assert sizes.nbytes(3, usual=True) == 3 * usual * 8
+    assert sizes.nbytes(3) > 3 * zoo.LENGTH * 8
+    assert sizes.admits(torch.zeros(5, zoo.LENGTH, dtype=torch.int64))
+    assert not sizes.admits(torch.zeros(5, 100 * zoo.LENGTH, dtype=torch.int64))
+    assert not sizes.admits(torch.zeros(5, zoo.LENGTH))
+
+
 def test_a_slice_outside_the_program_is_refused() -> None:
     program = captured("cnn").train
     for first, end in [(0, 0), (-1, 2), (1, program.num_blocks + 1), (2, 1)]:

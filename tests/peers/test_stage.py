@@ -169,6 +169,15 @@ def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:
     assert_equal(chain, losses, want)
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("model", ["lengths", "sizes"])
+def test_sizes_that_vary_between_micro_batches(model: str, stages: int) -> None:
+    job = zoo.make(model)
+    assert len({tuple(x.shape) for x, _ in (job.data[i] for i in range(8))}) > 3
+    chain = Chain(job, captured(model), stages)
+    assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
