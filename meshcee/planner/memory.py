@@ -7,10 +7,13 @@ and gradient at two bytes, master and moments at four), plus what every live mic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from meshcee.profile import BlockCost
+from meshcee.plan import Plan
+from meshcee.profile import BlockCost, Cluster
+from meshcee.workload import Workload
 
-__all__ = ["STATE_FACTOR", "activation_bytes", "stage_bytes", "state_bytes"]
+__all__ = ["STATE_FACTOR", "Shortage", "activation_bytes", "needs", "shortages", "stage_bytes", "state_bytes"]
 
 STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
 
@@ -28,3 +31,32 @@ def activation_bytes(costs: Sequence[BlockCost], samples: int) -> int:
 def stage_bytes(costs: Sequence[BlockCost], samples: int, live: int) -> int:
     """Everything, with `live` micro-batches between F and W."""
     return state_bytes(costs) + live * activation_bytes(costs, samples)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A member that needs more than it has."""
+
+    peer: str
+    needed_bytes: int
+    memory_bytes: int
+
+
+def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
+    """Peer -> bytes when its live cap is reached."""
+    return {
+        m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
+        for p in plan.pipelines
+        for s in p.stages
+        for m in s.members
+    }
+
+
+def shortages(plan: Plan, cluster: Cluster, workload: Workload) -> list[Shortage]:
+    """Members whose memory the plan exceeds."""
+    found = []
+    for peer, needed in needs(plan, cluster, workload).items():
+        device = cluster.devices.get(peer)
+        if device is not None and needed > device.memory_bytes:
+            found.append(Shortage(peer, needed, device.memory_bytes))
+    return found

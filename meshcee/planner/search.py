@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +40,12 @@ class Effort:
     finalists: int = 6  # simulated whole
     events: int = 300_000
     classes: int = 8  # in one dynamic program
+    max_stages: int | None = None
     micros: int = 64  # simulated of a step; the rest is extrapolated
+
+    def times(self, factor: float) -> Effort:
+        """The same, with this many times the simulated events."""
+        return replace(self, events=max(1, round(self.events * factor)))
 
 
 class Search:
@@ -74,6 +79,20 @@ class Search:
         plan = to_plan(chain, self.cluster, self.workload)
         return math.inf if plan is None else period_s(plan, self.cluster, self.workload)
 
+    def best_single(self) -> tuple[str, float] | None:
+        """The fastest device that trains alone, and its seconds per step."""
+        alone = [(p, c) for c, p in self._known.items() if len(c.peers) == 1 and math.isfinite(p)]
+        if not alone:
+            return None
+        _, chain = min(alone, key=lambda x: x[0])
+        return chain.peers[0], self.whole(chain)
+
+    def best_with(self, peers: Sequence[str]) -> tuple[float, Chain] | None:
+        """The fastest chain looked at that uses one of these devices and another one besides."""
+        wanted = set(peers)
+        with_it = [(p, c) for c, p in self._known.items() if math.isfinite(p) and wanted.intersection(c.peers)]
+        return min(with_it, key=lambda x: x[0], default=None)
+
     def rank(self, chains: Sequence[Chain]) -> list[tuple[float, Chain]]:
         priced = [(self.price(c), i, c) for i, c in enumerate(dict.fromkeys(chains))]
         return [(p, c) for p, _, c in sorted(priced, key=lambda x: x[:2])]
@@ -82,7 +101,8 @@ class Search:
         """The period of consecutive steps, extrapolated; infinite when the chain does not fit."""
         if chain not in self._known:
             self.events += 200
-            plan = to_plan(chain, self.cluster, self.workload)
+            allowed = len(chain.stages) <= (self.effort.max_stages or len(chain.stages))
+            plan = to_plan(chain, self.cluster, self.workload) if allowed else None
             if plan is None:
                 self._known[chain] = math.inf
             else:
@@ -177,7 +197,7 @@ class Search:
             classes, rows = [c for c, _ in kept], [t for _, t in kept]
             joins = self.joins(classes, micro_batch, codec)
             low, high = _period_range(classes, rows)
-            most = min(work.num_blocks, 48)
+            most = min(work.num_blocks, effort.max_stages or work.num_blocks, 48)
             grid = low * np.geomspace(1.0, max(high / low, 1.001), effort.periods)
             first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
             found += first

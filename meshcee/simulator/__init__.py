@@ -42,7 +42,7 @@ class Timeline:
 
     def utilisation(self) -> dict[str, float]:
         """Share of the time that each member computes, optimizer included."""
-        total = self.outcome.applied_s[-1]
+        total = max(self.outcome.end_s, 1e-12)
         return {n.peer: busy / total for n, busy in zip(self.instance.nodes, self.outcome.busy_s)}
 
 

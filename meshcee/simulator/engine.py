@@ -46,6 +46,7 @@ class Outcome:
     spans: list[Span] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)  # when the first head finished each B
     events: int = 0
+    end_s: float = 0.0  # of the last event
 
     @property
     def steps(self) -> int:
@@ -148,6 +149,7 @@ def run(
     while heap:
         now, _, what, n, extra = pop(heap)
         out.events += 1
+        out.end_s = now
         if dead and now >= dead.get(n, inf) and what != REDUCE:
             continue
         if what == WAKE:

@@ -1,0 +1,125 @@
+"""Level 1: regions, from what peers measured of one another.
+
+The idea: two peers are near when a boundary tensor gets from one to the other quickly. Single linkage on the logarithm of
+that time gives a row of merges; where consecutive merges differ most, and by at least a factor of three, is the border
+between "inside a region" and "between regions". What people say of regions is a hint that measurement may overrule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+import networkx as nx
+
+from meshcee.errors import UsageError
+from meshcee.profile import Cluster, Device, DeviceProfile, LinkProfile
+
+__all__ = ["cluster_of", "find_regions"]
+
+LEAST_GAP = 3.0  # between the slowest link inside a region and the fastest between regions
+ODD = 2.0  # a pair whose time differs from its regions' by this factor keeps a line of its own
+ALIKE = 1.1  # speeds within this factor are one kind, once there are many devices
+FEW = 8  # devices that are all told apart
+
+
+def find_regions(
+    peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], tensor_bytes: float
+) -> list[list[str]]:
+    """Regions in the order of their first peers. Peers that nobody measured are alone."""
+    graph = nx.Graph()
+    graph.add_nodes_from(peers)
+    for (a, b), link in links.items():
+        if a == b or a not in graph or b not in graph:
+            continue
+        seconds = math.log(max(link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s, 1e-9))
+        known = graph.get_edge_data(a, b)
+        if known is None or known["seconds"] < seconds:  # the slower direction counts
+            graph.add_edge(a, b, seconds=seconds)
+    merges = sorted(nx.minimum_spanning_edges(graph, weight="seconds", data=True), key=lambda e: e[2]["seconds"])
+    heights = [e[2]["seconds"] for e in merges]
+    gap, border = max(((b - a, (a + b) / 2) for a, b in pairwise(heights)), default=(0.0, math.inf))
+    if gap < math.log(LEAST_GAP):
+        border = math.inf
+    near = nx.Graph()
+    near.add_nodes_from(peers)
+    near.add_edges_from((a, b) for a, b, e in merges if e["seconds"] < border)
+    place = {p: i for i, p in enumerate(peers)}
+    groups = [sorted(group, key=place.__getitem__) for group in nx.connected_components(near)]
+    return sorted(groups, key=lambda g: place[g[0]])
+
+
+def cluster_of(
+    devices: Mapping[str, DeviceProfile],
+    links: Mapping[tuple[str, str], LinkProfile],
+    tensor_bytes: float,
+    hints: Mapping[str, str] | None = None,
+) -> Cluster:
+    """A cluster as its peers measured it; `notes` says which hints were overruled and which links are guesses."""
+    if not devices:
+        raise UsageError("no peer lends a device: start one with `meshcee peer --join TOKEN`")
+    peers = list(devices)
+    known = {k: v for k, v in links.items() if k[0] in devices and k[1] in devices and k[0] != k[1]}
+    for (a, b), link in list(known.items()):
+        known.setdefault((b, a), link)  # only one direction was measured
+    notes: list[str] = []
+    region_of: dict[str, str] = {}
+    for i, group in enumerate(find_regions(peers, known, tensor_bytes)):
+        said = [hints[p] for p in group if hints and p in hints]
+        name = max(dict.fromkeys(said), key=said.count) if said else f"region-{i}"
+        name = name if name not in region_of.values() else f"{name}-{i}"
+        for peer in group:
+            region_of[peer] = name
+            if hints and hints.get(peer, name) != name:
+                notes.append(f"{peer} said it is in {hints[peer]}, but its links say {name}")
+    kinds = _kinds(devices)
+    grouped: dict[tuple[str, str], list[LinkProfile]] = {}
+    for (a, b), link in known.items():
+        grouped.setdefault((region_of[a], region_of[b]), []).append(link)
+    inside = {
+        r: median([x.latency_s for x in grouped.get((r, r), [])] or [0.0]) for r in dict.fromkeys(region_of.values())
+    }
+    between = {
+        pair: LinkProfile(median(x.latency_s for x in found), max(x.bandwidth_bytes_per_s for x in found))
+        for pair, found in grouped.items()
+        if pair[0] != pair[1]
+    }
+    ports: dict[str, float] = {}
+    for (a, b), link in known.items():  # no port is slower than the fastest that was seen through it
+        for peer in (a, b):
+            ports[peer] = max(ports.get(peer, 0.0), link.bandwidth_bytes_per_s)
+    members = [Device(p, kinds[p], region_of[p], d.memory_bytes, ports.get(p, math.inf)) for p, d in devices.items()]
+    plain = Cluster(members, inside_latency_s=inside, between=between)
+    odd = {}
+    for (a, b), link in known.items():
+        path = plain.path(a, b)
+        seconds = link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s
+        if path is None or not 1 / ODD < path.seconds(tensor_bytes) / max(seconds, 1e-9) < ODD:
+            odd[a, b] = link
+    cluster = Cluster(members, inside_latency_s=inside, between=between, measured=odd, hints=hints)
+    cluster.notes += notes
+    missing = [(a, b) for a in peers for b in peers if a != b and (a, b) not in known]
+    if missing:
+        notes_of = f"{len(missing)} ordered pairs were not measured; their regions' figures stand in"
+        cluster.notes.append(notes_of)
+    return cluster
+
+
+def _kinds(devices: Mapping[str, DeviceProfile]) -> dict[str, str]:
+    """Which devices may count as alike. Few are all told apart."""
+    if len(devices) <= FEW:
+        return {p: p for p in devices}
+    kinds: dict[str, str] = {}
+    leaders: list[tuple[str, DeviceProfile]] = []
+    for peer, device in sorted(devices.items(), key=lambda x: (x[1].speed_flops_per_s, x[0])):
+        for leader, first in leaders:
+            alike = device.speed_flops_per_s <= ALIKE * first.speed_flops_per_s
+            if alike and (device.kind, device.name) == (first.kind, first.name):
+                kinds[peer] = leader
+                break
+        else:
+            leaders.append((peer, device))
+            kinds[peer] = peer
+    return kinds
