@@ -3,7 +3,8 @@
 The idea: the other end is a process of its own, as in a mesh; each end has one p2pd for both kinds of stream, and the
 kinds run in turns. A raw message is bytes and nothing else; a frame has a header, a checksum and byte credits.
 
-`python benchmarks/transport.py --serve` is the other end: it prints its addresses, and ends when its input does.
+`python benchmarks/transport.py [--turns N] [--out FILE]`; with `--serve` it is the other end, which prints its addresses
+and ends when its input does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import sys
 import time
 import warnings
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import uvloop
-from measure import Turns
+from measure import Turns, machine, row
 
 from peers.transport.base import Frame, Stream
 from peers.transport.libp2p import Libp2pTransport
@@ -34,6 +36,7 @@ __all__ = ["frames_against_raw"]
 
 KEY = b"the benchmark's mesh key, 32 by."
 SIZES_BYTES = (64 << 10, 1 << 20, 8 << 20)
+TRIP_BYTES = (1, 64 << 10, 1 << 20)  # one way; the answer is as short as it can be
 BYTES_A_TURN = 128 << 20
 ROUND_TRIPS = 200
 PREFIX = struct.Struct("!?I")  # answer wanted, bytes that follow
@@ -108,15 +111,15 @@ async def _one_way(end: Raw | Frames, payload: bytes) -> float:
     return time.perf_counter() - start_s
 
 
-async def _round_trips(end: Raw | Frames) -> float:
+async def _round_trips(end: Raw | Frames, payload: bytes) -> float:
     start_s = time.perf_counter()
     for _ in range(ROUND_TRIPS):
-        await end.send(b"?", answer=True)
+        await end.send(payload, answer=True)
     return (time.perf_counter() - start_s) / ROUND_TRIPS
 
 
 async def frames_against_raw(turns: int) -> list[dict[str, Any]]:
-    """One entry for round trips and one for each message size; the ratio is raw seconds over ours."""
+    """One entry for each size of a round trip and of a message; the ratio is raw seconds over ours."""
     other = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--serve", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -139,26 +142,23 @@ async def frames_against_raw(turns: int) -> list[dict[str, Any]]:
 
 
 async def _compare(raw: Raw, frames: Frames, turns: int) -> list[dict[str, Any]]:
-    trips: tuple[list[float], list[float]] = ([], [])
+    ends: tuple[Raw | Frames, Raw | Frames] = (raw, frames)
+    trips: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in TRIP_BYTES}
     ways: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in SIZES_BYTES}
     for turn in range(turns + 1):  # the first turn warms up
-        for i, end in enumerate((raw, frames)):
-            seconds = await _round_trips(end)
-            if turn:
-                trips[i].append(seconds)
-            for size in SIZES_BYTES:
-                seconds = await _one_way(end, os.urandom(size))
-                if turn:
-                    ways[size][i].append(seconds)
-    result = Turns(*trips).to_json()
-    found = [
-        {
-            "what": "round trip of one byte",
-            "raw": f"{result['baseline_s'] * 1e3:.2f} ms",
-            "frames": f"{result['ours_s'] * 1e3:.2f} ms",
-            **result,
-        }
-    ]
+        for measure, by_size in ((_round_trips, trips), (_one_way, ways)):
+            for size, pair in by_size.items():
+                payload = os.urandom(size)
+                for i, end in enumerate(ends):
+                    seconds = await measure(end, payload)
+                    if turn:
+                        pair[i].append(seconds)
+    found = []
+    for size, pair in trips.items():
+        result = Turns(*pair).to_json()
+        what = "round trip of one byte" if size == 1 else f"round trip, {size >> 10} KiB there"
+        times = [f"{result[key] * 1e3:.2f} ms" for key in ("baseline_s", "ours_s")]
+        found.append({"what": what, "raw": times[0], "frames": times[1], **result})
     for size, pair in ways.items():
         result = Turns(*pair).to_json()
         rates = [f"{BYTES_A_TURN / result[key] / 1e6:.0f} MB/s" for key in ("baseline_s", "ours_s")]
@@ -166,10 +166,24 @@ async def _compare(raw: Raw, frames: Frames, turns: int) -> list[dict[str, Any]]
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", action="store_true", help="be the other end")
-    if parser.parse_args().serve:
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write machine and figures as JSON to this file")
+    options = parser.parse_args()
+    if options.serve:
         uvloop.run(serve())
-    else:
-        print(json.dumps(uvloop.run(frames_against_raw(5)), indent=2))
+        return
+    report = {"machine": machine(), "transport": uvloop.run(frames_against_raw(options.turns))}
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(row("what", "raw hivemind streams", "meshcee frames", "ratio", "over the turns"))
+    print(row(*["---"] * 5))
+    for r in report["transport"]:
+        spread = f"{r['ratio_min']:.2f} to {r['ratio_max']:.2f}"
+        print(row(r["what"], r["raw"], r["frames"], f"{r['ratio']:.2f}", spread))
+
+
+if __name__ == "__main__":
+    main()
