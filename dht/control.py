@@ -20,10 +20,20 @@ with warnings.catch_warnings():  # hivemind imports much of torch that warns of 
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "dial"]
+__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial"]
 
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+async def attach(socket: str, folder: str) -> P2P:
+    """hivemind's handle of the p2pd that listens on this socket; its own socket goes into the folder."""
+    ours: Any = type("OurP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+    p2p: P2P = await ours.replicate(Multiaddr(f"/unix{socket}"))
+    control = p2p._client.control
+    for task in (control._read_task, control._write_task):  # they fail when p2pd dies, and nobody awaits them
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return p2p
 
 
 async def ask(p2p: P2P, request: Any) -> Any:

@@ -87,18 +87,19 @@ class Directory:
                 record, started_at=record.started_at or self._started_at, instance=record.instance or self._instance
             )
         self._own[type(record)] = record
-        return await self._write(record)
+        return await self.write(record)
 
     async def withdraw(self, kind: type[Record]) -> None:
         """Stop publishing; the record expires by itself."""
         self._own.pop(kind, None)
 
-    async def _write(self, record: Record) -> bool:
+    async def write(self, record: Record, ttl_s: float | None = None) -> bool:
+        """Write our record once, dated now."""
         kind = type(record)
         # Never twice the same time and never an earlier one: nodes keep the value that expires last.
         sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
         self._sent_at[kind] = sent_at
-        expires_at = sent_at + self._timeouts.record_ttl_s + CLOCK_SKEW_S
+        expires_at = sent_at + (ttl_s or self._timeouts.record_ttl_s) + CLOCK_SKEW_S
         sealed = seal(replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits)
         return await self._store.put(topic(kind.kind, self._mesh_key), record.peer_id, sealed, expires_at)
 
@@ -110,7 +111,7 @@ class Directory:
             await asyncio.sleep(max(0.0, due_s - self._monotonic()))
             due_s = max(due_s, self._monotonic() - every_s) + every_s
             for record in list(self._own.values()):
-                if not await self._write(record):
+                if not await self.write(record):
                     log.debug("record not stored", kind=record.kind)
 
     async def say_goodbye(self) -> None:
@@ -118,7 +119,7 @@ class Directory:
         own = self._own.get(PeerRecord)
         self._own.clear()
         if isinstance(own, PeerRecord):
-            await self._write(replace(own, left=True))
+            await self.write(replace(own, left=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

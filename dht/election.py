@@ -1,27 +1,245 @@
 """Which peer plans: a lease that one peer holds, renewed while it lives, taken over when it is gone.
 
-The idea: claims lie under one key; the highest term wins; a claimant believes its own claim only after it has waited
-and still sees nothing higher. A DHT is no consensus: two may hold for a moment, which the members' refusal of older
-terms makes harmless. The term's counter is on disk before it is claimed, so it never goes back.
+The idea: a pure state machine decides, a small shell reads, writes and saves for it. Claims lie side by side under one
+key, and the highest term wins; a claimant believes itself only after it has waited and looked again. A DHT is no
+consensus, so two may hold for a moment: in different terms, and every member refuses the older one.
+
+    vacant --(nobody claims, our turn)--> saving --> writing --> confirming --> holding
+       ^                                    |           |            |             |
+       '------------------------------------'-----------'---(someone is before us)-'
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import structlog
 
 from dht.directory import Directory
 from dht.records import LeaseRecord
+from dht.roster import Roster
+from dht.terms import Term, TermFile, Terms
+from meshcee.errors import NotPermittedError
 
-__all__ = ["Elector"]
+__all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Write", "Wrote"]
 
 log = structlog.get_logger()
 
 
+# -- what happens to the state machine, and what it asks for
+
+
+@dataclass(frozen=True)
+class Looked:
+    """One read of the claims. `mono_s` and `wall` are the times at which it was asked for."""
+
+    mono_s: float
+    wall: float
+    claims: Mapping[str, LeaseRecord]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The terms of the last Save are on disk."""
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """The last Write has reached the store, or `ok` is False."""
+
+    mono_s: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Resigned:
+    """This peer leaves."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Put the terms on disk, then say Saved."""
+
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Write:
+    """Put our claim into the store (the shell fills in `sent_at`), then say Wrote."""
+
+    claim: LeaseRecord
+
+
+@dataclass(frozen=True)
+class Believe:
+    """From now on this lease holds, or none does."""
+
+    lease: LeaseRecord | None
+
+
+Event = Looked | Saved | Wrote | Resigned
+Command = Save | Write | Believe
+
+
+@dataclass
+class _Mine:
+    """Our own claim. `renewed_s` is when the store last took it."""
+
+    claim: LeaseRecord
+    state: str  # "saving", "writing", "confirming", "holding"
+    written_s: float = 0.0
+    renewed_s: float = 0.0
+
+
+class Election:
+    """The state machine of one peer. `chance()` is uniform over [0, 1): who claims first when a lease is lost."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        *,
+        eligible: bool,
+        ttl_s: float,
+        confirm_s: float,
+        terms: Terms,
+        chance: Callable[[], float],
+    ) -> None:
+        self.peer_id = peer_id
+        self.terms = terms
+        self.lease: LeaseRecord | None = None
+        self._eligible = eligible
+        self._ttl_s = ttl_s
+        self._confirm_s = confirm_s
+        self._chance = chance
+        self._others: Roster[LeaseRecord] = Roster(ttl_s)
+        self._mine: _Mine | None = None
+        self._claim_at_s: float | None = None  # while vacant: when it is our turn
+
+    @property
+    def holds(self) -> bool:
+        return self._mine is not None and self._mine.state == "holding"
+
+    def handle(self, event: Event) -> list[Command]:
+        """The next state, and what is to be done, in this order."""
+        match event:
+            case Looked():
+                return self._looked(event)
+            case Saved():
+                return self._saved()
+            case Wrote():
+                return self._wrote(event)
+            case Resigned():
+                self._eligible = False
+                return self._give_up(None)
+
+    # -- a look at the claims
+
+    def _looked(self, event: Looked) -> list[Command]:
+        claims = dict(event.claims)
+        own = claims.pop(self.peer_id, None)  # possibly of an earlier life: only its number counts
+        others = {p: c for p, c in self._others.absorb(claims, event.wall, event.mono_s).items() if not c.released}
+        seen = max((c.counter for c in (*others.values(), *([own] if own else []))), default=0)
+        if seen > self.terms.counter:
+            self.terms = replace(self.terms, counter=seen)  # saved with the next claim
+        if self._mine is not None:
+            return self._defend(self._mine, event.mono_s, others)
+        return self._follow(event.mono_s, others)
+
+    def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord]) -> list[Command]:
+        """We hold or claim: give way to who is before us, else confirm or renew."""
+        claim, holding = mine.claim, mine.state == "holding"
+        for other in others.values():
+            # Of two unconfirmed claims the higher goes on; one that is confirmed is not challenged with its own number.
+            if holding:
+                before_us = other.term > claim.term and (other.confirmed or other.counter > claim.counter)
+            else:
+                before_us = other.term > claim.term or (other.confirmed and other.counter >= claim.counter)
+            if before_us:
+                return self._give_up(others)
+        if holding and now_s - mine.renewed_s >= self._ttl_s:
+            return self._give_up(others)  # nobody has heard of us for so long: the others have gone on
+        if mine.state == "confirming" and now_s - mine.written_s >= self._confirm_s:
+            mine.state = "holding"
+            mine.claim = replace(claim, confirmed=True)
+            self.terms = replace(self.terms, accepted=claim.term)
+            self.lease = mine.claim
+            return [Save(self.terms), Write(mine.claim), Believe(mine.claim)]
+        if holding and now_s - mine.written_s >= self._ttl_s / 3:
+            mine.written_s = now_s
+            return [Write(mine.claim)]
+        return []
+
+    def _give_up(self, others: Mapping[str, LeaseRecord] | None) -> list[Command]:
+        """Withdraw our claim, so that nobody waits for it; follow whoever is there."""
+        mine, self._mine = self._mine, None
+        self._claim_at_s = None
+        commands: list[Command] = []
+        if mine is not None and mine.state != "saving":
+            commands.append(Write(replace(mine.claim, released=True)))
+        return commands + self._believe(self._best(others or {}))
+
+    def _follow(self, now_s: float, others: Mapping[str, LeaseRecord]) -> list[Command]:
+        """Believe the highest confirmed claim; when nobody claims, claim, each peer after a while of its own."""
+        best = self._best(others)
+        commands = self._believe(best)
+        if best is not None or any(not c.confirmed for c in others.values()) or not self._eligible:
+            self._claim_at_s = None
+        elif self._claim_at_s is None:
+            self._claim_at_s = now_s + self._chance() * self._confirm_s
+        elif now_s >= self._claim_at_s:
+            self._claim_at_s = None
+            counter = max(self.terms.counter, self.terms.accepted[0]) + 1
+            self.terms = replace(self.terms, counter=counter)
+            self._mine = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
+            commands.append(Save(self.terms))
+        return commands
+
+    def _best(self, others: Mapping[str, LeaseRecord]) -> LeaseRecord | None:
+        valid = [c for c in others.values() if c.confirmed and c.term >= self.terms.accepted]
+        return max(valid, key=lambda claim: claim.term, default=None)
+
+    def _believe(self, lease: LeaseRecord | None) -> list[Command]:
+        before, self.lease = self.lease, lease
+        commands: list[Command] = []
+        if lease is not None and lease.term > self.terms.accepted:
+            self.terms = Terms(max(self.terms.counter, lease.counter), lease.term)
+            commands.append(Save(self.terms))
+        if (before.term if before else None) != (lease.term if lease else None):
+            commands.append(Believe(lease))
+        return commands
+
+    # -- our claim makes its way
+
+    def _saved(self) -> list[Command]:
+        if self._mine is None or self._mine.state != "saving":
+            return []
+        self._mine.state = "writing"
+        return [Write(self._mine.claim)]
+
+    def _wrote(self, event: Wrote) -> list[Command]:
+        mine = self._mine
+        if mine is None:
+            return []
+        if mine.state == "writing":
+            if not event.ok:
+                self._mine = None  # unheard: the next look begins anew, with the next number
+                return []
+            mine.state = "confirming"
+            mine.written_s = mine.renewed_s = event.mono_s
+        elif event.ok:
+            mine.written_s = mine.renewed_s = event.mono_s
+        return []
+
+
 class Elector:
-    """`lease` is what this peer believes. `persist(counter)` must be durable when it returns."""
+    """The shell: `run` in the owner's TaskGroup; `lease` is what this peer believes.
+
+    A peer that is not eligible only watches. `terms` keeps what must survive a restart; one file per mesh.
+    """
 
     def __init__(
         self,
@@ -29,60 +247,72 @@ class Elector:
         peer_id: str,
         *,
         eligible: bool,
-        counter: int = 0,
-        persist: Callable[[int], None] = lambda counter: None,
+        terms: TermFile | None = None,
+        ttl_s: float = 8.0,
         confirm_s: float = 1.0,
-        every_s: float = 1.0,
+        every_s: float | None = None,
+        chance: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
-        self._peer_id = peer_id
-        self._eligible = eligible
-        self._counter = counter
-        self._persist = persist
-        self._confirm_s = confirm_s
-        self._every_s = every_s
         self.lease: LeaseRecord | None = None
+        self.changed = asyncio.Condition()  # notified whenever `lease` becomes another
+        self._directory = directory
+        self._file = terms or TermFile()
+        self._ttl_s = ttl_s
+        self._every_s = min(confirm_s, ttl_s / 4) if every_s is None else every_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._one = asyncio.Lock()
+        self._core = Election(
+            peer_id, eligible=eligible, ttl_s=ttl_s, confirm_s=confirm_s, terms=self._file.load(), chance=chance
+        )
 
     async def run(self) -> None:
         """Watch the claims; claim when there is none; renew or step down."""
         while True:
             await self.look()
-            if self.lease is None and self._eligible and not await self._someone_before_us():
-                await self._claim()
             await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
-        claims = await self._directory.read(LeaseRecord)
-        highest = max(claims.values(), key=lambda claim: claim.term, default=None)
-        mine = self.lease is not None and self.lease.peer_id == self._peer_id
-        if highest is not None and mine and highest.peer_id != self._peer_id:
-            log.info("stepping down", term=highest.term)
-            await self._directory.withdraw(LeaseRecord)
-        if highest is None and mine:
-            return  # our own renewal is on its way
-        if highest is not None:
-            self._counter = max(self._counter, highest.counter)
-        if highest is not None and highest.peer_id == self._peer_id and not mine:
-            return  # our claim, not yet confirmed
-        self.lease = highest
+        """One look at the claims, now."""
+        async with self._one:
+            mono_s, wall = self._monotonic(), self._clock()
+            claims = await self._directory.read(LeaseRecord)
+            await self._do(self._core.handle(Looked(mono_s, wall, claims)))
 
-    async def _someone_before_us(self) -> bool:
-        """Peers claim in the order of their ids, a confirmation apart, so that a lost lease is not stormed."""
-        before = sum(1 for p, r in self._directory.peers.items() if p < self._peer_id and r.device is not None)
-        await asyncio.sleep(min(before, 5) * self._confirm_s)
-        await self.look()
-        return self.lease is not None
+    async def resign(self) -> None:
+        """Leave: whoever comes next need not wait for our lease to run out."""
+        async with self._one:
+            await self._do(self._core.handle(Resigned()))
 
-    async def _claim(self) -> None:
-        self._counter += 1
-        self._persist(self._counter)
-        claim = LeaseRecord(self._peer_id, 0.0, self._counter)
-        await self._directory.publish(claim)
-        await asyncio.sleep(self._confirm_s)
-        claims = await self._directory.read(LeaseRecord)
-        highest = max(claims.values(), key=lambda c: c.term, default=None)
-        if highest is not None and highest.term == claim.term:
-            self.lease = claim
-            log.info("coordinator", term=claim.term)
-        else:
-            await self._directory.withdraw(LeaseRecord)
+    @property
+    def accepted(self) -> Term:
+        """The highest term that this peer has believed or accepted; it survives a restart."""
+        return self._core.terms.accepted
+
+    def accept(self, term: Term) -> None:
+        """A plan made under this term has come: NotPermittedError if a newer one is known, else on disk."""
+        if term < self.accepted:
+            raise NotPermittedError(
+                f"this was planned in term {term[0]}, but the coordinator of term {self.accepted[0]} is known: plan again"
+            )
+        if term > self.accepted:
+            self._core.terms = Terms(max(self._core.terms.counter, term[0]), term)
+            self._file.save(self._core.terms)
+
+    async def _do(self, commands: list[Command]) -> None:
+        while commands:
+            command, *commands = commands
+            match command:
+                case Save():
+                    await asyncio.to_thread(self._file.save, command.terms)
+                    commands += self._core.handle(Saved())
+                case Write():
+                    ok = await self._directory.write(command.claim, self._ttl_s)
+                    commands += self._core.handle(Wrote(self._monotonic(), ok))
+                case Believe():
+                    self.lease = command.lease
+                    log.debug("coordinator", term=command.lease.term if command.lease else None)
+                    async with self.changed:
+                        self.changed.notify_all()

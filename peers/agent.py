@@ -20,9 +20,10 @@ from dht.election import Elector
 from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
+from dht.terms import TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, NotPermittedError
+from meshcee.errors import JoinError, MeshceeError
 from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile, LinkProfile
 from peers.compute import Compute
@@ -66,6 +67,7 @@ class Agent:
         *,
         timeouts: Timeouts,
         limits: Limits,
+        terms: TermFile | None = None,
     ) -> None:
         self.options = options
         self.mesh_key = mesh_key
@@ -74,14 +76,18 @@ class Agent:
         self.limits = limits
         self.directory = Directory(store, identity, mesh_key, timeouts=timeouts, limits=limits)
         self.elector = Elector(
-            self.directory, identity.peer_id, eligible=compute is not None, confirm_s=timeouts.lease_confirm_s
+            self.directory,
+            identity.peer_id,
+            eligible=compute is not None,
+            terms=terms,
+            ttl_s=timeouts.lease_ttl_s,
+            confirm_s=timeouts.lease_confirm_s,
         )
         self._compute = compute
         self._device: DeviceProfile | None = None
         self._member: Member | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
-        self._accepted_term: tuple[int, str] = (0, "")
         self._measured: dict[str, LinkProfile] = {}
         PlanService(self)
         transport.serve("probe", serve_probe)
@@ -102,7 +108,7 @@ class Agent:
                 memory_bytes=self._device.memory_bytes,
                 timeouts=self.timeouts,
                 limits=self.limits,
-                accept=self._accept,
+                accept=lambda owner, term: self.elector.accept(term),
             )
         await self._group.__aenter__()
         await self._announce()
@@ -117,6 +123,7 @@ class Agent:
     ) -> None:
         try:
             async with asyncio.timeout(self.timeouts.shutdown_s):
+                await self.elector.resign()
                 await self.directory.say_goodbye()
         except TimeoutError:
             log.info("the mesh did not hear that this peer leaves")
@@ -149,12 +156,6 @@ class Agent:
             await member.busy_changed.wait()
             member.busy_changed.clear()
             await self._announce()
-
-    def _accept(self, owner: str, term: tuple[int, str]) -> None:
-        """Refuse what an older coordinator has planned."""
-        if term < self._accepted_term:
-            raise NotPermittedError(f"the plan's term {term} is older than {self._accepted_term}: ask for a new plan")
-        self._accepted_term = term
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -197,10 +198,9 @@ class Agent:
 
     async def coordinator(self) -> LeaseRecord:
         """The lease, waiting for one if need be; time-outs are the caller's."""
-        while self.elector.lease is None:
-            await self.elector.look()
-            if self.elector.lease is None:
-                await asyncio.sleep(self.timeouts.directory_poll_s / 4)
+        async with self.elector.changed:
+            await self.elector.changed.wait_for(lambda: self.elector.lease is not None)
+        assert self.elector.lease is not None
         return self.elector.lease
 
     def devices(self) -> dict[str, DeviceProfile]:

@@ -6,6 +6,7 @@ The idea: one place knows which transport goes with which store; everything abov
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
+from dht.terms import TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from meshcee.testbed import load_testbed
@@ -150,7 +152,13 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         daemon.on_restart(store.rebind)
         compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
         node = Node(
-            AgentOptions(options.name, options.region, options.memory_bytes, options.observes),
+            # Several peers of one machine must be told apart.
+            AgentOptions(
+                options.name or f"{socket.gethostname()}-{identity.peer_id[-4:]}",
+                options.region,
+                options.memory_bytes,
+                options.observes,
+            ),
             identity,
             key,
             transport,
@@ -158,6 +166,7 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             compute,
             timeouts=timeouts,
             limits=limits,
+            terms=TermFile(Path(f"{identity.path}.{key.fingerprint}.terms")),
         )
         await stack.enter_async_context(node)
         if shape is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     where = JoinOptions(
         token=options.join,
-        name=options.name or options.shape_device or socket.gethostname(),
+        name=options.name or options.shape_device or "",
         compute=True,
         device=resolve_device(options.device),
         memory_bytes=memory_bytes,
@@ -96,7 +95,7 @@ async def _serve(where: JoinOptions, *, as_json: bool) -> None:
             )
         else:
             console = Console(highlight=False)
-            console.print(f"{where.name} is up as {me.peer_id} on {where.device}.")
+            console.print(f"{me.options.name} is up as {me.peer_id} on {where.device}.")
             console.print("On every other machine:\n")
             console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
             if not me.reachable_from_elsewhere:

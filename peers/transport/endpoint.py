@@ -25,6 +25,8 @@ __all__ = ["Endpoint"]
 
 log = structlog.get_logger(__name__)
 
+_MAX_SHAKING = 256  # handshakes under way with strangers: each may cost us some 100 kB for `handshake_s`
+
 
 class Endpoint:
     """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
@@ -48,6 +50,7 @@ class Endpoint:
         self._accepted_per_peer: Counter[str] = Counter()
         self._streams: set[FramedStream] = set()
         self._handling: set[asyncio.Task[None]] = set()
+        self._shaking = 0  # accepted streams that have not shaken hands yet
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -142,7 +145,8 @@ class Endpoint:
     def _accepted(self, stream: FramedStream) -> None:
         """A byte stream came in: shake hands and handle it in a task of ours."""
         # Refusing in words needs a handshake, so a few more than the limit may be under way; beyond that, hang up.
-        if self._group is None or self._closing or self._accepted_per_peer[stream.peer_id] >= 2 * self._cap:
+        too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap or self._shaking >= _MAX_SHAKING
+        if self._group is None or self._closing or too_many:
             stream.abort()
             self._streams.discard(stream)
             return
@@ -183,11 +187,14 @@ class Endpoint:
             return None
 
         shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, clock=self._clock)
+        self._shaking += 1
         try:
             await self._shake(stream, shaking)
         except MeshceeError as error:
             log.warning("stream.refused", peer=short(stream.peer_id), error=str(error))
             return False
+        finally:
+            self._shaking -= 1
         return True
 
     async def _shake(self, stream: FramedStream, shaking: handshake.Shaking) -> None:

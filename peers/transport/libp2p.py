@@ -62,8 +62,12 @@ class Libp2pTransport(Endpoint):
         await self._start()
 
     async def _start(self) -> None:
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._on_stream)
-        self.addresses = tuple(str(address) for address in await self._p2p.get_visible_maddrs())
+        try:
+            async with asyncio.timeout(self.timeouts.dial_s):
+                await self._p2p.add_binary_stream_handler(PROTOCOL, self._on_stream)
+                self.addresses = tuple(str(address) for address in await self._p2p.get_visible_maddrs())
+        except (TimeoutError, OSError, EOFError) as error:
+            raise JoinError(f"this peer's own p2pd does not answer ({error!r}): look at its last log lines") from error
 
     async def _stop(self) -> None:
         with contextlib.suppress(OSError, EOFError):  # p2pd is gone: then nothing listens

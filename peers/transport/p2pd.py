@@ -30,7 +30,7 @@ from typing import IO, Any, Self
 import structlog
 
 from dht.addresses import dialable, peer_of
-from dht.control import P2P, Multiaddr, P2PDaemonError, answers, dial
+from dht.control import P2P, P2PDaemonError, answers, attach, dial
 from dht.signing import Identity
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
@@ -219,8 +219,7 @@ class P2PDaemon:
                 await started.wait()
                 if self._process.returncode is not None or not any(x.startswith("Peer ID:") for x in self._lines):
                     raise JoinError(f"p2pd does not start; its last lines: {self._said()}")
-                ours: Any = type("OurP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
-                self._p2p = await ours.replicate(Multiaddr(f"/unix{self._folder}/p2pd.sock"))
+                self._p2p = await attach(f"{self._folder}/p2pd.sock", self._folder)
         except TimeoutError as error:
             raise JoinError(f"p2pd did not start within {START_S:g} s; its last lines: {self._said()}") from error
         except (OSError, EOFError, P2PDaemonError) as error:

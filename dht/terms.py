@@ -1,0 +1,87 @@
+"""The terms that a peer must not forget: on disk before they are used.
+
+The idea: two numbers. `counter` is the highest that this peer has seen or claimed, so that no claim is ever made twice;
+`accepted` is the highest term that it has believed, below which it believes nobody. One small file, replaced whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshcee.errors import UsageError
+
+__all__ = ["Term", "TermFile", "Terms"]
+
+Term = tuple[int, str]  # (counter, peer id), compared as a pair
+
+
+@dataclass(frozen=True)
+class Terms:
+    counter: int = 0
+    accepted: Term = (0, "")
+
+
+class TermFile:
+    """`save` returns once the terms would survive a power cut. Without a path they live as long as the process.
+
+    Terms only grow: of two saves at once, from two threads, the file ends with the higher of each.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._saved = Terms()
+
+    def load(self) -> Terms:
+        """What was saved last; nothing yet when there is no file. A damaged file is an error, never a fresh start."""
+        if self.path is None:
+            return Terms()
+        try:
+            data = json.loads(self.path.read_text())
+            counter, (number, peer_id) = data["counter"], data["accepted"]
+            if type(counter) is int and type(number) is int and type(peer_id) is str:
+                return Terms(counter, (number, peer_id))
+        except FileNotFoundError:
+            return Terms()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"the file of accepted terms {self.path} cannot be read ({error}): "
+                "restore it, or remove it together with the identity beside it"
+            ) from error
+        raise UsageError(
+            f"the file of accepted terms {self.path} is damaged: restore it, or remove it and the identity"
+        )
+
+    def save(self, terms: Terms) -> None:
+        if self.path is None:
+            return
+        with self._lock:
+            old = self._saved
+            self._saved = Terms(max(old.counter, terms.counter), max(old.accepted, terms.accepted))
+            self._write(self.path, self._saved)
+
+    @staticmethod
+    def _write(path: Path, terms: Terms) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"counter": terms.counter, "accepted": list(terms.accepted)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too
+        finally:
+            os.close(folder)
