@@ -23,7 +23,7 @@ from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
-from meshcee.errors import NotPermittedError
+from meshcee.errors import StaleTermError
 
 __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Write", "Wrote"]
 
@@ -292,9 +292,9 @@ class Elector:
         return self._core.terms.accepted
 
     def accept(self, term: Term) -> None:
-        """A plan made under this term has come: NotPermittedError if a newer one is known, else on disk."""
+        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk."""
         if term < self.accepted:
-            raise NotPermittedError(
+            raise StaleTermError(
                 f"this was planned in term {term[0]}, but the coordinator of term {self.accepted[0]} is known: plan again"
             )
         if term > self.accepted:

@@ -11,6 +11,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
     |-- PeerLostError               6  a peer was lost and training cannot go on
     |-- NonFiniteLossError          7  the loss became NaN or infinite
     |-- NotPermittedError           8  a wrong or expired token, a job that the peer does not accept
+    |   `-- StaleTermError          8  planned by a coordinator that has been replaced: plan again
     `-- ProtocolError               1  a frame or graph from the network that is malformed or out of order
         `-- GraphError              4  a graph from the network that is unsafe or malformed
 """
@@ -25,6 +26,7 @@ __all__ = [
     "PeerLostError",
     "PlanError",
     "ProtocolError",
+    "StaleTermError",
     "UsageError",
 ]
 
@@ -75,6 +77,10 @@ class NotPermittedError(MeshceeError):
     """The mesh key, the token or the owner was refused."""
 
     exit_code = 8
+
+
+class StaleTermError(NotPermittedError):
+    """A plan of an older term than the newest that this peer has accepted; the owner asks the new coordinator."""
 
 
 class ProtocolError(MeshceeError):

@@ -23,8 +23,8 @@ from meshcee.errors import JoinError
 from meshcee.testbed import load_testbed
 from peers.agent import Agent, AgentOptions
 from peers.compute import Compute
-from peers.home import Home
 from peers.emulation import pace_of, shape_of
+from peers.home import Home
 from peers.mesh import Mesh
 from peers.transport.base import StreamClosed, Transport
 from peers.transport.memory import MemoryNetwork

@@ -26,8 +26,8 @@ from peers.inbox import Activation, Collect, Inbox
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.stage import StageRunner, clip_coefficient
-from peers.transport.base import Frame
 from peers.state_frames import state_frames
+from peers.transport.base import Frame
 
 __all__ = ["Executor", "Place", "StageFlops"]
 

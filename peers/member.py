@@ -23,8 +23,8 @@ from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.stage import StageRunner
-from peers.transport.base import Frame, Stream, StreamClosed, Transport
 from peers.state_frames import StateReceiver, hash_state
+from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Member", "Session"]
 

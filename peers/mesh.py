@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from meshcee.capture import Capture, capture
-from meshcee.errors import MeshceeError
+from meshcee.errors import MeshceeError, StaleTermError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent, run_record
@@ -28,6 +28,8 @@ from peers.view import report_json
 __all__ = ["Mesh", "Result"]
 
 log = structlog.get_logger()
+
+REPLANS = 3  # when the coordinator changes between planning and offering
 
 
 @dataclass
@@ -107,46 +109,21 @@ class Mesh:
         try:
             if captured is None:
                 captured = await asyncio.to_thread(capture, job)
-            plan, term = await self.plan(job, captured, stages)
-            names = self.agent.names()
-            self.result = Result(plan=plan, names=names)
-            if on_plan is not None:
-                on_plan(plan, names)
-            incarnation = 1
-            announced_s = [0.0]
-            if self._home is not None:
-                incarnation = self._home.next_incarnation()
-                run = self._home.new_run(job.name, steps=job.steps, plan=plan.to_json(), names=names)
-            epoch = (incarnation, 1)
-            self._owner = Owner(
-                job,
-                captured,
-                plan,
-                term,
-                epoch,
-                self.agent.transport,
-                addresses=self.agent.addresses_of(plan.peers),
-                names=names,
-                timeouts=self.agent.timeouts,
-                limits=self.agent.limits,
-            )
-
-            async def hear(report: Report) -> None:
-                self.result.losses.append(report.loss)
-                if report.metrics:
-                    self.result.metrics.append((report.step, dict(report.metrics)))
-                if run is not None:
-                    run.report(report_json(report))
-                now_s = time.monotonic()
-                if now_s - announced_s[0] > self.agent.timeouts.announce_every_s:
-                    announced_s[0] = now_s
-                    await self.agent.announce_run(
-                        run_record(self.agent.peer_id, job.name, epoch, report.step, report.loss, plan)
-                    )
-                await reports.put(report)
-
-            self.result.state_dict = await self._owner.train(Feed(job, captured, plan.micro_batch), hear)
-            self.result.stopped = self._owner.was_stopped
+            for attempt in range(REPLANS + 1):
+                plan, term = await self.plan(job, captured, stages)
+                names = self.agent.names()
+                self.result = Result(plan=plan, names=names)
+                if on_plan is not None:
+                    on_plan(plan, names)
+                if self._home is not None and run is None:
+                    run = self._home.new_run(job.name, steps=job.steps, plan=plan.to_json(), names=names)
+                try:
+                    await self._train_planned(job, captured, plan, term, run, reports)
+                except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
+                    if attempt == REPLANS:
+                        raise
+                else:
+                    break
             if run is not None:
                 run.end("stopped" if self.result.stopped else "done")
             await reports.put(None)
@@ -161,3 +138,45 @@ class Mesh:
         finally:
             self._owner = None
             await self.agent.announce_run(None)
+
+    async def _train_planned(
+        self,
+        job: Job,
+        captured: Capture,
+        plan: Plan,
+        term: tuple[int, str],
+        run: Run | None,
+        reports: asyncio.Queue[Report | MeshceeError | None],
+    ) -> None:
+        """One epoch: offer this plan, feed it to the end."""
+        epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
+        announced_s = 0.0
+
+        async def hear(report: Report) -> None:
+            nonlocal announced_s
+            self.result.losses.append(report.loss)
+            if report.metrics:
+                self.result.metrics.append((report.step, dict(report.metrics)))
+            if run is not None:
+                run.report(report_json(report))
+            now_s = time.monotonic()
+            if now_s - announced_s > self.agent.timeouts.announce_every_s:
+                announced_s = now_s
+                record = run_record(self.agent.peer_id, job.name, epoch, report.step, report.loss, plan)
+                await self.agent.announce_run(record)
+            await reports.put(report)
+
+        self._owner = Owner(
+            job,
+            captured,
+            plan,
+            term,
+            epoch,
+            self.agent.transport,
+            addresses=self.agent.addresses_of(plan.peers),
+            names=self.result.names,
+            timeouts=self.agent.timeouts,
+            limits=self.agent.limits,
+        )
+        self.result.state_dict = await self._owner.train(Feed(job, captured, plan.micro_batch), hear)
+        self.result.stopped = self._owner.was_stopped

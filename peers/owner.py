@@ -26,8 +26,8 @@ from peers.feed import Feed
 from peers.messages import Step, need
 from peers.offer import Offer, Terms
 from peers.outbox import Outbox
-from peers.transport.base import Frame, Stream, StreamClosed, Transport
 from peers.state_frames import StateReceiver, hash_state, state_frames
+from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Owner", "Report"]
 

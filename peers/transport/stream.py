@@ -38,7 +38,6 @@ from peers.transport.window import ReceiveWindow, SendWindow
 __all__ = ["FramedStream", "short"]
 
 _JOINED_BYTES = 64 * 1024  # payloads up to this are copied into one write with their head: fewer system calls
-_BUFFER_BYTES = 128 * 1024  # what the transport may hold back before `send` waits
 _MAX_CREDIT = (1 << 32) - 1  # what one CREDIT record can hold
 
 
@@ -152,8 +151,6 @@ class FramedStream(asyncio.BufferedProtocol):
 
     async def _send_chunks(self, head: bytes, cost: int, payloads: Sequence[memoryview]) -> None:
         """A large frame, from the payloads' own memory, which the transport may refer to until it has written all."""
-        assert self._transport is not None
-        self._transport.set_write_buffer_limits(high=0)  # paused now means: not everything is with the kernel yet
         begun = complete = False
         try:
             records = self._encoder.chunks(payloads)
@@ -168,10 +165,8 @@ class FramedStream(asyncio.BufferedProtocol):
             complete = True
             await self._flushed()
         finally:
-            if self._transport is not None and self._why is None:
-                if not complete:
-                    self._write(self._encoder.control(RETRACT))
-                self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+            if begun and not complete and self._why is None:
+                self._write(self._encoder.control(RETRACT))
 
     @contextlib.asynccontextmanager
     async def _my_turn(self) -> AsyncIterator[None]:
@@ -321,7 +316,9 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        # Paused means: not everything is with the kernel yet. With this limit uvloop writes at once, not after this turn
+        # of the loop.
+        self._transport.set_write_buffer_limits(high=0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._decoder.get_buffer()
