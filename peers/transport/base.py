@@ -36,7 +36,8 @@ class Stream(Protocol):
     """An ordered, reliable, flow-controlled sequence of frames in both directions with one authenticated peer.
 
     `send` waits for byte credits (backpressure); many tasks may send, a frame is never interleaved with another. When
-    it returns, the payloads' memory may be reused. Cancelling it retracts the frame; the stream stays usable.
+    it returns, the payloads' memory may be reused. Cancelling it retracts the frame and leaves the stream usable; but
+    then leave the payloads' memory alone, a part of it may still be on its way.
     `recv` is for one task and may be cancelled without losing a frame; payloads arrive as writable memoryviews.
     Both raise StreamClosed when the other end is gone; recv raises ProtocolError on malformed input.
     """
