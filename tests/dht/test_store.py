@@ -219,12 +219,13 @@ async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path
         assert time.monotonic() - began_s < 2 * QUICK.dial_s + 1  # bounded, whatever came of it
         async with asyncio.timeout(30):
             await restarted.wait()
-            while not (await a.put("back", expires_at + 2) and b.identity.peer_id in await a.get()):
+            both = {a.identity.peer_id, b.identity.peer_id}
+            while set(await a.get()) & set(await b.get()) != both:
+                await a.put("back", time.time() + 3 * TTL_S)
                 await b.put("b", time.time() + TTL_S)
                 await asyncio.sleep(0.1)
-            while (await b.get()).get(a.identity.peer_id, (b"", 0.0))[1] != expires_at + 2:
-                await a.put("back", expires_at + 2)
-                await asyncio.sleep(0.1)
+            assert await a.put("last", last := time.time() + 4 * TTL_S)
+            assert (await b.get())[a.identity.peer_id][1] == last
         child = psutil.Process(daemon.pid).children()[0]
         child.suspend()  # leaving must be bounded, too, when p2pd says nothing any more
         began_s = time.monotonic()
