@@ -123,20 +123,21 @@ async def test_a_libp2p_peer_that_is_no_meshcee_peer_and_one_that_babbles() -> N
 async def test_a_shaped_link_over_real_sockets_is_as_slow_as_it_says() -> None:
     """On the wall clock, so only the lower bound is tight; the figures themselves are tested on virtual time."""
     shape = Shape({("a", "b"): LinkProfile(latency_s=0.05, bandwidth_bytes_per_s=20e6)})
-    async with p2pd() as p, p2pd() as q:
-        async with (
-            ShapedTransport(Libp2pTransport(p, KEY, timeouts=SHORT), shape) as a,
-            ShapedTransport(Libp2pTransport(q, KEY, timeouts=SHORT), shape) as b,
-        ):
-            shape.alias(a.peer_id, "a")
-            shape.alias(b.peer_id, "b")
-            near, far = await pair(a, b)
-            began = time.monotonic()
-            for _ in range(4):
-                await near.send(Frame("x", {}, [bytes(500_000)]))
-            for _ in range(4):
-                await far.recv()
-            assert 0.15 <= time.monotonic() - began < 1.0
+    async with (
+        p2pd() as p,
+        p2pd() as q,
+        ShapedTransport(Libp2pTransport(p, KEY, timeouts=SHORT), shape) as a,
+        ShapedTransport(Libp2pTransport(q, KEY, timeouts=SHORT), shape) as b,
+    ):
+        shape.alias(a.peer_id, "a")
+        shape.alias(b.peer_id, "b")
+        near, far = await pair(a, b)
+        began = time.monotonic()
+        for _ in range(4):
+            await near.send(Frame("x", {}, [bytes(500_000)]))
+        for _ in range(4):
+            await far.recv()
+        assert 0.15 <= time.monotonic() - began < 1.0
 
 
 def test_the_same_under_uvloop() -> None:
