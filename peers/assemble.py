@@ -20,10 +20,9 @@ from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
-from meshcee.testbed import load_testbed
 from peers.agent import Agent, AgentOptions
 from peers.compute import Compute
-from peers.emulation import pace_of, shape_of
+from peers.emulation import emulate
 from peers.home import Home
 from peers.mesh import Mesh
 from peers.transport.base import StreamClosed, Transport
@@ -55,6 +54,7 @@ class JoinOptions:
     valid_s: float = 7 * 86400
     shape: str | None = None
     shape_device: str | None = None
+    jitter_s: float = 0.0
 
 
 @asynccontextmanager
@@ -136,8 +136,8 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         transport: Transport
         pace = shape = None
         if options.shape and options.shape_device:
-            testbed = load_testbed(options.shape)
-            pace, shape = pace_of(testbed, options.shape_device), shape_of(testbed, options.shape_device)
+            emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
+            pace, shape = emulated.pace, emulated.shape
         real = Libp2pTransport(daemon.p2p, key.secret, timeouts=timeouts, limits=limits)
         if shape is None:
             transport = await stack.enter_async_context(real)

@@ -19,6 +19,7 @@ import typer
 
 from meshcee import __version__
 from meshcee.errors import MeshceeError
+from peers.commands import planning
 
 __all__ = ["app", "main"]
 
@@ -31,6 +32,8 @@ app = typer.Typer(
 )
 run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
+app.command()(planning.plan)
+app.command()(planning.simulate)
 
 Join = Annotated[
     str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token or multiaddress of a peer.")
@@ -81,6 +84,7 @@ def peer(
     valid: Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")] = "7d",
     shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
     shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Emulate: how late a message may be.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join."""
@@ -88,7 +92,20 @@ def peer(
 
     run_peer(
         PeerOptions(
-            join, name, device, memory, region, threads, listen, announce, identity, open_, valid, shape, shape_device
+            join,
+            name,
+            device,
+            memory,
+            region,
+            threads,
+            listen,
+            announce,
+            identity,
+            open_,
+            valid,
+            shape,
+            shape_device,
+            jitter_ms,
         ),
         as_json=as_json,
     )
@@ -138,6 +155,7 @@ def local(
     shape: Annotated[
         str | None, typer.Option(help="Emulate a testbed: NAME, or FILE:NAME; sets the peers too.")
     ] = None,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="With --shape: how late a message may be.")] = 0.0,
     job: Annotated[Path | None, typer.Option(help="Train this job on it, then end; default: run until Ctrl-C.")] = None,
     threads: Threads = 1,
     as_json: Json = False,
@@ -145,7 +163,7 @@ def local(
     """Start a mesh of real peer processes on this machine, with emulated devices and links if a shape is given."""
     from peers.commands.local import run_local
 
-    run_local(peers, shape, job, threads or 1, as_json=as_json)
+    run_local(peers, shape, jitter_ms, job, threads or 1, as_json=as_json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Whether a program from the network means what it says: one pass over fake tensors, which cost no memory.
+"""Whether a program from the network means what it says: one pass over meta tensors, which cost no memory.
 
 The idea: a receiver sizes its buffers by the shapes that a program declares, and its device runs what the nodes compute.
 So the two must agree, and every tensor on the way must be of bearable size, before a single byte is allocated for it.
@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.program import Free, Node, Program, Value
@@ -22,27 +21,35 @@ MAX_ELEMENTS = 1 << 40  # of one tensor at the hint below
 MAX_PARTS = 4096  # outputs of one node
 MAX_RECURRENT_LAYERS = 256
 _HINT = 2  # samples
+_META = torch.device("meta")
 
 
 def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
-    with quiet(), FakeTensorMode() as mode, torch.no_grad():
-        values: list[Any] = []
-        for entry in program.inputs:
-            if entry.data is not None:
-                values.append(mode.from_tensor(entry.data))
-            else:
-                values.append(torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype))
+    with quiet(), torch.no_grad():
+        values: list[Any] = [
+            torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype, device=_META) for entry in program.inputs
+        ]
         for i, node in enumerate(program.nodes):
             _check_parts(node, values)
             try:
-                out = node.operator.call(
-                    *(resolve(a, values) for a in node.args), **{k: resolve(v, values) for k, v in node.kwargs.items()}
-                )
+                out = _call(node, values)
             except Exception as error:  # whatever a kernel says of nonsense
                 raise GraphError(f"node {i} ({node.operator.name}) cannot run: {type(error).__name__}") from error
             _check_value(i, node.value, out)
             values.append(out)
+
+
+def _call(node: Node, values: list[Any]) -> Any:
+    """The node on the meta device: what it would make, without making it."""
+    operator = node.operator
+    args = [_META if isinstance(a, torch.device) else resolve(a, values) for a in node.args]
+    kwargs = {k: resolve(v, values) for k, v in node.kwargs.items()}
+    if "Device" in operator.argument_types and operator.argument_types.index("Device") >= len(args):
+        kwargs[operator.argument_names[operator.argument_types.index("Device")]] = _META
+    elif operator.is_aten and not any(isinstance(values[r], torch.Tensor) for r in node.refs):
+        raise ValueError("makes a tensor of nothing on a device of its own choice")
+    return operator.call(*args, **kwargs)
 
 
 def _check_value(i: int, value: Value, out: Any) -> None:

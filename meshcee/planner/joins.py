@@ -1,33 +1,87 @@
-"""The boundary between two devices as the dynamic programs see it.
+"""The boundary between two groups as the dynamic programs see it.
 
-The idea: seconds there and back delay a micro-batch; seconds that a line is held bound the period. Latency is only in
-the first.
+The idea: seconds there and back delay a micro-batch; seconds that a line is held bound the period, and add up over all
+boundaries that cross it. Latency is only in the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from meshcee.planner.partition import Join
-from meshcee.profile import Cluster
+from meshcee.profile import Cluster, Path
 from meshcee.workload import Workload
 
-__all__ = ["join"]
+__all__ = ["GroupJoin", "join", "join_groups", "overlaps"]
+
+
+@dataclass(frozen=True)
+class GroupJoin:
+    """A boundary for every place where it could be cut; `held_s`: line -> seconds at the largest boundary."""
+
+    join: Join
+    held_s: dict[tuple[str, str], float]
+
+
+def overlaps(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Who has samples for whom: (member of a, member of b, samples), members taking samples in listed order."""
+    i = j = 0
+    left_a, left_b = a[0], b[0]
+    while True:
+        both = min(left_a, left_b)
+        yield i, j, both
+        left_a, left_b = left_a - both, left_b - both
+        if not left_a:
+            i += 1
+            if i == len(a):
+                return
+            left_a = a[i]
+        if not left_b:
+            j += 1
+            if j == len(b):
+                return
+            left_b = b[j]
+
+
+def join_groups(
+    cluster: Cluster,
+    workload: Workload,
+    a: Sequence[tuple[str, int]],
+    b: Sequence[tuple[str, int]],
+    codec: str,
+) -> GroupJoin | None:
+    """Between members (peer, samples) of two groups; None when a pair that must exchange samples is not joined."""
+    out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
+    back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
+    share, coding = workload.wire_bytes(1.0, codec), workload.codec_s(1.0, codec)
+    there, again = np.zeros_like(out), np.zeros_like(out)
+    held: dict[tuple[str, str], float] = {}
+    for i, j, samples in overlaps([n for _, n in a], [n for _, n in b]):
+        go, come = cluster.path(a[i][0], b[j][0]), cluster.path(b[j][0], a[i][0])
+        if go is None or come is None:
+            return None
+        there = np.maximum(there, _seconds(go, samples * out, share, coding))
+        again = np.maximum(again, _seconds(come, samples * back, share, coding))
+        for path, size in ((go, samples * float(out.max())), (come, samples * float(back.max()))):
+            for line in path.lines:
+                held[line] = held.get(line, 0.0) + size * share / cluster.bandwidth(line)
+    most = max((s for line, s in held.items() if not _is_port(line)), default=0.0)
+    scale = out / max(float(out.max()), 1e-12)
+    return GroupJoin(Join(there + again, most * scale), held)
+
+
+def _seconds(path: Path, size: np.ndarray, share: float, coding: float) -> np.ndarray:  # type: ignore[type-arg]
+    return path.latency_s + size * (share / path.bandwidth_bytes_per_s + coding)
+
+
+def _is_port(line: tuple[str, str]) -> bool:
+    return (line[0][0] == "@") != (line[1][0] == "@")
 
 
 def join(cluster: Cluster, workload: Workload, a: str, b: str, micro_batch: int, codec: str) -> Join | None:
-    """The boundary between two devices, for every place where it could be cut."""
-    go, come = cluster.path(a, b), cluster.path(b, a)
-    if go is None or come is None:
-        return None
-    out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)]) * micro_batch
-    back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)]) * micro_batch
-    share = workload.wire_bytes(1.0, codec)
-    trip = go.latency_s + come.latency_s + (out + back) * workload.codec_s(1.0, codec)
-    trip = trip + out * share / go.bandwidth_bytes_per_s + back * share / come.bandwidth_bytes_per_s
-    held = np.zeros_like(out)
-    for path, size in ((go, out), (come, back)):
-        for line in path.lines:
-            if (line[0][0] == "@") == (line[1][0] == "@"):  # ports are in the tables
-                held = np.maximum(held, size * share / cluster.bandwidth(line))
-    return Join(trip, held)
+    """Between two single devices."""
+    found = join_groups(cluster, workload, [(a, micro_batch)], [(b, micro_batch)], codec)
+    return None if found is None else found.join

@@ -9,16 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
-
-from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
-from meshcee.planner.classes import DeviceClass, StageTable, class_key
-from meshcee.planner.joins import join
-from meshcee.planner.partition import Join, cut
-from meshcee.profile import Cluster
-from meshcee.workload import Workload
+from meshcee.planner.chain import Chain, Codecs
+from meshcee.planner.classes import class_key
+from meshcee.planner.rows import Rows
 
 __all__ = ["Moves"]
 
@@ -32,15 +26,12 @@ class Moves:
 
     def __init__(
         self,
-        cluster: Cluster,
-        workload: Workload,
+        rows: Rows,
         codecs: Sequence[str],
-        classes: Sequence[DeviceClass],
         rng: random.Random,
     ) -> None:
-        self.cluster, self.workload, self.codecs, self.classes, self.random = cluster, workload, codecs, classes, rng
-        self._tables: dict[object, StageTable] = {}
-        self._joins: dict[object, Join | None] = {}
+        self.rows, self.codecs, self.random = rows, codecs, rng
+        self.cluster, self.workload, self.classes = rows.cluster, rows.workload, rows.classes
         self._kinds: list[tuple[int, Callable[[Chain], Chain | None]]] = [
             (6, self._shift),
             (3, self._swap),
@@ -183,55 +174,11 @@ class Moves:
             devices
         )
 
-    # -- exact cut -------------------------------------------------------------------------------------------------
-
     def _cut(self, chain: Chain, row: Row) -> Chain | None:
-        """The best cut of the blocks for this row of groups, recomputing where the row did."""
-        if not row or len(row) > self.workload.num_blocks:
+        """The best cut of the blocks for this row of groups; codecs stay where the row is as long as before."""
+        codec = chain.codecs[0].out if chain.codecs else self.codecs[0]
+        found = self.rows.best(tuple(row), chain.micro_batch, codec)
+        if found is None:
             return None
-        codec = chain.codecs[0] if chain.codecs else Codecs(self.codecs[0], self.codecs[0])
-        again = {p: s.recompute for s in chain.stages for p in s.peers}
-        tables = []
-        for group in row:
-            table = self._table(group, chain.micro_batch, codec.out, again.get(group[0], False))
-            if table is None:
-                return None
-            tables.append(table)
-        joins = []
-        for a, b in pairwise(row):
-            found = self._join(a[0], b[-1], chain.micro_batch, codec.out)
-            if found is None:
-                return None
-            joins.append(found)
-        rate = sum(1 / t.busy_alone for t in tables)
-        held = max([0.0, *(float(j.occupied_s.max()) for j in joins)])
-        low = max(1 / rate, held)
-        periods = low * np.geomspace(1.0, 2.2, 12)
-        best = cut(tables, joins, periods, chain.num_micro)
-        if not best:
-            return None
-        bounds = best[0][1]
-        stages = tuple(ChainStage(bounds[j], bounds[j + 1], g, again.get(g[0], False)) for j, g in enumerate(row))
-        codecs = chain.codecs
-        if len(codecs) != len(row) - 1:
-            codecs = (codecs + (codec,) * len(row))[: len(row) - 1]
-        return replace(chain, stages=stages, codecs=codecs, extra=())
-
-    def _table(self, group: tuple[str, ...], micro_batch: int, codec: str, recompute: bool) -> StageTable | None:
-        devices = [self.cluster.devices[p] for p in group]
-        key = (tuple(class_key(d) for d in devices), micro_batch, codec, recompute)
-        if key not in self._tables:
-            taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
-            if taken is None:
-                return None
-            members = list(zip(devices, taken))
-            self._tables[key] = StageTable(
-                self.workload, members, self.workload.wire_bytes(1.0, codec), count=len(group), recompute=recompute
-            )
-        return self._tables[key]
-
-    def _join(self, a: str, b: str, micro_batch: int, codec: str) -> Join | None:
-        key = (a, b, micro_batch, codec)
-        if key not in self._joins:
-            self._joins[key] = join(self.cluster, self.workload, a, b, micro_batch, codec)
-        return self._joins[key]
+        codecs = chain.codecs if len(chain.codecs) == len(row) - 1 else found[1].codecs
+        return replace(found[1], codecs=codecs, slack=chain.slack)

@@ -234,33 +234,42 @@ def _trace(
 
 
 def cut(
-    tables: Sequence[StageTable], joins: Sequence[Join], periods: Floats, num_micro: int, keep: int = 1
-) -> list[tuple[float, list[int]]]:
-    """For a given row of groups, the best places to cut: (estimate, bounds), best first. Every group gets a block."""
+    tables: Sequence[Sequence[StageTable]], joins: Sequence[Join], periods: Floats, num_micro: int
+) -> tuple[float, list[int], list[bool]] | None:
+    """For a given row of groups, the best places to cut: (estimate, bounds, which stages recompute).
+
+    tables  per group: without, and perhaps with recomputation. Every group gets a block.
+    """
     grid = periods[:, None]
-    residence: Floats = np.full((len(periods), tables[0].busy.shape[0]), np.inf)
+    residence: Floats = np.full((len(periods), tables[0][0].busy.shape[0]), np.inf)
     residence[:, -1] = 0.0
-    choices: list[Ints] = []
+    choices: list[tuple[Ints, Ints]] = []
     for j in range(len(tables) - 1, -1, -1):
         if j < len(joins):
             join = joins[j]
             residence = np.where(join.occupied_s[None] <= grid, residence + join.round_trip_s[None], np.inf)
-        cost, longest = _cost(tables[j], periods)
-        whole = cost + residence[:, None, :]
-        whole[whole > longest] = np.inf
-        choice = whole.argmin(axis=2)
-        residence = np.take_along_axis(whole, choice[:, :, None], 2)[:, :, 0]
-        choices.append(choice)
+        ends, values = [], []
+        for table in tables[j]:
+            cost, longest = _cost(table, periods)
+            whole = cost + residence[:, None, :]
+            whole[whole > longest] = np.inf
+            choice = whole.argmin(axis=2)
+            ends.append(choice)
+            values.append(np.take_along_axis(whole, choice[:, :, None], 2)[:, :, 0])
+        again = values[1] < values[0] if len(values) > 1 else np.zeros_like(values[0], dtype=bool)
+        residence = np.where(again, values[-1], values[0])
+        choices.append((np.where(again, ends[-1], ends[0]), again.astype(np.int64)))
     choices.reverse()
-    least = np.maximum(num_micro * periods, residence[:, 0] + (num_micro - 1) * periods * 2 / 3)
-    estimates = (least + residence[:, 0] + (num_micro - 1) * periods) / 2
-    found: list[tuple[float, list[int]]] = []
-    for t in np.argsort(estimates, kind="stable").tolist():
-        if not np.isfinite(estimates[t]) or len(found) >= keep:
-            break
-        bounds = [0]
-        for choice in choices:
-            bounds.append(int(choice[t, bounds[-1]]))
-        if all(bounds != b for _, b in found):
-            found.append((float(estimates[t]), bounds))
-    return found
+    best: tuple[float, list[int], list[bool]] | None = None
+    for t in np.flatnonzero(np.isfinite(residence[:, 0])).tolist():
+        bounds, recomputed, period = [0], [], 0.0
+        for (choice, again), row in zip(choices, tables):
+            first = bounds[-1]
+            recomputed.append(bool(again[t, first]))
+            bounds.append(int(choice[t, first]))
+            period = max(period, float(row[int(again[t, first])].busy[first, bounds[-1]]))
+        held = max((float(join.occupied_s[at]) for join, at in zip(joins, bounds[1:])), default=0.0)
+        estimate = estimate_s(float(residence[t, 0]), max(period, held), num_micro)
+        if best is None or estimate < best[0]:
+            best = (estimate, bounds, recomputed)
+    return best

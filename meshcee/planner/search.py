@@ -20,6 +20,7 @@ from meshcee.planner.classes import DeviceClass, StageTable, classes_of
 from meshcee.planner.joins import join
 from meshcee.planner.moves import Moves
 from meshcee.planner.partition import Candidate, Join, solve
+from meshcee.planner.rows import Rows
 from meshcee.profile import Cluster
 from meshcee.simulator import build, period_s, quick_period_s
 from meshcee.workload import Workload
@@ -35,6 +36,8 @@ class Effort:
 
     periods: int = 10
     candidates: int = 12  # of each micro-batch size and set of classes
+    beam: int = 4
+    rows: int = 30_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
     starts: int = 3
     finalists: int = 6  # simulated whole
@@ -55,17 +58,26 @@ class Search:
         self.cluster, self.workload, self.effort = cluster, workload, effort
         self.codecs = tuple(codecs)
         self.classes = classes_of(cluster)
+        self.rows = Rows(cluster, workload, self.classes)
         self.events = 0
         self._known: dict[Chain, float] = {}
 
     def run(self, starts: Sequence[Chain] = ()) -> list[tuple[float, Chain]]:
         """The best chains found with their periods, best first; empty when nothing fits."""
         proposals: list[tuple[float, Chain]] = []
+        alone = [((c.peers[0],),) for c in self.classes]
         for micro_batch in self.sizes():
             for codec in self.codecs:
-                proposals += self.propose(micro_batch, codec)
+                first = self.propose(micro_batch, codec)
+                proposals += first
+                rows = [tuple(s.peers for s in c.stages) for _, c in first]
+                width, work = self.effort.beam, self.effort.rows // len(self.sizes())
+                proposals += self.rows.improve([*rows, *alone], micro_batch, codec, width, work)[
+                    : self.effort.candidates
+                ]
         proposals.sort(key=lambda p: p[0])
-        chains = [*starts, *self.singles(), *dict.fromkeys(c for _, c in proposals[: self.effort.rescored])]
+        unlike = list(dict.fromkeys(c for _, c in proposals))
+        chains = [*starts, *self.singles(), *unlike[: self.effort.rescored]]
         ranked = self.rank(chains)
         self.events = 0
         for period, chain in ranked[: self.effort.starts]:
@@ -113,7 +125,7 @@ class Search:
 
     def improve(self, chain: Chain, events: int) -> Chain:
         """Annealing by small moves, from a seed."""
-        moves = Moves(self.cluster, self.workload, self.codecs, self.classes, random.Random(0))
+        moves = Moves(self.rows, self.codecs, random.Random(0))
         best = now = chain
         best_s = now_s = self.price(chain)
         end = self.events + events

@@ -65,24 +65,24 @@ class Children:
                     await process.wait()
 
     async def start_peers(
-        self, count: int, *, threads: int, names: list[str] | None = None, shape: str | None = None
+        self, count: int, *, threads: int, names: list[str] | None = None, emulation: tuple[str, ...] = ()
     ) -> str:
         """Start one peer, then the others joining it, each with its own identity; returns the token to join with."""
         names = names or [f"peer-{i}" for i in range(count)]
-        self.token = await self._start(names[0], threads, None, shape)
+        self.token = await self._start(names[0], threads, None, emulation)
         async with asyncio.TaskGroup() as group:
             for name in names[1:]:
-                group.create_task(self._start(name, threads, self.token, shape))
+                group.create_task(self._start(name, threads, self.token, emulation))
         return self.token
 
-    async def _start(self, name: str, threads: int, token: str | None, shape: str | None) -> str:
+    async def _start(self, name: str, threads: int, token: str | None, emulation: tuple[str, ...]) -> str:
         log = (self.home / f"{name}.log").open("ab")
         command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", "127.0.0.1:0"]
         command += ["--threads", str(threads), "--device", "cpu"]
         if token:
             command += ["--join", token]
-        if shape:
-            command += ["--shape", shape, "--shape-device", name]
+        if emulation:
+            command += [*emulation, "--shape-device", name]
         environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
         environment["MESHCEE_PARENT"] = str(os.getpid())
         environment.pop("MESHCEE_JOIN", None)

@@ -16,17 +16,22 @@ from peers.emulation import device_names
 __all__ = ["run_local"]
 
 
-def run_local(count: int, shape: str | None, job: Path | None, threads: int, *, as_json: bool) -> None:
+def run_local(
+    count: int, shape: str | None, jitter_ms: float, job: Path | None, threads: int, *, as_json: bool
+) -> None:
     configure_logging(as_json=as_json, level="warning")
     names = device_names(shape) if shape else [f"peer-{i}" for i in range(count)]
-    run_async(_local(names, shape, job, threads, as_json=as_json))
+    emulation = ("--shape", shape, "--jitter-ms", str(jitter_ms)) if shape else ()
+    run_async(_local(names, emulation, job, threads, as_json=as_json))
 
 
-async def _local(names: list[str], shape: str | None, job: Path | None, threads: int, *, as_json: bool) -> None:
+async def _local(
+    names: list[str], emulation: tuple[str, ...], job: Path | None, threads: int, *, as_json: bool
+) -> None:
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory(prefix="meshcee-local-") as folder:
         async with Children(Path(folder)) as children:
-            token = await children.start_peers(len(names), threads=threads, names=names, shape=shape)
+            token = await children.start_peers(len(names), threads=threads, names=names, emulation=emulation)
             if as_json:
                 print(
                     json.dumps({"token": token, "pids": {n: p.pid for n, p in children.processes.items()}}), flush=True

@@ -40,6 +40,7 @@ class PeerOptions:
     valid: str
     shape: str | None
     shape_device: str | None
+    jitter_ms: float
 
 
 def parse_bytes(text: str) -> int:
@@ -79,6 +80,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         valid_s=parse_duration_s(options.valid),
         shape=options.shape,
         shape_device=options.shape_device,
+        jitter_s=options.jitter_ms / 1e3,
     )
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,0 +1,175 @@
+"""Rows of groups: for a given row the best cut of the blocks, and a search over rows by that estimate.
+
+The idea: a row is judged by the best that it can be, which one dynamic program says in a fraction of a millisecond. So
+many rows can be looked at before the simulator is asked for the first time; unlike devices in one group and regions
+visited twice are rows like any other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+
+from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
+from meshcee.planner.classes import DeviceClass, StageTable, class_key
+from meshcee.planner.joins import GroupJoin, join_groups
+from meshcee.planner.partition import cut
+from meshcee.profile import Cluster
+from meshcee.workload import Workload
+
+__all__ = ["Row", "Rows"]
+
+Row = tuple[tuple[str, ...], ...]
+PERIODS = 12
+SPAN = 2.2  # the slowest period looked at, over the least possible
+
+
+class Rows:
+    """Judges rows; tables and boundaries are computed once for devices that are alike."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass]) -> None:
+        self.cluster, self.workload, self.classes = cluster, workload, classes
+        self._class_of = {p: i for i, c in enumerate(classes) for p in c.peers}
+        self._tables: dict[object, tuple[list[StageTable], tuple[int, ...]] | None] = {}
+        self._joins: dict[object, GroupJoin | None] = {}
+        self._cuts: dict[object, tuple[float, Chain] | None] = {}
+        self.work = 0  # array cells touched: what a search costs, on any machine
+
+    def shape(self, row: Row) -> tuple[tuple[int, ...], ...]:
+        """The same for rows that differ only in which of several like devices they use."""
+        return tuple(tuple(self._class_of[p] for p in group) for group in row)
+
+    def best(self, row: Row, micro_batch: int, codec: str) -> tuple[float, Chain] | None:
+        """(estimate of a step, the row with its best cut), or None when it does not fit."""
+        key = (self.shape(row), micro_batch, codec)
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(row, micro_batch, codec)
+        found = self._cuts[key]
+        if found is None or tuple(s.peers for s in found[1].stages) == row:
+            return found
+        estimate, chain = found  # the same cut for other devices of the same classes
+        stages = tuple(ChainStage(s.first, s.end, g, s.recompute) for s, g in zip(chain.stages, row))
+        return estimate, Chain(chain.micro_batch, chain.num_micro, stages, chain.codecs)
+
+    def _cut(self, row: Row, micro_batch: int, codec: str) -> tuple[float, Chain] | None:
+        if not row or len(row) > self.workload.num_blocks:
+            return None
+        tables: list[list[StageTable]] = []
+        taken: list[tuple[int, ...]] = []
+        for group in row:
+            known = self._table(group, micro_batch, codec)
+            if known is None:
+                return None
+            tables.append(known[0])
+            taken.append(known[1])
+        joins, held = [], {}
+        for (a, na), (b, nb) in pairwise(zip(row, taken)):
+            found = self._join(a, na, b, nb, codec)
+            if found is None:
+                return None
+            joins.append(found.join)
+            for line, seconds in found.held_s.items():
+                held[line] = held.get(line, 0.0) + seconds
+        num_micro = self.workload.global_batch // micro_batch
+        low = max(1 / sum(1 / t[0].busy_alone for t in tables), *held.values(), 0.0)
+        self.work += PERIODS * self.workload.num_blocks**2 * sum(len(t) for t in tables)
+        best = cut(tables, joins, low * np.geomspace(1.0, SPAN, PERIODS), num_micro)
+        if best is None:
+            return None
+        estimate, bounds, again = best
+        stages = tuple(ChainStage(bounds[j], bounds[j + 1], g, again[j]) for j, g in enumerate(row))
+        return estimate, Chain(micro_batch, num_micro, stages, (Codecs(codec, codec),) * (len(row) - 1))
+
+    def _table(
+        self, group: tuple[str, ...], micro_batch: int, codec: str
+    ) -> tuple[list[StageTable], tuple[int, ...]] | None:
+        devices = [self.cluster.devices[p] for p in group]
+        key = (tuple(class_key(d) for d in devices), micro_batch, codec)
+        if key not in self._tables:
+            self._tables[key] = None
+            taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
+            if taken is not None:
+                members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
+                tables = [StageTable(self.workload, members, share, count=len(group))]
+                if tables[0].tight:
+                    tables.append(StageTable(self.workload, members, share, count=len(group), recompute=True))
+                self._tables[key] = (tables, taken)
+        return self._tables[key]
+
+    def _join(
+        self, a: tuple[str, ...], na: tuple[int, ...], b: tuple[str, ...], nb: tuple[int, ...], codec: str
+    ) -> GroupJoin | None:
+        key = (a, na, b, nb, codec)
+        if key not in self._joins:
+            self._joins[key] = join_groups(self.cluster, self.workload, list(zip(a, na)), list(zip(b, nb)), codec)
+        return self._joins[key]
+
+    # -- search ----------------------------------------------------------------------------------------------------
+
+    def improve(
+        self, starts: Sequence[Row], micro_batch: int, codec: str, width: int, work: int
+    ) -> list[tuple[float, Chain]]:
+        """A beam of rows, each round replaced by the best of their neighbours; everything that was judged, best first."""
+        end, rng = self.work + work, random.Random(0)
+        judged: dict[tuple[tuple[int, ...], ...], tuple[float, Chain, Row]] = {}
+
+        def judge(row: Row) -> None:
+            shape = self.shape(row)
+            if shape not in judged and (found := self.best(row, micro_batch, codec)) is not None:
+                judged[shape] = (*found, row)
+
+        for row in starts:
+            judge(row)
+        expanded: set[tuple[tuple[int, ...], ...]] = set()
+        while self.work < end:
+            beam = sorted(judged.items(), key=lambda x: (x[1][0], x[0]))[:width]
+            fresh = [(shape, row) for shape, (_, _, row) in beam if shape not in expanded]
+            if not fresh:
+                break
+            for shape, row in fresh:
+                expanded.add(shape)
+                neighbours = list(self.neighbours(row))
+                rng.shuffle(neighbours)
+                for other in neighbours:
+                    if self.work >= end:
+                        break
+                    judge(other)
+        return sorted(((e, c) for e, c, _ in judged.values()), key=lambda x: x[0])
+
+    def neighbours(self, row: Row) -> Iterator[Row]:
+        """All rows one change away."""
+        groups, count = list(row), len(row)
+        for i, j in combinations(range(count), 2):
+            other = groups.copy()
+            other[i], other[j] = other[j], other[i]
+            yield tuple(other)
+            rest = [g for k, g in enumerate(groups) if k not in (i, j)]
+            both = groups[i] + groups[j]
+            yield (*rest[:i], both, *rest[i:])
+            if j - 1 != i:
+                yield (*rest[: j - 1], both, *rest[j - 1 :])
+        for i, j in permutations(range(count), 2):
+            if abs(i - j) > 1:
+                rest = groups[:i] + groups[i + 1 :]
+                yield (*rest[:j], groups[i], *rest[j:])
+        used = {p for g in groups for p in g}
+        free = [left[0] for c in self.classes if (left := [p for p in c.peers if p not in used])]
+        for i, group in enumerate(groups):
+            if count > 1:
+                yield (*groups[:i], *groups[i + 1 :])
+            for k in range(len(group)):
+                if len(group) > 1:
+                    yield (*groups[:i], group[:k] + group[k + 1 :], *groups[i + 1 :])
+            for at in range(1, len(group)):
+                yield (*groups[:i], group[:at], group[at:], *groups[i + 1 :])
+            for peer in free:
+                yield (*groups[:i], (*group, peer), *groups[i + 1 :])
+                yield (*groups[:i], (peer,), *groups[i:])
+                for k in range(len(group)):
+                    if self._class_of[group[k]] != self._class_of[peer]:
+                        yield (*groups[:i], (*group[:k], peer, *group[k + 1 :]), *groups[i + 1 :])
+        for peer in free:
+            yield (*groups, (peer,))
