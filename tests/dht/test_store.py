@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from dht.control import PeerID
+from dht.directory import Directory
 from dht.kademlia import KademliaStore
 from dht.records import PeerRecord, place, seal, topic
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory, Store
-from meshcee.config import Timeouts
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from peers.transport.p2pd import P2PDaemon
 
@@ -188,6 +191,28 @@ async def test_two_meshes_become_one_when_a_peer_of_each_meets(tmp_path: Path) -
             async with asyncio.timeout(10):
                 while not both <= set(await node.get()):  # noqa: ASYNC110 - neighbours learn of each other from requests
                     await asyncio.sleep(0.05)
+
+
+async def test_a_mesh_that_fell_apart_is_put_together_by_its_directories(tmp_path: Path) -> None:
+    times = replace(QUICK, record_ttl_s=2.0, announce_every_s=0.5, directory_poll_s=0.2)
+    async with one_peer(tmp_path, "a") as (a, _, store), one_peer(tmp_path, "b", [a.address]) as (b, _, other):
+        ours, theirs = (Directory(n.store, n.identity, KEY, timeouts=times, limits=Limits()) for n in (a, b))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(40):
+            for node, directory in ((a, ours), (b, theirs)):
+                await directory.publish(PeerRecord(node.identity.peer_id, 0.0, "x", (node.address,)))
+            tasks = [group.create_task(d.announce_forever()) for d in (ours, theirs)]
+            tasks += [group.create_task(d.poll_forever()) for d in (ours, theirs)]
+            for directory in (ours, theirs):
+                await directory.wait_for(lambda d=directory: len(d.peers) == 2)  # type: ignore[misc]
+            for kademlia, peer in ((store, b), (other, a)):  # each forgets the other, records and all
+                table, protocol = kademlia._node.protocol.routing_table, kademlia._node.protocol
+                del table[table.peer_id_to_uid[PeerID.from_base58(peer.identity.peer_id)]]
+                protocol.storage.clear()
+            await ours.wait_for(lambda: len(ours.peers) == 1)
+            for directory in (ours, theirs):
+                await directory.wait_for(lambda d=directory: len(d.peers) == 2)  # type: ignore[misc]
+            for task in tasks:
+                task.cancel()
 
 
 async def test_one_who_only_looks_reads_and_is_not_asked(tmp_path: Path) -> None:

@@ -1,0 +1,416 @@
+"""The directory and the elector over the in-process store, on virtual time: who is seen, for how long, and who leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from dht import directory as module
+from dht.directory import Change, Directory
+from dht.election import Elector
+from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord, seal, topic
+from dht.roster import Roster, differences
+from dht.signing import Identity, MeshKey
+from dht.store import MemoryStore, SharedMemory
+from dht.terms import TermFile, Terms
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError, NotPermittedError, UsageError
+from meshcee.profile import LinkProfile
+from tests.virtual_time import virtual_time
+
+KEY = MeshKey.generate()
+TIMES = Timeouts()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Flaky(MemoryStore):
+    """Counts calls for missing peers; `blind` reads find nothing."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        super().__init__(shared)
+        self.blind = False
+        self.called: list[tuple[float, frozenset[str]]] = []
+
+    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+        return {} if self.blind else await super().get(key)
+
+    async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
+        met = await super().meet(addresses)
+        self.called.append((now(), met))
+        return met
+
+
+class Peer:
+    """A directory, running inside `async with peer.runs()`."""
+
+    def __init__(
+        self, shared: SharedMemory, name: str, *, identity: Identity | None = None, skew_s: float = 0.0
+    ) -> None:
+        self.identity = identity or Identity.generate()
+        self.peer_id = self.identity.peer_id
+        self.store = Flaky(shared)
+        self.name = name
+        self.address = f"/ip4/192.0.2.1/tcp/1/p2p/{self.peer_id}"
+        self.directory = Directory(
+            self.store,
+            self.identity,
+            KEY,
+            timeouts=TIMES,
+            limits=Limits(),
+            clock=lambda: now() + skew_s,
+            monotonic=now,
+        )
+
+    @property
+    def record(self) -> PeerRecord:
+        return PeerRecord(self.peer_id, 0.0, self.name, (self.address,))
+
+    def elector(self, file: Path | None = None) -> Elector:
+        return Elector(self.directory, self.peer_id, eligible=True, terms=TermFile(file), clock=now, monotonic=now)
+
+    @contextlib.asynccontextmanager
+    async def runs(self, *more: Elector) -> AsyncIterator[Directory]:
+        """Until the block ends, and then not a word more: a crash."""
+        await self.directory.publish(self.record)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.directory.announce_forever())]
+            tasks += [group.create_task(self.directory.poll_forever())]
+            tasks += [group.create_task(elector.run()) for elector in more]
+            yield self.directory
+            for task in tasks:
+                task.cancel()
+
+
+def shared() -> SharedMemory:
+    return SharedMemory(now)
+
+
+async def names(directory: Directory, *wanted: str) -> float:
+    """Wait until exactly these are seen; how long that took."""
+    began_s = now()
+    async with asyncio.timeout(120):
+        await directory.wait_for(lambda: sorted(r.name for r in directory.peers.values()) == sorted(wanted))
+    return now() - began_s
+
+
+@virtual_time
+async def test_peers_join_change_and_leave() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    seen: list[tuple[str, str]] = []
+    async with a.runs() as here, asyncio.TaskGroup() as group:
+
+        async def listen() -> None:
+            async for change in here.events():
+                seen.append((change.kind, change.record.name))
+
+        listening = group.create_task(listen())
+        assert await names(here, "a") <= 0.1
+        async with b.runs() as there:
+            assert await names(here, "a", "b") <= TIMES.directory_poll_s
+            await there.publish(replace(b.record, busy=True))
+            await here.wait_for(lambda: here.peers[b.peer_id].busy)
+            await there.say_goodbye()
+        assert await names(here, "a") <= TIMES.directory_poll_s
+        listening.cancel()
+    assert seen == [("joined", "a"), ("joined", "b"), ("changed", "b"), ("left", "b")]
+
+
+@virtual_time
+async def test_who_falls_silent_is_gone_after_one_ttl_and_for_newcomers_at_once() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here:
+        async with b.runs():
+            await names(here, "a", "b")
+        took_s = await names(here, "a")
+        assert TIMES.record_ttl_s - TIMES.announce_every_s <= took_s <= TIMES.record_ttl_s + TIMES.directory_poll_s
+        assert b.peer_id in await a.directory.read(PeerRecord)  # the store still has the ghost
+        async with Peer(memory, "c").runs() as new:
+            assert await names(new, "a", "c") <= 0.1
+            for _ in range(20):
+                await new.wait_for_change()
+                assert b.peer_id not in new.peers | here.peers
+
+
+@virtual_time
+async def test_reads_that_fail_for_a_while_lose_nobody() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here, b.runs():
+        await names(here, "a", "b")
+        a.store.blind = True
+        before_s = now()
+        while now() - before_s < TIMES.record_ttl_s / 2:
+            await here.wait_for_change()
+            assert len(here.peers) == 2
+        a.store.blind = False
+        await asyncio.sleep(20)
+        assert len(here.peers) == 2
+        a.store.blind = True
+        await names(here, "a")  # only ourselves, in the end
+
+
+@pytest.mark.parametrize("skew_s", [-9.0, 9.0])
+@virtual_time
+async def test_a_clock_that_is_off_within_bounds_makes_nobody_flap(skew_s: float) -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b", skew_s=skew_s)
+    async with a.runs() as here, b.runs() as there:
+        await names(here, "a", "b")
+        await names(there, "a", "b")
+        before_s = now()
+        while now() - before_s < 60:
+            await here.wait_for_change()
+            assert len(here.peers) == len(there.peers) == 2
+
+
+@virtual_time
+async def test_a_clock_too_far_ahead_is_set_aside_with_one_warning() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b", skew_s=30.0)
+    with capture_logs() as logs:
+        async with a.runs() as here, b.runs():
+            await asyncio.sleep(30)
+            assert set(here.peers) == {a.peer_id}
+    said = [line for line in logs if line["log_level"] == "warning"]
+    assert len(said) == 2  # b sees records that have expired by its clock, a sees one from the future
+    assert any("clock" in line["error"] for line in said)
+
+
+@virtual_time
+async def test_what_strangers_store_is_set_aside() -> None:
+    memory = shared()
+    a, stranger = Peer(memory, "a"), Identity.generate()
+    sealed = seal(PeerRecord(stranger.peer_id, now(), "x"), stranger, MeshKey(), now() + 60)
+    with capture_logs() as logs:
+        async with a.runs() as here:
+            for data in (sealed, b"garbage"):
+                memory.entries.setdefault(topic("peers", KEY), {})[stranger.peer_id] = (data, now() + 60)
+                await asyncio.sleep(5)
+                assert set(here.peers) == {a.peer_id}
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["record set aside"]
+
+
+@virtual_time
+async def test_links_and_runs_are_those_of_peers_that_are_here() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here:
+        async with b.runs() as there:
+            link = LinkProfile(0.1, 1e6, now())
+            await there.publish(LinkRecord(b.peer_id, 0.0, ((a.peer_id, link),)))
+            await there.publish(RunRecord(b.peer_id, 0.0, "gpt", (1, 1), 3))
+            await names(here, "a", "b")
+            await here.refresh()
+            assert here.links[b.peer_id].links == ((a.peer_id, link),)
+            assert here.runs[b.peer_id].step == 3
+            await there.withdraw(RunRecord)
+            await here.wait_for(lambda: not here.runs)
+            assert b.peer_id in here.links
+            await there.say_goodbye()
+        await names(here, "a")
+        assert here.links == {}
+
+
+@virtual_time
+async def test_of_two_processes_with_one_identity_the_later_one_has_to_go() -> None:
+    memory = shared()
+    a = Peer(memory, "a")
+    with capture_logs() as logs:
+        async with a.runs() as here:
+            await asyncio.sleep(10)
+            copy = Peer(memory, "copy", identity=a.identity)
+            with pytest.raises(ExceptionGroup) as caught:
+                async with copy.runs(), asyncio.timeout(60):
+                    await asyncio.Event().wait()
+            assert caught.group_contains(JoinError, match="'a' elsewhere already runs with this identity")
+            await asyncio.sleep(20)
+            assert here.peers[a.peer_id].name == "a"
+    assert any("another process uses this peer's identity" in line["event"] for line in logs)
+
+
+@virtual_time
+async def test_a_peer_that_restarts_at_once_is_no_second_one() -> None:
+    memory = shared()
+    watcher = Peer(memory, "w")
+    a = Peer(memory, "a")
+    async with watcher.runs() as here:
+        async with a.runs():
+            await names(here, "a", "w")
+        old = here.peers[a.peer_id].instance
+        async with Peer(memory, "a", identity=a.identity).runs():
+            await here.wait_for(lambda: a.peer_id in here.peers and here.peers[a.peer_id].instance != old)
+            await asyncio.sleep(30)
+            assert len(here.peers) == 2
+
+
+@virtual_time
+async def test_one_that_vanished_is_called_ever_more_rarely_until_it_is_back() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here:
+        async with b.runs():
+            await names(here, "a", "b")
+        await names(here, "a")
+        await asyncio.sleep(300)
+        times = [when for when, met in a.store.called if met == {b.peer_id}]
+        pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+        assert pauses == sorted(pauses)
+        assert 6 <= len(times) <= 12
+        assert module.CALL_FIRST_S <= pauses[0] <= 2 * module.CALL_FIRST_S
+        assert pauses[-1] <= module.CALL_MOST_S + module.CALL_FIRST_S
+        async with b.runs():
+            await names(here, "a", "b")
+            before = len(a.store.called)
+            await asyncio.sleep(300)
+            assert len(a.store.called) == before
+            await b.directory.say_goodbye()
+        await names(here, "a")
+        await asyncio.sleep(300)
+        assert len(a.store.called) == before  # who says goodbye is not called
+
+
+@virtual_time
+async def test_a_seed_that_is_not_seen_is_called() -> None:
+    memory, seed = shared(), Peer(shared(), "seed")
+    a = Peer(memory, "a")
+    a.store.seeds = [seed.address]
+    async with a.runs():
+        await asyncio.sleep(10)
+    assert a.store.called[0][1] == {seed.peer_id}
+
+
+@virtual_time
+async def test_a_slow_listener_hears_of_the_present_not_of_every_step() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here:
+        await names(here, "a")
+        events = here.events()
+        assert await anext(events) == Change("joined", here.peers[a.peer_id])
+        for busy in (True, False) * 5:
+            await b.directory.publish(replace(b.record, busy=busy))
+            await here.wait_for(lambda busy=busy: here.peers.get(b.peer_id, b.record).busy == busy)  # type: ignore[misc]
+        change = await anext(events)
+        assert (change.kind, change.record.name, change.record.busy) == ("joined", "b", False)
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+def test_a_roster_is_bounded_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dht.roster.MAX_RECORDS", 3)
+    roster: Roster[PeerRecord] = Roster(8.0)
+    many = {f"p{i}": PeerRecord(f"p{i}", 100.0, "x") for i in range(9)}
+    assert len(roster.absorb(many, 100.0, 0.0)) == 3
+    assert len(roster.absorb({}, 107.0, 7.0)) == 3
+    assert roster.absorb({}, 109.0, 9.0) == {}
+    late = {f"q{i}": PeerRecord(f"q{i}", 109.0, "x") for i in range(3)}
+    assert len(roster.absorb(late, 109.0, 9.0)) == 3
+
+
+def test_a_record_that_was_merely_sent_again_has_not_changed() -> None:
+    one = PeerRecord("p", 1.0, "x", instance="i")
+    assert differences({"p": one}, {"p": replace(one, sent_at=2.0)}) == []
+    again = replace(one, instance="j")
+    assert differences({"p": one}, {"p": again}) == [Change("left", one), Change("joined", again)]
+
+
+# -- the elector
+
+
+async def leader(*electors: Elector, other_than: str = "") -> LeaseRecord:
+    """Wait until all believe in one lease."""
+    async with asyncio.timeout(60):
+        while True:
+            leases = {e.lease.term if e.lease else None for e in electors}
+            if len(leases) == 1 and (lease := electors[0].lease) is not None and lease.peer_id != other_than:
+                return lease
+            await asyncio.sleep(0.1)
+
+
+@virtual_time
+async def test_one_leads_a_lost_leader_is_replaced_and_a_leaving_one_at_once() -> None:
+    memory = shared()
+    peers = {p.peer_id: p for p in (Peer(memory, n) for n in "abc")}
+    electors = {p: peer.elector() for p, peer in peers.items()}
+    stacks = {p: contextlib.AsyncExitStack() for p in peers}
+    for p, peer in peers.items():
+        await stacks[p].enter_async_context(peer.runs(electors[p]))
+    first = await leader(*electors.values())
+    await asyncio.sleep(120)
+    assert (await leader(*electors.values())).term == first.term  # renewed, not elected again
+
+    await stacks.pop(first.peer_id).aclose()
+    left = {p: e for p, e in electors.items() if p != first.peer_id}
+    began_s = now()
+    second = await leader(*left.values(), other_than=first.peer_id)
+    assert second.counter == first.counter + 1
+    assert now() - began_s <= TIMES.lease_ttl_s + 6 * TIMES.lease_confirm_s
+
+    began_s = now()
+    await electors[second.peer_id].resign()
+    await stacks.pop(second.peer_id).aclose()
+    (last,) = (e for p, e in left.items() if p != second.peer_id)
+    await leader(last, other_than=second.peer_id)
+    assert now() - began_s <= 6 * TIMES.lease_confirm_s
+    for stack in stacks.values():
+        await stack.aclose()
+
+
+@virtual_time
+async def test_a_leader_that_reaches_nobody_steps_down() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    electors = {a.peer_id: a.elector(), b.peer_id: b.elector()}
+    async with a.runs(electors[a.peer_id]), b.runs(electors[b.peer_id]):
+        first = await leader(*electors.values())
+        cut = a if first.peer_id == a.peer_id else b
+        cut.store.reachable = False
+        await asyncio.sleep(20)
+        assert electors[cut.peer_id].lease is None
+        cut.store.reachable = True
+        assert (await leader(*electors.values())).peer_id != first.peer_id
+
+
+@virtual_time
+async def test_terms_survive_a_restart_and_older_ones_are_refused(tmp_path: Path) -> None:
+    memory, file = shared(), tmp_path / "deep" / "terms.json"
+    a = Peer(memory, "a")
+    elector = a.elector(file)
+    async with a.runs(elector):
+        assert (await leader(elector)).term == (1, a.peer_id)
+        elector.accept((5, "z"))
+        elector.accept((5, "z"))
+    with pytest.raises(NotPermittedError, match="planned in term 4"):
+        a.elector(file).accept((4, "zz"))
+    assert TermFile(file).load() == Terms(5, (5, "z"))
+    elector = a.elector(file)
+    async with a.runs(elector):
+        assert (await leader(elector)).term == (6, a.peer_id)
+    assert [p.name for p in file.parent.iterdir()] == ["terms.json"]
+
+
+def test_saves_that_cross_keep_the_higher_of_each(tmp_path: Path) -> None:
+    file = TermFile(tmp_path / "terms.json")
+    file.save(Terms(9, (2, "a")))
+    file.save(Terms(3, (8, "b")))
+    assert file.load() == Terms(9, (8, "b"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '{"counter": "x", "accepted": [1, "a"]}', '{"counter": 1, "accepted": 3}']
+)
+def test_a_damaged_file_of_terms_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "terms.json").write_text(text)
+    with pytest.raises(UsageError, match="file of accepted terms"):
+        TermFile(tmp_path / "terms.json").load()
