@@ -227,7 +227,22 @@ class Offer:
 
     @cached_property
     def expected_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of every parameter and buffer of this stage; weights travel in full precision."""
+        """Type and shape of every parameter and buffer of this stage; the owner sends them in full precision."""
+        return {name: (self._full(dtype), shape) for name, (dtype, shape) in self._computed_state.items()}
+
+    @cached_property
+    def changed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What the member sends back in the end: masters of what was trained, and the buffers that F wrote."""
+        spec = self.specs[self.index]
+        trained = {name: self.expected_state[name] for name in spec.trainable}
+        return trained | {name: self._computed_state[name] for name in spec.mutated}
+
+    def _full(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.terms.precision == "bf16" and dtype == torch.bfloat16 else dtype
+
+    @cached_property
+    def _computed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """As the stage computes with it."""
         names = set(self.specs[self.index].state_names())
         if self.evaluate is not None:
             names |= set(self.evaluation_specs[self.index].state_names())
@@ -235,18 +250,9 @@ class Offer:
         for program in (self.train, self.evaluate):
             for entry in program.inputs if program else ():
                 if entry.name in names and entry.kind in ("parameter", "buffer"):
-                    dtype = entry.value.dtype
-                    assert dtype is not None
-                    if self.terms.precision == "bf16" and dtype == torch.bfloat16:
-                        dtype = torch.float32
-                    found[entry.name] = (dtype, entry.value.sizes(1))
+                    assert entry.value.dtype is not None
+                    found[entry.name] = (entry.value.dtype, entry.value.sizes(1))
         return found
-
-    @cached_property
-    def changed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What the member sends back in the end: the part of its state that training changes."""
-        spec = self.specs[self.index]
-        return {name: self.expected_state[name] for name in (*spec.trainable, *spec.mutated)}
 
     @cached_property
     def state_bytes(self) -> int:

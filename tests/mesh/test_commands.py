@@ -57,6 +57,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
         yield found
 
 
+@pytest.mark.smoke
 def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Path) -> None:
     out = tmp_path / "weights.safetensors"
     done = meshcee("train", str(write_job(tmp_path)), "--join", mesh.token, "--out", str(out), "--json", home=mesh.home)
@@ -273,6 +274,16 @@ def test_another_meshs_token_is_refused(mesh: Peers, tmp_path: Path) -> None:
     assert "another mesh" in done.err
     assert late.code == 8, late.err
     assert "expired" in late.err
+
+
+def test_another_protocol_version_is_refused_and_names_the_upgrade(mesh: Peers, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.mesh.next_version", "peer", "--join", mesh.token, "--listen", "127.0.0.1:0"]
+    done = subprocess.run(
+        command, env=environment(tmp_path / "home"), capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert done.returncode == 3, done.stderr
+    assert "pip install -U meshcee" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) -> None:

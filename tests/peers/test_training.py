@@ -11,6 +11,7 @@ from meshcee.errors import NonFiniteLossError, PeerLostError
 from meshcee.job import Job, Optimizer, Schedule
 from peers.transport.memory import MemoryNetwork
 from tests.peers.mesh_fixture import train
+from tests.reference import reference
 
 
 class Net(nn.Module):
@@ -112,3 +113,24 @@ async def test_windows_and_live_caps_hold() -> None:
     for member, stage in zip(trained.members, trained.plan.pipelines[0].stages):
         assert 1 <= member.max_live <= stage.live_cap
         assert member.max_in_flight <= stage.window
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_bf16_equals_the_eager_loop_with_fp32_masters(stages: int) -> None:
+    job = make_job(precision="bf16", micro_batch_size=6)
+    trained = await train(job, stages, 6)
+    expected = reference(job)
+    assert trained.losses == [sum(float(loss) * (6 / 24) for loss in step) for step in expected.losses]
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
+
+
+async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, ignore_index=3)
+
+    job = make_job(loss=loss, weight=lambda y: float((y != 3).sum()), micro_batch_size=6)
+    trained = await train(job, 2, 6)
+    expected = reference(job)
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
