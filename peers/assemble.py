@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["JoinOptions", "Node", "agent", "join"]
 
 
+GREETINGS = 3  # tries to shake hands with a seed
+
+
 @dataclass(frozen=True)
 class JoinOptions:
     """How to take part. `local` means that many peers inside this process instead of a mesh."""
@@ -177,18 +180,23 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
 
 
 async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]) -> None:
-    """Shake hands with one seed before anything else: a wrong key or version is told now, and in words."""
-    problems: list[Exception] = []
-    for peer_id in sorted(daemon.reached):
-        try:
-            stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
-        except (JoinError, StreamClosed) as error:
-            problems.append(error)
-        else:
-            await stream.aclose()
-            return
-    if problems:
-        raise problems[0]
+    """Shake hands with one seed before anything else: a wrong key or version is told now, and in words.
+
+    libp2p drops one of two connections that were dialled at the same moment, and the streams on it: hence the tries.
+    """
+    problem: Exception | None = None
+    for attempt in range(GREETINGS):
+        for peer_id in sorted(daemon.reached):
+            try:
+                stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
+            except (JoinError, StreamClosed) as error:
+                problem = error
+            else:
+                await stream.aclose()
+                return
+        await asyncio.sleep(0.2 * (attempt + 1))
+    if problem is not None:
+        raise problem
 
 
 async def _name_peers(shape: Shape, node: Agent) -> None:
