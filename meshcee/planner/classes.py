@@ -15,7 +15,7 @@ import numpy.typing as npt
 from meshcee.profile import Cluster, Device
 from meshcee.workload import Workload
 
-__all__ = ["DeviceClass", "StageTable", "classes_of"]
+__all__ = ["DeviceClass", "StageTable", "class_key", "classes_of", "ring_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -58,7 +58,8 @@ class StageTable:
     """Stages of one group whose members take these samples of every micro-batch.
 
     forward_backward  seconds of F and B of the slowest member, recomputation included
-    busy              the least period with which the stage keeps up: F + B + W, and its ports; infinite if it never fits
+    busy              the least period with which the stage keeps up: F + B + W, its ports, a share of the reduction;
+                      infinite if it never fits
     live              micro-batches between F and W for which there is memory
     """
 
@@ -70,8 +71,13 @@ class StageTable:
         *,
         count: int = 1,
         recompute: bool = False,
+        ring: tuple[float, float] = (0.0, 0.0),
+        num_micro: int = 1,
     ) -> None:
-        """wire_share: bytes on the wire over bytes of the boundary tensor; count: devices that this stands for."""
+        """wire_share: bytes on the wire over bytes of the boundary tensor; count: devices that this stands for.
+
+        ring  what a group's reduction takes once a step: seconds per byte of gradients, and seconds of latency
+        """
         self.count, self.recompute = count, recompute
         blocks = workload.num_blocks
         first, end = np.arange(blocks + 1)[:, None], np.arange(blocks + 1)[None, :]
@@ -98,11 +104,8 @@ class StageTable:
                 room, each = room - each, np.broadcast_to(out[:, None] * samples, shape)
             live = np.where(each > 0, np.floor(room / np.maximum(each, 1e-9)), np.where(room >= 0, 1e9, 0.0))
             self.live = np.minimum(self.live, live)
-        # a group of like devices reduces its gradients once a step; that is time between steps
-        self.ring: Floats = np.zeros(shape)
-        if count > 1:
-            device = members[0][0]
-            self.ring = _runs(workload.sums("gradient_bytes")) * (2 * (count - 1) / count / device.port_bytes_per_s)
+        # once a step, and nothing else runs on the group meanwhile: a share of it for every micro-batch
+        self.busy = self.busy + (_runs(workload.sums("gradient_bytes")) * ring[0] + ring[1]) / num_micro
         self.live = np.where(valid & (self.live >= 1), self.live, 0.0)
         self.busy = np.where(self.live >= 1, self.busy, np.inf)
         # seconds of all blocks on this group, memory aside
@@ -110,6 +113,20 @@ class StageTable:
             float(sum(x[-1] for x in workload.times[device.kind].cumulated(samples))) for device, samples in members
         )
         self.tight = bool(np.any(self.live[valid] < ENOUGH))
+
+
+def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float]:
+    """Of a group's reduction: seconds per byte of gradients, and seconds of latency."""
+    count = len(peers)
+    if count == 1:
+        return 0.0, 0.0
+    ring = sorted(peers, key=lambda p: cluster.devices[p].region)
+    hops = [cluster.path(a, b) for a, b in zip(ring, [*ring[1:], ring[0]])]
+    if any(h is None for h in hops):
+        return float("inf"), 0.0
+    slowest = min(h.bandwidth_bytes_per_s for h in hops if h is not None)
+    latency_s = max(h.latency_s for h in hops if h is not None)
+    return 2 * (count - 1) / count / slowest, 2 * (count - 1) * latency_s
 
 
 def _runs(cumulated: Floats) -> Floats:

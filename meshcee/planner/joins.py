@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from meshcee.planner.partition import Join
 from meshcee.profile import Cluster, Path
 from meshcee.workload import Workload
 
 __all__ = ["GroupJoin", "join", "join_groups", "overlaps"]
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def join_groups(
     return GroupJoin(Join(there + again, most * scale), held)
 
 
-def _seconds(path: Path, size: np.ndarray, share: float, coding: float) -> np.ndarray:  # type: ignore[type-arg]
+def _seconds(path: Path, size: Floats, share: float, coding: float) -> Floats:
     return path.latency_s + size * (share / path.bandwidth_bytes_per_s + coding)
 
 

@@ -135,9 +135,7 @@ def estimate_s(residence: float, period: float, num_micro: int) -> float:
 def _cost(table: StageTable, periods: Floats) -> tuple[Floats, Floats]:
     """f + b where the stage keeps up with the period, and the longest residence that its memory allows."""
     grid = periods[:, None, None]
-    return np.where(table.busy[None] <= grid, (table.forward_backward + table.ring)[None], np.inf), table.live[
-        None
-    ] * grid
+    return np.where(table.busy[None] <= grid, table.forward_backward[None], np.inf), table.live[None] * grid
 
 
 def _follow(

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise, permutations
 import numpy as np
 
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
-from meshcee.planner.classes import DeviceClass, StageTable, class_key
+from meshcee.planner.classes import DeviceClass, StageTable, class_key, ring_of
 from meshcee.planner.joins import GroupJoin, join_groups
 from meshcee.planner.partition import cut
 from meshcee.profile import Cluster
@@ -65,7 +65,8 @@ class Rows:
                 return None
             tables.append(known[0])
             taken.append(known[1])
-        joins, held = [], {}
+        joins = []
+        held: dict[tuple[str, str], float] = {}
         for (a, na), (b, nb) in pairwise(zip(row, taken)):
             found = self._join(a, na, b, nb, codec)
             if found is None:
@@ -93,9 +94,13 @@ class Rows:
             taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
             if taken is not None:
                 members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
-                tables = [StageTable(self.workload, members, share, count=len(group))]
+                ring, num_micro = ring_of(self.cluster, group), self.workload.global_batch // micro_batch
+                tables = [StageTable(self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro)]
                 if tables[0].tight:
-                    tables.append(StageTable(self.workload, members, share, count=len(group), recompute=True))
+                    again = StageTable(
+                        self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro, recompute=True
+                    )
+                    tables.append(again)
                 self._tables[key] = (tables, taken)
         return self._tables[key]
 

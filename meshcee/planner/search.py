@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshcee.planner.chain import Chain, ChainStage, Codecs, to_plan
-from meshcee.planner.classes import DeviceClass, StageTable, classes_of
+from meshcee.planner.classes import DeviceClass, StageTable, classes_of, ring_of
 from meshcee.planner.joins import join
-from meshcee.planner.moves import Moves
+from meshcee.planner.moves import SLACKS, Moves
 from meshcee.planner.partition import Candidate, Join, solve
 from meshcee.planner.rows import Rows
 from meshcee.profile import Cluster
@@ -28,6 +28,7 @@ from meshcee.workload import Workload
 __all__ = ["Effort", "Search"]
 
 LARGEST_GROUP = 16
+FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Effort:
     rescored: int = 24  # in the simulator
     starts: int = 3
     finalists: int = 6  # simulated whole
-    events: int = 300_000
+    events: int = 500_000
     classes: int = 8  # in one dynamic program
     max_stages: int | None = None
     micros: int = 64  # simulated of a step; the rest is extrapolated
@@ -64,25 +65,25 @@ class Search:
 
     def run(self, starts: Sequence[Chain] = ()) -> list[tuple[float, Chain]]:
         """The best chains found with their periods, best first; empty when nothing fits."""
-        proposals: list[tuple[float, Chain]] = []
         alone = [((c.peers[0],),) for c in self.classes]
-        for micro_batch in self.sizes():
+        chains = [*starts, *self.singles()]
+        sizes = self.sizes()
+        for micro_batch in sizes:
+            proposals: list[tuple[float, Chain]] = []
             for codec in self.codecs:
-                first = self.propose(micro_batch, codec)
-                proposals += first
+                proposals += (first := self.propose(micro_batch, codec))
                 rows = [tuple(s.peers for s in c.stages) for _, c in first]
-                width, work = self.effort.beam, self.effort.rows // len(self.sizes())
+                width, work = self.effort.beam, self.effort.rows // len(sizes) // len(self.codecs)
                 proposals += self.rows.improve([*rows, *alone], micro_batch, codec, width, work)[
                     : self.effort.candidates
                 ]
-        proposals.sort(key=lambda p: p[0])
-        unlike = list(dict.fromkeys(c for _, c in proposals))
-        chains = [*starts, *self.singles(), *unlike[: self.effort.rescored]]
-        ranked = self.rank(chains)
+            proposals.sort(key=lambda p: p[0])
+            unlike = list(dict.fromkeys(c for _, c in proposals))
+            chains += unlike[: max(3, self.effort.rescored // len(sizes))]
         self.events = 0
-        for period, chain in ranked[: self.effort.starts]:
-            if math.isfinite(period):
-                self.improve(chain, self.effort.events // self.effort.starts)
+        begun = self.tuned(self.rank(chains))
+        for chain in begun:
+            self.improve(chain, max(0, self.effort.events - self.events) // len(begun))
         ranked = [(p, c) for p, c in self.rank(list(self._known)) if math.isfinite(p)]
         return sorted(((self.whole(c), c) for _, c in ranked[: self.effort.finalists]), key=lambda x: x[0])
 
@@ -90,6 +91,19 @@ class Search:
         """The period, simulated whole."""
         plan = to_plan(chain, self.cluster, self.workload)
         return math.inf if plan is None else period_s(plan, self.cluster, self.workload)
+
+    def tuned(self, ranked: Sequence[tuple[float, Chain]]) -> list[Chain]:
+        """Where to start from: the best of each micro-batch size that is not far behind, with its best windows."""
+        starts: dict[int, Chain] = {}
+        for period, chain in ranked:
+            if math.isfinite(period) and period < FAR_BEHIND * ranked[0][0] and len(starts) < self.effort.starts:
+                starts.setdefault(chain.micro_batch, chain)
+        found = []
+        for chain in starts.values():
+            if len(chain.stages) > 1:
+                chain = self.rank([chain, *(replace(chain, slack=s) for s in SLACKS)])[0][1]
+            found.append(chain)
+        return found
 
     def best_single(self) -> tuple[str, float] | None:
         """The fastest device that trains alone, and its seconds per step."""
@@ -178,10 +192,20 @@ class Search:
                 samples = micro_batch // size
                 if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
                     continue
-                table = StageTable(self.workload, [(device, samples)], share, count=size)
-                row.append(table)
-                if table.tight:
-                    row.append(StageTable(self.workload, [(device, samples)], share, count=size, recompute=True))
+                ring, num_micro = ring_of(self.cluster, of.peers[:size]), self.workload.global_batch // micro_batch
+                for recompute in (False, True):
+                    table = StageTable(
+                        self.workload,
+                        [(device, samples)],
+                        share,
+                        count=size,
+                        recompute=recompute,
+                        ring=ring,
+                        num_micro=num_micro,
+                    )
+                    row.append(table)
+                    if not table.tight:
+                        break
             found.append(row)
         return found
 

@@ -85,19 +85,17 @@ def period_s(
 
 
 def quick_period_s(instance: Instance, most: int) -> float:
-    """The period with about `most` micro-batches simulated: two lengths of the step, and the rest on their line.
+    """The period with about `most` micro-batches simulated, the others at the pace of the slowest device or line.
 
-    Beyond the fill every further micro-batch costs the same, and no less than the slowest device or line takes for it.
-    (The first can look cheaper, while weight gradients are put off; the rate inside one step would mislead too: while a
-    pipeline drains, B's come faster.)
+    That pace is what every further micro-batch costs once the pipeline is full, unless memory or windows hold it back; so
+    this may be too optimistic, and whoever decides simulates the finalists whole. (The rate inside one step would mislead
+    more: while a pipeline drains, B's come faster.)
     """
     full = instance.nodes[0].num_micro
     long = max(most, 2 * instance.nodes[0].window + 8)
-    if len({n.num_micro for n in instance.nodes}) > 1 or full <= long + long // 2:
+    if len({n.num_micro for n in instance.nodes}) > 1 or full <= long + long // 4:
         return _period(run(instance, 2))
-    short = long // 2
-    low, high = (_period(run(instance, 2, num_micro=m)) for m in (short, long))
-    return high + (full - long) * max((high - low) / (long - short), slowest_s(instance))
+    return _period(run(instance, 2, num_micro=long)) + (full - long) * slowest_s(instance)
 
 
 def slowest_s(instance: Instance) -> float:
