@@ -21,7 +21,8 @@ import structlog
 
 from dht.addresses import peer_of
 from dht.control import P2P, PeerID, dial
-from dht.records import CLOCK_SKEW_S, place
+from dht.records import CLOCK_SKEW_S, MAX_TTL_S, place
+from dht.roster import MAX_RECORDS
 from dht.signing import MeshKey
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
@@ -43,6 +44,7 @@ BEAM = 8  # nodes that a search visits: the replicas and a few beside them
 BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many is known whole
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
+REBINDS = 3  # attempts to go on over a new p2pd
 MAX_MET = 64  # addresses kept for the next p2pd
 
 
@@ -103,7 +105,12 @@ class KademliaStore:
     async def rebind(self, p2p: P2P) -> None:
         """Go on over a new p2pd: the same node id, the records that it held, the peers that it had met."""
         self._p2p = p2p
-        await self._make_node()
+        for _ in range(REBINDS):
+            try:
+                await self._make_node()
+                break
+            except JoinError as error:
+                log.warning("dht.rebind_failed", error=str(error))
         await self.meet([*self.seeds, *(address for found in self._met.values() for address in found)])
 
     async def _make_node(self) -> None:
@@ -155,6 +162,7 @@ class KademliaStore:
     # -- Store ---------------------------------------------------------------------------------------------------------
 
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        self._sweep()
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
                 stored = await self._node.store(
@@ -185,6 +193,15 @@ class KademliaStore:
             for subkey, entry in found.value.items()
             if type(subkey) is str and type(entry.value) is bytes and entry.expiration_time > now
         }
+
+    def _sweep(self) -> None:
+        """What this node holds for others is bounded, also in an open mesh where strangers may mint identities."""
+        absurd = self._clock() + MAX_TTL_S + CLOCK_SKEW_S
+        for held in list(self._node.protocol.storage.data.values()):
+            entries = sorted((entry.expiration_time, subkey) for subkey, entry in held.value.data.items())
+            for i, (expires_at, subkey) in enumerate(entries):
+                if i >= MAX_RECORDS or expires_at > absurd:
+                    del held.value[subkey]
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
         by_peer: dict[str, list[str]] = {}

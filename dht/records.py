@@ -25,6 +25,7 @@ from meshcee.profile import DeviceProfile, LinkProfile
 
 __all__ = [
     "CLOCK_SKEW_S",
+    "MAX_TTL_S",
     "Envelope",
     "LeaseRecord",
     "LinkRecord",
@@ -188,7 +189,7 @@ class RunRecord(Record):
         if len(epoch) != 2 or not all(type(n) is int and 0 <= n < 1 << 53 for n in epoch):
             raise ProtocolError("a run record's epoch is not a pair of counts")
         try:
-            plan = json.loads(fields.text("plan", Limits().record_bytes))
+            plan = json.loads(fields.text("plan", 1 << 20))  # the envelope has been bounded before
         except (ValueError, RecursionError) as error:
             raise ProtocolError("a run record's plan is not JSON") from error
         if plan is not None and not isinstance(plan, dict):
@@ -234,10 +235,15 @@ def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
 def seal(
     record: Record, identity: Identity, mesh_key: MeshKey, expires_at: float, limits: Limits | None = None
 ) -> bytes:
-    """The record as it is stored: signed, MACed, valid until then, less what does not fit."""
+    """The record as it is stored: signed, MACed, valid until then, less what does not fit.
+
+    ProtocolError when others would refuse it, so that a name too long is told to whoever chose it.
+    """
     if record.peer_id != identity.peer_id:
         raise ProtocolError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
     cap = (limits or Limits()).record_bytes
+    what = f"our own {record.kind} record"
+    type(record).from_wire(Fields(unpack(msgpack.packb(record.to_wire()), 1 << 20, what), what), record.peer_id)
     found: Record | None = record
     while found is not None:
         body = bytes(msgpack.packb(found.to_wire()))

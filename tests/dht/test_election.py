@@ -58,6 +58,9 @@ class World:
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when, next(self._order), what))
 
+    def after(self, pause_s: float, what: Callable[[], None]) -> None:
+        self.at(self.now + pause_s, what)
+
     def run(self, until: float) -> None:
         while self._queue and self._queue[0][0] <= until:
             self.now, _, what = heapq.heappop(self._queue)
@@ -111,11 +114,12 @@ class World:
                 newest = max(seen, key=lambda claim: claim.sent_at, default=None)
                 if newest and newest.sent_at + TTL_S + CLOCK_SKEW_S > self.now:
                     found[name] = newest
-        self._do(peer, life, list(peer.core.handle(Looked(self.now, self.now, found))))
-        self.at(self.now + EVERY_S * (0.8 + 0.4 * self.random.random()), partial(self._look, peer, life))
+        pause_s = EVERY_S * (0.8 + 0.4 * self.random.random())
+        again = partial(self.after, pause_s, partial(self._look, peer, life))
+        self._do(peer, life, list(peer.core.handle(Looked(self.now, self.now, found))), again)
 
-    def _do(self, peer: Peer, life: int, commands: list[object]) -> None:
-        """As Elector does it, with time passing at each write."""
+    def _do(self, peer: Peer, life: int, commands: list[object], then: Callable[[], None] = lambda: None) -> None:
+        """As Elector does it: one command after the other, time passing at each write, and `then` the next look."""
         while commands:
             if peer.core is None or peer.life != life:
                 return
@@ -130,12 +134,13 @@ class World:
 
                     def written(rest: list[object] = rest, ok: bool = ok) -> None:
                         if peer.core is not None and peer.life == life:
-                            self._do(peer, life, [*rest, *peer.core.handle(Wrote(self.now, ok))])
+                            self._do(peer, life, [*rest, *peer.core.handle(Wrote(self.now, ok))], then)
 
                     self.at(self.now + self._delay(), written)
                     return
                 case Believe():
                     peer.believed.append((self.now, command.lease.term if command.lease else None))
+        then()
 
     def _write(self, peer: Peer, claim: LeaseRecord) -> None:
         assert claim.counter <= peer.disk.counter, "claimed before it was on disk"

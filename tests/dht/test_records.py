@@ -210,6 +210,13 @@ def test_what_does_not_fit_is_left_out_before_anything_is_refused() -> None:
         check(seal(RECORDS[0], ME, KEY, UNTIL), KEY, Limits(record_bytes=100))
 
 
+def test_what_others_would_refuse_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match="our own peers record: name must be printable"):
+        seal(PeerRecord(ME.peer_id, NOW, "x" * 200), ME, KEY, UNTIL)
+    with pytest.raises(ProtocolError, match="our own lease record: counter"):
+        seal(LeaseRecord(ME.peer_id, NOW), ME, KEY, UNTIL)
+
+
 def test_the_keys_of_two_meshes_and_of_two_kinds_differ() -> None:
     assert len({topic(kind, key) for kind in ("peers", "lease") for key in (KEY, MeshKey())}) == 4
 

@@ -152,6 +152,19 @@ async def test_a_plain_value_cannot_hide_the_entries_of_all(tmp_path: Path) -> N
         assert list(await a.get()) == [a.identity.peer_id]
 
 
+async def test_what_a_node_holds_for_others_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dht.kademlia.MAX_RECORDS", 3)
+    async with one_peer(tmp_path, "a") as (a, _, _):
+        now = time.time()
+        others = [Node(Identity.generate(), a.store) for _ in range(5)]
+        assert await others[0].put("for ever", now + 1e9)
+        for i, other in enumerate(others[1:]):
+            assert await other.put("x", now + TTL_S + i)
+        assert await a.put("a", now + TTL_S)
+        assert await a.put("a", now + TTL_S + 0.5)  # what came last is swept with the next
+        assert set(await a.get()) == {a.identity.peer_id, *(o.identity.peer_id for o in others[1:3])}
+
+
 async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
     async with one_peer(tmp_path, "a") as (a, _, store), one_peer(tmp_path, "b", key=MeshKey.generate()) as (b, _, _):
         assert await a.put("a", time.time() + TTL_S)
