@@ -15,6 +15,7 @@ import psutil
 import pytest
 import safetensors.torch
 
+from dht.signing import Token
 from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +186,28 @@ def test_a_fresh_token_admits_too(mesh: Peers, tmp_path: Path) -> None:
     assert len(json.loads(seen.out)["peers"]) >= 3
 
 
+def test_an_open_mesh_is_joined_by_a_plain_multiaddress(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    mesh = Peers(home)
+    try:
+        first = mesh.start("first", "--open")
+        mesh.token = first["addresses"][0]
+        mesh.start("second")
+        seen = json.loads(meshcee("status", "--join", mesh.token, "--json", home=home).out)
+        assert {p["name"] for p in seen["peers"]} >= {"first", "second"}
+    finally:
+        mesh.close()
+
+
+def test_a_dead_seed_beside_a_living_one_does_not_prevent_joining(mesh: Peers, tmp_path: Path) -> None:
+    known = Token.parse(mesh.token, time.time())
+    dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPPvGbzEUWVSnDV6UZBERMxBqXJziik2YZWwSW2LvAfhV"
+    both = Token((dead, *known.addresses), known.mesh_key, known.expires_at).encode()
+    done = meshcee("status", "--join", both, "--json", home=tmp_path / "home")
+    assert done.code == 0, done.err
+
+
 def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=2)
     done = meshcee("local", "--shape", "cee-small", "--job", str(job), "--json", home=tmp_path / "home")
@@ -263,8 +286,6 @@ def test_a_job_that_the_peers_cannot_hold_says_how_many_bytes_are_missing(tmp_pa
 
 def test_another_meshs_token_is_refused(mesh: Peers, tmp_path: Path) -> None:
     with peers(tmp_path / "other", 1) as other:
-        from dht.signing import Token
-
         mine, theirs = Token.parse(mesh.token, time.time()), Token.parse(other.token, time.time())
         mixed = Token(mine.addresses, theirs.mesh_key, mine.expires_at).encode()
         done = meshcee("peer", "--join", mixed, home=tmp_path / "home")

@@ -1,0 +1,104 @@
+"""What a job accepts, what it refuses by name, and that its parts survive the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer, Schedule, seed_of, seeded
+from peers.hyper import HyperSchedule
+
+
+class Data:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(2), torch.zeros(1)
+
+
+def make(**changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "model": nn.Linear(2, 1),
+        "loss": nn.functional.mse_loss,
+        "data": Data(),
+        "optimizer": Optimizer("SGD", lr=0.1),
+        "batch_size": 4,
+        "steps": 1,
+    }
+    return Job(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "Muon"])
+def test_an_optimizer_that_cannot_be_split_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name}.*AdamW"):
+        Optimizer(name, lr=0.1)
+
+
+def test_options_that_are_not_data_are_refused() -> None:
+    with pytest.raises(UsageError, match="lr="):
+        Optimizer("SGD", lr=torch.tensor(0.1))
+    with pytest.raises(UsageError, match=r"torch\.optim\.SGD"):
+        Optimizer("SGD", lr=0.1, no_such_option=1).build({"w": nn.Parameter(torch.zeros(1))})
+
+
+def test_groups_go_by_the_first_pattern_that_matches() -> None:
+    optimizer = Optimizer("AdamW", lr=0.1, groups={"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 0.5}})
+    names = ["body.weight", "body.bias", "head.weight", "head.bias"]
+    built = optimizer.build({n: nn.Parameter(torch.zeros(1)) for n in names})
+    assert [optimizer.group_of(n) for n in names] == [2, 0, 1, 0]
+    assert [len(g["params"]) for g in built.param_groups] == [2, 1, 1]
+    assert built.param_groups[1]["lr"] == 0.5
+    assert Optimizer.from_json(optimizer.to_json()).to_json() == optimizer.to_json()
+
+
+@pytest.mark.parametrize("data", [{}, {"name": "SGD"}, {"name": "SGD", "options": 3, "groups": []}, {"name": 1}])
+def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Optimizer.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch_size": 0}, "at least 1"),
+        ({"batch_size": 9}, "fewer than batch_size"),
+        ({"micro_batch_size": 3}, "multiple of micro_batch_size"),
+        ({"reduction": "median"}, "'mean' or 'sum'"),
+        ({"precision": "fp8"}, "'fp32' or 'bf16'"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"data": iter([])}, "map-style"),
+        ({"eval_every": 2}, "eval_data"),
+    ],
+)
+def test_a_job_that_has_no_meaning_says_what_to_change(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        make(**changes)
+
+
+def test_schedules_drive_what_they_drive_in_torch() -> None:
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        Schedule("ReduceLROnPlateau")
+    optimizer = Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}})
+    schedule = Schedule("OneCycleLR", max_lr=[0.01, 0.1], total_steps=6)
+    ours = HyperSchedule(optimizer, schedule)
+    theirs = optimizer.build({"a.bias": nn.Parameter(torch.zeros(1)), "a.weight": nn.Parameter(torch.zeros(1))})
+    scheduler = schedule.build(theirs)
+    for _ in range(5):
+        assert [g["lr"] for g in ours.current()] == [g["lr"] for g in theirs.param_groups]
+        assert [g["momentum"] for g in ours.current()] == [g["momentum"] for g in theirs.param_groups]
+        ours.advance()
+        theirs.step()
+        scheduler.step()
+
+
+def test_seeds_differ_by_step_and_micro_batch_and_repeat() -> None:
+    assert len({seed_of(0, step, micro) for step in range(20) for micro in range(20)}) == 400
+    with seeded(1, 2, 3):
+        first = torch.rand(3)
+    with seeded(1, 2, 3):
+        assert torch.equal(torch.rand(3), first)
