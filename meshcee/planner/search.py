@@ -35,17 +35,17 @@ FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not 
 class Effort:
     """How much is tried. `events` bounds the simulator's work in the local search."""
 
-    periods: int = 10
+    periods: int = 7
     candidates: int = 12  # of each micro-batch size and set of classes
     beam: int = 4
     rows: int = 30_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
     starts: int = 3
     finalists: int = 6  # simulated whole
-    events: int = 500_000
+    events: int = 800_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program
     max_stages: int | None = None
-    micros: int = 64  # simulated of a step; the rest is extrapolated
+    micros: int = 40  # simulated of a step; the rest is extrapolated
 
     def times(self, factor: float) -> Effort:
         """The same, with this many times the simulated events."""
@@ -81,9 +81,10 @@ class Search:
             unlike = list(dict.fromkeys(c for _, c in proposals))
             chains += unlike[: max(3, self.effort.rescored // len(sizes))]
         self.events = 0
+        events = self.effort.events * min(2.0, max(0.4, 9 / len(self.cluster.devices)))
         begun = self.tuned(self.rank(chains))
         for chain in begun:
-            self.improve(chain, max(0, self.effort.events - self.events) // len(begun))
+            self.improve(chain, max(0, int(events) - self.events) // len(begun))
         ranked = [(p, c) for p, c in self.rank(list(self._known)) if math.isfinite(p)]
         return sorted(((self.whole(c), c) for _, c in ranked[: self.effort.finalists]), key=lambda x: x[0])
 
