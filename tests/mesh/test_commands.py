@@ -208,6 +208,14 @@ def test_a_dead_seed_beside_a_living_one_does_not_prevent_joining(mesh: Peers, t
     assert done.code == 0, done.err
 
 
+def test_the_demo_ends_with_equal_losses_and_weights(tmp_path: Path) -> None:
+    done = meshcee("demo", "--peers", "2", "--steps", "3", "--json", home=tmp_path / "home", cwd=tmp_path)
+    assert done.code == 0, done.err
+    result = done.lines[-1]["result"]
+    assert result["equal"] is True
+    assert len(result["losses"]) == 3
+
+
 def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=2)
     done = meshcee("local", "--shape", "cee-small", "--job", str(job), "--json", home=tmp_path / "home")
