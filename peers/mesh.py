@@ -62,10 +62,12 @@ class Mesh:
         self._lent = lent  # peers that this process has added to the mesh for its own jobs
         self._owner: Owner | None = None
 
-    def stop(self) -> None:
-        """Finish the running step, collect the weights, end: what the first Ctrl-C does."""
-        if self._owner is not None:
-            self._owner.stop()
+    def stop(self) -> bool:
+        """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
+        if self._owner is None:
+            return False
+        self._owner.stop()
+        return True
 
     async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> tuple[Plan, tuple[int, str]]:
         """Ask the mesh's coordinator for a plan, with the term under which it was made."""

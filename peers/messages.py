@@ -76,19 +76,24 @@ class Step:
         return len(self.weights)
 
     def header(self) -> dict[str, Any]:
+        same = len(set(self.weights)) == 1  # usual; an evaluation of many micro-batches must fit a header too
         return {
             "walk": self.walk,
             "step": self.step,
-            "weights": list(self.weights),
+            "count": self.num_micro,
+            "weights": list(self.weights[:1] if same else self.weights),
             "hyper": [dict(h) for h in self.hyper],
         }
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:
-        weights = need(header, "weights", list)
+        count, weights = need(header, "count", int), need(header, "weights", list)
         hyper = need(header, "hyper", list)
-        if not 1 <= len(weights) <= max_micro or not all(isinstance(w, float) for w in weights):
+        if not 1 <= count <= max_micro or not all(isinstance(w, float) for w in weights):
             raise ProtocolError(f"a step needs 1 to {max_micro} micro-batch weights")
+        if len(weights) not in (1, count):
+            raise ProtocolError(f"a step of {count} micro-batches needs one weight for all or one for each")
+        weights = weights * (count // len(weights))
         if not all(isinstance(h, dict) for h in hyper):
             raise ProtocolError("a step's group options must be mappings")
         return cls(need(header, "walk", int), need(header, "step", int), tuple(weights), tuple(hyper), forward_only)

@@ -265,7 +265,7 @@ class Offer:
 
     @property
     def max_micro(self) -> int:
-        return 1 << 16
+        return 1 << 20
 
     @cached_property
     def max_payload_bytes(self) -> int:

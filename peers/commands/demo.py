@@ -46,7 +46,7 @@ def run_demo(peers: int, steps: int | None, *, as_json: bool) -> None:
     current: list[Mesh] = []
 
     def polite() -> bool:
-        return any([mesh.stop() for mesh in current])
+        return any(mesh.stop() for mesh in current)
 
     with tempfile.TemporaryDirectory(prefix="meshcee-demo-") as folder, view_for(as_json=as_json) as view:
         ok = run_async(_demo(job, peers, Path(folder), console, view, current, as_json=as_json), polite)

@@ -43,7 +43,8 @@ def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
     """Write a .safetensors file atomically, under the model's own names."""
     import safetensors.torch
 
-    write_atomic(path, safetensors.torch.save({k: v.contiguous() for k, v in state.items()}))
+    # Tied weights have several names and one memory, which safetensors refuses: each name gets a copy of its own.
+    write_atomic(path, safetensors.torch.save({k: v.detach().contiguous().clone() for k, v in state.items()}))
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -67,9 +68,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     current: list[Mesh] = []
 
     def polite() -> bool:
-        for mesh in current:
-            mesh.stop()
-        return bool(current)
+        return any(mesh.stop() for mesh in current)
 
     view = view_for(as_json=as_json)
     with view:

@@ -1,5 +1,6 @@
 """Headers from the network are read field by field, and errors keep their class across the wire."""
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,9 +25,22 @@ def test_a_step_survives_its_header() -> None:
     assert Step.from_header(step.header(), forward_only=False, max_micro=4) == step
 
 
+def test_an_evaluation_of_very_many_micro_batches_fits_the_header() -> None:
+    step = Step(1, 0, (1.0,) * 60_000, forward_only=True)
+    assert len(msgpack.packb(step.header())) < 100
+    assert Step.from_header(step.header(), forward_only=True, max_micro=1 << 20) == step
+
+
+@pytest.mark.parametrize("changes", [{"count": 1 << 40}, {"count": 0}, {"weights": [0.5, 0.5]}, {"weights": []}])
+def test_a_step_whose_count_and_weights_disagree_is_refused(changes: dict[str, object]) -> None:
+    header = {**Step(1, 0, (0.25,) * 4).header(), **changes}
+    with pytest.raises(ProtocolError, match="step"):
+        Step.from_header(header, forward_only=False, max_micro=8)
+
+
 @given(
     st.dictionaries(
-        st.sampled_from(["walk", "step", "weights", "hyper", "epoch"]),
+        st.sampled_from(["walk", "step", "count", "weights", "hyper", "epoch"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
             lambda x: st.lists(x) | st.dictionaries(st.text(), x),

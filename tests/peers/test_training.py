@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from meshcee.eager import eager
 from meshcee.errors import NonFiniteLossError, PeerLostError
 from meshcee.job import Job, Optimizer, Schedule
+from peers.commands.train import save_weights
 from peers.transport.memory import MemoryNetwork
 from tests.peers.mesh_fixture import train
 from tests.reference import reference
@@ -134,3 +138,12 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     expected = reference(job)
     for name, tensor in trained.state.items():
         assert torch.equal(tensor, expected.state[name]), name
+
+
+def test_tied_weights_are_saved_under_all_their_names(tmp_path: Path) -> None:
+    tied = torch.arange(6.0).reshape(2, 3)
+    save_weights(tmp_path / "w.safetensors", {"embed": tied, "head": tied, "turned": tied.t()})
+    loaded = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    assert torch.equal(loaded["embed"], tied)
+    assert torch.equal(loaded["head"], tied)
+    assert torch.equal(loaded["turned"], tied.t())
