@@ -28,6 +28,8 @@ from meshcee.workload import Workload
 __all__ = ["Effort", "Search"]
 
 LARGEST_GROUP = 16
+NEAR_REGIONS = 3
+MOST_SIZES = 8  # micro-batch sizes looked at
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 
 
@@ -43,7 +45,9 @@ class Effort:
     starts: int = 3
     finalists: int = 6  # simulated whole
     events: int = 800_000  # for nine devices; more for fewer, fewer for more
-    classes: int = 8  # in one dynamic program
+    classes: int = 8  # in one dynamic program; beyond, the cluster is large
+    seeds: int = 6  # regions around which a large cluster is looked at
+    large_classes: int = 5
     max_stages: int | None = None
     micros: int = 40  # simulated of a step; the rest is extrapolated
 
@@ -59,6 +63,7 @@ class Search:
         self.cluster, self.workload, self.effort = cluster, workload, effort
         self.codecs = tuple(codecs)
         self.classes = classes_of(cluster)
+        self.large = len(self.classes) > effort.classes
         self.rows = Rows(cluster, workload, self.classes)
         self.events = 0
         self._known: dict[Chain, float] = {}
@@ -168,7 +173,11 @@ class Search:
         if self.workload.micro_batch is not None:
             return [self.workload.micro_batch]
         top = max(self.workload.times[c.kind].largest * min(len(c.peers), LARGEST_GROUP) for c in self.classes)
-        return [m for m in range(1, min(batch, top) + 1) if batch % m == 0]
+        fitting = [m for m in range(1, min(batch, top) + 1) if batch % m == 0]
+        if len(fitting) <= MOST_SIZES:
+            return fitting
+        spread = {round(k * (len(fitting) - 1) / (MOST_SIZES - 1)) for k in range(MOST_SIZES)}
+        return [fitting[k] for k in sorted(spread)]
 
     def singles(self) -> list[Chain]:
         """Every class alone, with every micro-batch size."""
@@ -181,8 +190,37 @@ class Search:
         return found
 
     def choices(self) -> list[list[DeviceClass]]:
-        """Sets of classes that one dynamic program can look at."""
-        return [self.classes[: self.effort.classes]]
+        """Sets of classes that one dynamic program can look at: all, or those around each of the strongest regions."""
+        if not self.large:
+            return [self.classes]
+        speed: dict[str, float] = {}
+        for of in self.classes:
+            speed[of.region] = speed.get(of.region, 0.0) + self._rate(of)
+        places = {c.region: c.peers[0] for c in reversed(self.classes)}
+        size = max(self.workload.boundary_bytes, default=0)
+        found: list[list[DeviceClass]] = []
+        for seed in sorted(speed, key=lambda r: -speed[r])[: self.effort.seeds]:
+            far = {r: 0.0 if r == seed else self._seconds(places[seed], p, size) for r, p in places.items()}
+            near = sorted((r for r in far if math.isfinite(far[r])), key=lambda r: (far[r], r == seed))[
+                : NEAR_REGIONS + 1
+            ]
+            fitting = [c for c in self.classes if c.region in near]
+            fitting.sort(key=lambda c: (c.region != seed, -self._rate(c)))
+            found.append(fitting[: self.effort.large_classes])
+        return found
+
+    def _rate(self, of: DeviceClass) -> float:
+        """Samples per second of all its devices together, if each could hold everything."""
+        times = self.workload.times[of.kind]
+        return (
+            len(of.peers)
+            * times.sizes[0]
+            / max(times.stage(0, self.workload.num_blocks, times.sizes[0]).total_s, 1e-12)
+        )
+
+    def _seconds(self, a: str, b: str, size: float) -> float:
+        go, come = self.cluster.path(a, b), self.cluster.path(b, a)
+        return math.inf if go is None or come is None else go.seconds(size) + come.seconds(size)
 
     def tables(self, classes: Sequence[DeviceClass], micro_batch: int, share: float) -> list[list[StageTable]]:
         found = []
@@ -190,6 +228,8 @@ class Search:
             times, row = self.workload.times[of.kind], []
             device = self.cluster.devices[of.peers[0]]
             for size in range(1, min(len(of.peers), micro_batch, LARGEST_GROUP) + 1):
+                if self.large and size & (size - 1):
+                    continue
                 samples = micro_batch // size
                 if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
                     continue
@@ -234,11 +274,11 @@ class Search:
             classes, rows = [c for c, _ in kept], [t for _, t in kept]
             joins = self.joins(classes, micro_batch, codec)
             low, high = _period_range(classes, rows)
-            most = min(work.num_blocks, effort.max_stages or work.num_blocks, 48)
+            most = min(work.num_blocks, effort.max_stages or work.num_blocks, 24 if self.large else 48)
             grid = low * np.geomspace(1.0, max(high / low, 1.001), effort.periods)
             first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
             found += first
-            if first:  # look closer around the best period
+            if first and not self.large:  # look closer around the best period
                 step = max(high / low, 1.001) ** (1 / (effort.periods - 1))
                 near = first[0].period_s * np.geomspace(1 / step, step, effort.periods)
                 found += solve(classes, rows, joins, near, num_micro, effort.candidates, most)
