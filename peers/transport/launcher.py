@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable
 
 LOOK_EVERY_S = 1.0
-GRACE_S = 1.0  # for p2pd to close its connections before it is killed
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,26 +66,25 @@ def main(arguments: list[str]) -> int:
     folder, parent, *command = arguments
 
     def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
     for ignored in (signal.SIGINT, signal.SIGHUP):  # a Ctrl-C is for the peer, which may want to finish its step
         signal.signal(ignored, signal.SIG_IGN)
     child: subprocess.Popen[bytes] | None = None
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent())
-        wait(child, int(parent))
+        with contextlib.suppress(KeyboardInterrupt):
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent())
+            wait(child, int(parent))
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if child is not None and child.poll() is None:
-            child.terminate()
-            try:
-                child.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.kill()  # the kernel closes its connections; a polite end would only take longer
+            child.wait()
         remove(folder)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    code = 1 if child is None else child.returncode
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))  # nothing to flush: be gone at once
