@@ -131,6 +131,18 @@ def train(
 
 
 @app.command()
+def capture(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    html: Annotated[Path | None, typer.Option(help="Draw the blocks and cuts on this page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how a job's model falls into blocks, and what each costs."""
+    from peers.commands.capture import run_capture
+
+    run_capture(job, html, as_json=as_json)
+
+
+@app.command()
 def status(join: Join = None, as_json: Json = False) -> None:
     """Show the mesh: peers, links, coordinator, and the running plan."""
     from peers.commands.status import run_status
