@@ -370,4 +370,8 @@ def test_nothing_of_ours_survives_a_kill(tmp_path: Path) -> None:
             os.kill(mesh.processes[name].pid, signal.SIGKILL)
         wait_until("p2pd ends with its peer", lambda: not p2pds_of(home), 5)
         wait_until("the sockets are gone", lambda: not [s for s in sockets if os.path.exists(str(s))], 5)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
+        wait_until("no process of ours is left", lambda: not _processes_of(home), 5)
+
+
+def _processes_of(home: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
