@@ -89,6 +89,9 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
         self._measured: dict[str, LinkProfile] = {}
+        self._tried: dict[
+            str, float
+        ] = {}  # when each link was last tried, so that one that fails does not hold up others
         PlanService(self)
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
@@ -167,9 +170,11 @@ class Agent:
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
             record = self.directory.peers[target]
+            self._tried[target] = time.time()
             try:
-                self._measured[target] = await probe_link(self.transport, target, record.addresses, time.time())
-            except (MeshceeError, StreamClosed) as error:
+                async with asyncio.timeout(self.timeouts.join_s):
+                    self._measured[target] = await probe_link(self.transport, target, record.addresses, time.time())
+            except (MeshceeError, StreamClosed, TimeoutError) as error:
                 log.debug("link not measured", peer=record.name, error=str(error))
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
@@ -186,7 +191,7 @@ class Agent:
                 continue
             known = self._measured.get(peer)
             if known is None or (not busy and now - known.measured_at > PROBE_EVERY_S):
-                due.append((known.measured_at if known else 0.0, peer))
+                due.append((self._tried.get(peer, 0.0), peer))
         return min(due)[1] if due else None
 
     # -- what the mesh knows ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the term under which it was made, and members refuse terms older than the newest
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ log = structlog.get_logger()
 
 MAX_BLOCKS = 4096
 MAX_WANTED = 16
+MAX_BATCH = 1 << 24
+REQUEST_BYTES = 4 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,32 @@ class PlanRequest:
             raw = msgpack.unpackb(frame.payloads[0], raw=False)
             if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_BLOCKS:
                 raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks")
+            if not all(_sensible(n, value) for cost in raw for n, value in cost.items()):
+                raise ProtocolError("a block's costs are its name and finite numbers")
             costs = [BlockCost(**{**cost, "parameters": ()}) for cost in raw]
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
             raise ProtocolError(f"this is not a list of block costs: {error}") from error
         header = frame.header
         optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
+        batch_size = need(header, "batch_size", int)
+        micro, stages = optional["micro_batch"], optional["stages"]
+        if not 1 <= batch_size <= MAX_BATCH or (micro is not None and (micro < 1 or batch_size % micro)):
+            raise ProtocolError(f"a batch has 1 to {MAX_BATCH} samples in equal micro-batches")
+        if stages is not None and stages < 1:
+            raise ProtocolError("a plan has at least one stage")
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
-        return cls(costs, need(header, "batch_size", int), optional["micro_batch"], optional["stages"], wanted)
+        return cls(costs, batch_size, micro, stages, wanted)
 
     def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
         if not devices:
             raise PlanError("no peer of the mesh lends a device: start one with `meshcee peer --join TOKEN`")
         return proportional(devices, self.costs, self.batch_size, self.micro_batch, self.stages)
+
+
+def _sensible(name: str, value: Any) -> bool:
+    if name in ("name", "parameters"):
+        return True
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 class PlanService:
@@ -93,9 +110,10 @@ class PlanService:
         agent.transport.serve("plan", self.serve)
 
     async def serve(self, stream: Stream) -> None:
-        stream.max_payload_bytes = 16 << 20
+        stream.max_payload_bytes = REQUEST_BYTES
         try:
-            request = PlanRequest.from_frame(await stream.recv())
+            async with asyncio.timeout(self._agent.timeouts.join_s):
+                request = PlanRequest.from_frame(await stream.recv())
             lease = self._agent.lease
             if lease is None or lease.peer_id != self._agent.peer_id:
                 holder = lease.peer_id if lease else "nobody yet"
@@ -129,6 +147,7 @@ async def request_plan(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[
 
 async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> tuple[Plan, tuple[int, str]]:
     stream = await agent.transport.open(peer_id, "plan", agent.addresses_of([peer_id]).get(peer_id, ()))
+    stream.max_payload_bytes = 0  # a plan travels in the header
     try:
         await stream.send(request.frame())
         reply = await stream.recv()

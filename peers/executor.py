@@ -57,6 +57,7 @@ class Place:
     seed: int
     clip_norm: float | None
     norm_order: Mapping[str, int]  # parameter -> its place in named_parameters
+    norm_dtype: torch.dtype = torch.float32  # in which norms are combined: what all gradients promote to
     partial_to: Mapping[str, int] = field(default_factory=dict)
     partial_from: frozenset[str] = frozenset()
     totals_to: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -137,7 +138,9 @@ class Executor:
         await self._exchange_totals(walk)
         clip = await self._settle(walk)
         applied_s = time.perf_counter()
-        await self._compute.run(runner.apply, None if clip is None else torch.tensor(clip), walk.hyper)
+        await self._compute.run(
+            runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
+        )
         self.seconds["apply"] = time.perf_counter() - applied_s
         self._inbox.finish(walk.walk)
         seconds = {**self.seconds, "total": time.perf_counter() - start_s}
@@ -287,7 +290,7 @@ class Executor:
                 pairs += inbox.norms[walk.walk]
             if place.is_first:
                 # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
-                norms = [torch.tensor(norm, dtype=torch.float32) for _, norm in sorted(pairs)]
+                norms = [torch.tensor(norm, dtype=place.norm_dtype) for _, norm in sorted(pairs)]
                 self._norm = float(torch.linalg.vector_norm(torch.stack(norms), 2.0))
                 await self.commit(walk.walk, float(clip_coefficient(norms, place.clip_norm)))
             else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshcee.capture import Capture, stack
-from meshcee.errors import UsageError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.sampling import draw
 from peers.hyper import HyperSchedule
@@ -68,7 +68,13 @@ class Feed:
             indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[
                 micro * size : (micro + 1) * size
             ]
-        return stack([data[i] for i in indices])
+        try:
+            return stack([data[i] for i in indices])
+        except MeshceeError:
+            raise
+        except Exception as error:
+            name = "eval_data" if spec.forward_only else "data"
+            raise UsageError(f"{name}[i] failed in step {spec.step}: {type(error).__name__}: {error}") from error
 
     def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""

@@ -23,7 +23,7 @@ from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.stage import StageRunner
-from peers.state_frames import StateReceiver, hash_state
+from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Member", "Session"]
@@ -39,9 +39,16 @@ class Session:
     """One epoch of one job on this peer."""
 
     def __init__(
-        self, offer: Offer, runner: StageRunner, stream: Stream, transport: Transport, compute: Compute
+        self,
+        offer: Offer,
+        runner: StageRunner,
+        stream: Stream,
+        transport: Transport,
+        compute: Compute,
+        timeouts: Timeouts,
     ) -> None:
         self.offer = offer
+        self._timeouts = timeouts
         self.done = asyncio.Event()
         self._stream = stream
         self._transport = transport
@@ -117,9 +124,11 @@ class Session:
                 stream = await self._transport.open(
                     self.offer.peer_of(target), "stage", self.offer.addresses_of(target)
                 )
-                await stream.send(Frame(messages.ATTACH, self.offer.attach_header(self._place.index)))
-                reply = await stream.recv()
-            except (JoinError, StreamClosed) as error:
+                stream.max_payload_bytes = self.offer.max_payload_bytes
+                async with asyncio.timeout(self._timeouts.join_s):
+                    await stream.send(Frame(messages.ATTACH, self.offer.attach_header(self._place.index)))
+                    reply = await stream.recv()
+            except (JoinError, StreamClosed, TimeoutError) as error:
                 raise self._lost(target, error) from error
             if reply.kind != messages.ATTACH:
                 raise ProtocolError(f"stage {target} answered the attachment with {reply.kind!r}")
@@ -251,8 +260,8 @@ class Member:
 
     async def _serve(self, stream: Stream) -> None:
         try:
-            async with asyncio.timeout(self._timeouts.offer_s):
-                self.session = await self._prepare(stream)
+            async with asyncio.timeout(self._timeouts.offer_s) as limit:
+                self.session = await self._prepare(stream, limit)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
             return
@@ -289,26 +298,32 @@ class Member:
         except (StreamClosed, TimeoutError):
             log.info("the owner did not hear of the failure", owner=stream.peer_id)
 
-    async def _prepare(self, stream: Stream) -> Session:
-        stream.max_payload_bytes = self._limits.graph_bytes
-        offer = Offer.from_frame(await stream.recv(), self._transport.peer_id, stream.peer_id, self._limits)
+    async def _prepare(self, stream: Stream, limit: asyncio.Timeout) -> Session:
+        stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
+        frame = await stream.recv()
+        # Decoding and hashing take seconds for a large model: not on the event loop.
+        offer = await asyncio.to_thread(Offer.from_frame, frame, self._transport.peer_id, stream.peer_id, self._limits)
         self._accept(stream.peer_id, offer.term)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
         receiver = StateReceiver(offer.expected_state)
         stream.max_payload_bytes = receiver.max_payload_bytes
-        while not receiver.take(await stream.recv()):
+        more_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
+        limit.reschedule(asyncio.get_running_loop().time() + more_s)
+        while not await asyncio.to_thread(receiver.take, await stream.recv()):
             pass
         runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
-        session = Session(offer, runner, stream, self._transport, self._compute)
-        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), "state": hash_state(receiver.state)}
+        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts)
+        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), "state": receiver.hash}
         await stream.send(Frame(messages.READY, header))
         return session
 
     async def serve_stage(self, stream: Stream) -> None:
-        frame = await stream.recv()
+        stream.max_payload_bytes = 0  # until it has said which stage it is
+        async with asyncio.timeout(self._timeouts.join_s):
+            frame = await stream.recv()
         session = self.session
         if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
             raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")

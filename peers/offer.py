@@ -6,6 +6,7 @@ may be) from the plan and the graph by the same pure functions, so it need not b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ from peers.transport.base import Frame
 __all__ = ["Offer", "Terms"]
 
 RNG_BYTES = 64 * 1024
+BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Terms:
     precision: str
     flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
+    recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +54,7 @@ class Terms:
             "precision": self.precision,
             "flops": list(self.flops),
             "parameters": list(self.parameters),
+            "recompute": self.recompute,
         }
 
     @classmethod
@@ -67,6 +71,7 @@ class Terms:
             precision,
             tuple(float(x) for x in need(data, "flops", list)),
             tuple(map(str, need(data, "parameters", list))),
+            need(data, "recompute", bool),
         )
 
 
@@ -99,6 +104,8 @@ class Offer:
         """Parse and check; raises ProtocolError, GraphError, PlanError or UsageError."""
         if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        if len(frame.payloads[0]) > BODY_BYTES:
+            raise ProtocolError(f"the offer's plan and settings take more than {BODY_BYTES} bytes")
         try:
             body = msgpack.unpackb(frame.payloads[0], raw=False)
         except (ValueError, msgpack.UnpackException) as error:
@@ -193,11 +200,17 @@ class Offer:
             seed=self.terms.seed,
             clip_norm=self.terms.clip_norm,
             norm_order={name: i for i, name in enumerate(self.terms.parameters)},
+            norm_dtype=self._norm_dtype,
             partial_to={name: at[at.index(me) - 1] for name, at in mine.items() if at[0] != me},
             partial_from=frozenset(name for name, at in mine.items() if at[-1] != me),
             totals_to={later: tuple(names) for later, names in totals_to.items()},
             totals_from=frozenset(name for name, at in mine.items() if at[0] != me),
         )
+
+    @property
+    def _norm_dtype(self) -> torch.dtype:
+        dtypes = [self._full(e.value.dtype) for e in self.train.inputs if e.trainable and e.value.dtype is not None]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @cached_property
     def links_to(self) -> tuple[int, ...]:
@@ -272,16 +285,23 @@ class Offer:
         """The largest frame that another stage may send: a boundary, or the shared gradients."""
         batch = self.plan.micro_batch
         boundary = max(
-            sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received) for spec in self.specs
+            sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received)
+            for spec in (*self.specs, *self.evaluation_specs)
         )
         return int(boundary + self.state_bytes + RNG_BYTES)
 
+    @property
+    def recompute(self) -> bool:
+        """Not on the last stage: there B follows F at once, so nothing would be kept for less time."""
+        stage = self.stages[self.index]
+        return bool(stage.recompute or self.terms.recompute) and self.index < len(self.stages) - 1
+
     @cached_property
     def flops(self) -> StageFlops:
-        """Backward costs twice the forward: half for the inputs, half for the weights."""
+        """Backward costs twice the forward: half for the inputs, half for the weights; B may run F again."""
         stage = self.stages[self.index]
         work = sum(self.terms.flops[stage.first : stage.end]) * self.plan.micro_batch
-        return StageFlops(work, work, work)
+        return StageFlops(work, work * (2 if self.recompute else 1), work)
 
     def build(self, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
         """The stage, ready to run; called on the compute thread."""
@@ -294,4 +314,5 @@ class Offer:
             index=self.index,
             precision=self.terms.precision,
             device=device,
+            recompute=self.recompute,
         )

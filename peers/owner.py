@@ -18,7 +18,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import MeshceeError, PeerLostError, ProtocolError
+from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
@@ -26,7 +26,7 @@ from peers.feed import Feed
 from peers.messages import Step, need
 from peers.offer import Offer, Terms
 from peers.outbox import Outbox
-from peers.state_frames import StateReceiver, hash_state, state_frames
+from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver, state_frames
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Owner", "Report"]
@@ -62,6 +62,12 @@ class _Walk:
     outputs: dict[int, list[Any]] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def new(self, micro: int) -> int:
+        """The index of a micro-batch of this walk of which nothing has come back yet."""
+        if not 0 <= micro < self.spec.num_micro or micro in self.losses or micro in self.outputs:
+            raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
+        return micro
+
     def check(self) -> None:
         back = self.outputs if self.spec.forward_only else self.losses
         if len(back) == self.spec.num_micro and (self.spec.forward_only or len(self.applied) == self.members):
@@ -82,6 +88,11 @@ class _Link:
         self.receiver = StateReceiver(offer.changed_state)
         self.collected = asyncio.Event()
         self.closing = False
+
+
+def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
+    first = group.exceptions[0]
+    return _leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 class _EpochFailed(Exception):
@@ -123,6 +134,7 @@ class Owner:
         self._failed = asyncio.Event()
         self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
         self._stop = False
+        self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
         self._step = 0  # the first step that is not yet complete, for errors
 
     def stop(self) -> None:
@@ -150,6 +162,8 @@ class Owner:
                 watchdog.cancel()
         except* _EpochFailed:
             pass
+        except* MeshceeError as group:  # of our own: the user's data or metrics
+            self._failures.append((0, _leaf(group)))
         finally:
             for link in self._links:
                 link.stream.abort()
@@ -177,7 +191,16 @@ class Owner:
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
         job = self._job
         flops = tuple(cost.flops for cost in self._capture.costs)
-        terms = Terms(job.name, job.optimizer, job.seed, job.clip_norm, job.precision, flops, self._capture.param_order)
+        terms = Terms(
+            job.name,
+            job.optimizer,
+            job.seed,
+            job.clip_norm,
+            job.precision,
+            flops,
+            self._capture.param_order,
+            job.recompute,
+        )
         async with asyncio.TaskGroup() as offering:
             for peer_id in self.plan.peers:
                 offer = Offer(
@@ -199,14 +222,24 @@ class Owner:
     async def _offer(self, offer: Offer) -> None:
         peer_id = offer.peer_id
         lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step; run the command again")
+        limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(self._timeouts.offer_s):
+            async with asyncio.timeout(limit_s):
                 stream = await self._transport.open(peer_id, "job", self._addresses.get(peer_id, ()))
+                stream.max_payload_bytes = 0  # READY has none
                 link = _Link(offer, stream)
                 self._links.append(link)
-                await stream.send(offer.frame())
-                state = {name: self._capture.state[name] for name in offer.expected_state}
-                for frame in state_frames(state):
+                # Encoding and hashing take seconds for a large model: not on the event loop.
+                frame = await asyncio.to_thread(offer.frame)
+                if (size := max(map(len, frame.payloads))) > self._limits.graph_bytes:
+                    raise CaptureError(
+                        f"the captured graph has {size} bytes and peers accept {self._limits.graph_bytes}: keep large "
+                        "constant tensors in buffers of the model"
+                    )
+                await stream.send(frame)
+                frames = state_frames({name: self._capture.state[name] for name in offer.expected_state})
+                while (part := await asyncio.to_thread(next, frames, None)) is not None:
+                    frame = part
                     await stream.send(frame)
                 reply = await stream.recv()
         except (StreamClosed, TimeoutError) as error:
@@ -217,7 +250,7 @@ class Owner:
             raise _EpochFailed from error
         if reply.kind == messages.READY:
             ready = reply.header
-            if ready.get("plan") != self.plan.hash() or ready.get("state") != hash_state(state):
+            if ready.get("plan") != self.plan.hash() or ready.get("state") != frame.header["hash"]:
                 self._fail(
                     0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights")
                 )
@@ -225,7 +258,9 @@ class Owner:
         else:
             self._fail(0, messages.error_from(reply.header))
             raise _EpochFailed
-        stream.max_payload_bytes = link.receiver.max_payload_bytes + self._limits.chunk_bytes
+        outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
+        output_bytes = sum(value.nbytes(self.plan.micro_batch) for value in outputs)
+        stream.max_payload_bytes = max(link.receiver.max_payload_bytes, output_bytes) + self._limits.chunk_bytes
 
     # -- feeding -------------------------------------------------------------------------------------------------------
 
@@ -261,7 +296,12 @@ class Owner:
     async def _read(self, link: _Link) -> None:
         try:
             while True:
-                self._take(link, await link.stream.recv())
+                frame = await link.stream.recv()
+                self._heard += 1
+                if frame.kind not in (messages.STATE, messages.STATE_END):
+                    self._take(link, frame)
+                elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
+                    link.collected.set()
         except StreamClosed as closed:
             if not link.closing:
                 self._gone(link, closed)
@@ -278,10 +318,6 @@ class Owner:
 
     def _take(self, link: _Link, frame: Frame) -> None:
         header = frame.header
-        if frame.kind in (messages.STATE, messages.STATE_END):
-            if link.receiver.take(frame):
-                link.collected.set()
-            return
         if frame.kind == messages.FAILED:
             error = messages.error_from(header)
             link.closing = True  # its end of file is a consequence
@@ -300,11 +336,12 @@ class Owner:
         is_last = link is self._links[-1]
         if frame.kind == messages.APPLIED:
             walk.applied[link.peer_id] = header
-        elif frame.kind == messages.LOSS and is_last:
-            walk.losses[need(header, "micro", int)] = need(header, "loss", float)
+        elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
+            walk.losses[walk.new(need(header, "micro", int))] = need(header, "loss", float)
             self._ahead.release()
-        elif frame.kind == messages.OUTPUT and is_last:
-            walk.outputs[need(header, "micro", int)] = tensors.unpack(need(header, "tensors", list), frame.payloads)
+        elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
+            values = tensors.unpack(need(header, "tensors", list), frame.payloads)
+            walk.outputs[walk.new(need(header, "micro", int))] = values
             self._ahead.release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -317,7 +354,7 @@ class Owner:
         first = True
         while (walk := await self._order.get()) is not None:
             self._step = walk.spec.step
-            await walk.complete.wait()
+            await self._until(walk.complete)
             del self._walks[walk.spec.walk]
             if walk.spec.forward_only:
                 assert held is not None
@@ -341,6 +378,20 @@ class Owner:
             if not feed.evaluates_after(walk.spec.step):
                 await report(held)
 
+    async def _until(self, event: asyncio.Event) -> None:
+        """Wait for members, but not forever: one that is cut off without a word sends no end of its stream."""
+        idle_s = self._timeouts.idle_step_s
+        while not event.is_set():
+            heard = self._heard
+            try:
+                async with asyncio.timeout(idle_s):
+                    await event.wait()
+            except TimeoutError:
+                if heard == self._heard:
+                    self._fail(
+                        3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
+                    )
+
     def _metrics(self, feed: Feed, walk: _Walk) -> dict[str, float]:
         """Each metric averaged over the evaluation's samples; "loss" is always there."""
         totals: dict[str, float] = {}
@@ -351,7 +402,12 @@ class Owner:
             output = self._capture.output_of(outputs)
             size = feed.size(walk.spec, micro)
             count += size
-            values = {"loss": float(loss), **{k: float(m(output, target)) for k, m in self._job.metrics.items()}}
+            values = {"loss": float(loss)}
+            for name, metric in self._job.metrics.items():
+                try:
+                    values[name] = float(metric(output, target))
+                except Exception as error:
+                    raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value * size
         return {name: value / count for name, value in totals.items()}
@@ -376,6 +432,6 @@ class Owner:
             await link.outbox.put(Frame(messages.COLLECT))
         state = dict(self._capture.state)
         for link in self._links:
-            await link.collected.wait()
+            await self._until(link.collected)
             state.update(link.receiver.state)
         return self._capture.state_dict(state)

@@ -114,6 +114,7 @@ async def _ping(stream: Stream, payload: bytes) -> float:
 async def probe_link(transport: Transport, peer_id: str, addresses: tuple[str, ...], now: float) -> LinkProfile:
     """Latency is half the median empty round trip; bandwidth what a payload took beyond it. Raises JoinError."""
     stream = await transport.open(peer_id, "probe", addresses)
+    stream.max_payload_bytes = 0  # answers have none
     try:
         round_trip_s = statistics.median([await _ping(stream, b"") for _ in range(PING_COUNT)])
         size, elapsed_s = FIRST_PAYLOAD_BYTES, 0.0

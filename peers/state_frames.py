@@ -17,10 +17,11 @@ from meshcee.errors import ProtocolError
 from peers import messages
 from peers.transport.base import Frame
 
-__all__ = ["StateReceiver", "hash_state", "state_frames"]
+__all__ = ["SLOWEST_BYTES_PER_S", "StateReceiver", "hash_state", "state_frames"]
 
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
+SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
 
 
 def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
@@ -57,6 +58,7 @@ class StateReceiver:
     def __init__(self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._expected = dict(expected)
         self.state: dict[str, torch.Tensor] = {}
+        self.hash = ""  # of all of it, once `take` has returned True
         largest = max((dtype.itemsize * _count(shape) for dtype, shape in self._expected.values()), default=0)
         self.max_payload_bytes = max(largest, GROUP_BYTES) + SLACK_BYTES
 
@@ -66,7 +68,8 @@ class StateReceiver:
             missing = sorted(self._expected.keys() - self.state.keys())
             if missing:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
-            if messages.need(frame.header, "hash", str) != hash_state(self.state):
+            self.hash = hash_state(self.state)
+            if messages.need(frame.header, "hash", str) != self.hash:
                 raise ProtocolError("the weights that arrived are not those that were sent: their hash differs")
             return True
         if frame.kind != messages.STATE or len(frame.payloads) != 1:

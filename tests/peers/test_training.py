@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshcee.eager import eager
-from meshcee.errors import NonFiniteLossError, PeerLostError
+from meshcee.errors import NonFiniteLossError, PeerLostError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from peers.commands.train import save_weights
 from peers.transport.memory import MemoryNetwork
@@ -138,6 +138,59 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     expected = reference(job)
     for name, tensor in trained.state.items():
         assert torch.equal(tensor, expected.state[name]), name
+
+
+async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
+    def job() -> Job:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        data = [(torch.randn(4, dtype=torch.float64), torch.randn(2, dtype=torch.float64)) for _ in range(24)]
+        return make_job(model=model, loss=nn.functional.mse_loss, data=data, clip_norm=0.01, schedule=None)
+
+    trained = await train(job(), 3, 6)
+    losses, model = eager(job(), 5, 6)
+    assert trained.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(trained.state[name], tensor), name
+
+
+async def test_an_evaluation_may_have_large_outputs() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x)).expand(-1, 1 << 20).contiguous()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(output[:, 0], target)
+
+    data = [(torch.randn(2), torch.randn(())) for _ in range(6)]
+    changes = {"model": Wide(), "loss": loss, "data": data, "eval_data": data, "batch_size": 6, "steps": 1}
+    trained = await train(make_job(**changes, schedule=None), 2, 6)  # 24 MiB of outputs, more than weights ever take
+    assert trained.reports[-1].metrics["loss"] > 0
+
+
+async def test_an_error_in_the_users_data_or_metric_is_told_as_such() -> None:
+    class Broken(Pairs):
+        def __getitem__(self, i: int) -> tuple[int, int]:
+            if self.armed:
+                raise KeyError("no such file")
+            return super().__getitem__(i)
+
+        armed = False
+
+    data = Broken(96)
+    job = make_job(data=data, steps=1000)
+    with pytest.raises(UsageError, match=r"data\[i\] failed in step \d+: KeyError"):
+        await train(job, 2, 6, after_step=(1, lambda: setattr(data, "armed", True)))
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> float:
+        raise ValueError("shapes")
+
+    with pytest.raises(UsageError, match="metric 'bad' failed: ValueError"):
+        await train(make_job(eval_data=Pairs(6), metrics={"bad": metric}, steps=1), 2, 6)
 
 
 def test_tied_weights_are_saved_under_all_their_names(tmp_path: Path) -> None:
