@@ -115,17 +115,17 @@ class StageTable:
         self.tight = bool(np.any(self.live[valid] < ENOUGH))
 
 
-def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float]:
-    """Of a group's reduction: seconds per byte of gradients, and seconds of latency."""
+def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float] | None:
+    """Of a group's reduction: seconds per byte of gradients, and seconds of latency; None when a hop is missing."""
     count = len(peers)
     if count == 1:
         return 0.0, 0.0
     ring = sorted(peers, key=lambda p: cluster.devices[p].region)
-    hops = [cluster.path(a, b) for a, b in zip(ring, [*ring[1:], ring[0]])]
-    if any(h is None for h in hops):
-        return float("inf"), 0.0
-    slowest = min(h.bandwidth_bytes_per_s for h in hops if h is not None)
-    latency_s = max(h.latency_s for h in hops if h is not None)
+    hops = [h for a, b in zip(ring, [*ring[1:], ring[0]]) if (h := cluster.path(a, b)) is not None]
+    if len(hops) < count:
+        return None
+    slowest = min(h.bandwidth_bytes_per_s for h in hops)
+    latency_s = max(h.latency_s for h in hops)
     return 2 * (count - 1) / count / slowest, 2 * (count - 1) * latency_s
 
 

@@ -65,10 +65,11 @@ def plans(
             raise PlanError(f"device {device.name} is a {device.kind}, which is in no profile; profile it first")
     effort = effort or Effort()
     search = Search(cluster, workload, codecs, replace(effort, max_stages=max_stages or effort.max_stages))
-    starts = [] if start is None else [c for c in [_chain_of(start)] if c is not None]
-    found = search.run(starts)
+    old = None if start is None else _reprice(start, cluster, workload)
+    chain = None if old is None else _chain_of(old[1])
+    found = search.run([] if chain is None else [chain])
     priced = [(p, plan) for p, c in found if (plan := to_plan(c, cluster, workload)) is not None]
-    if start is not None and (old := _reprice(start, cluster, workload)) is not None:
+    if old is not None:
         priced.append(old)
         priced.sort(key=lambda x: x[0])
     if not priced:
@@ -90,7 +91,7 @@ def _reprice(plan: Plan, cluster: Cluster, workload: Workload) -> tuple[float, P
     """The old plan as it is, if it still fits."""
     try:
         if plan.global_batch != workload.global_batch or shortages(plan, cluster, workload):
-            return None
+            return None  # another job, or less memory than there was
         return period_s(plan, cluster, workload), replace(plan, left_out=())
     except PlanError:
         return None  # it names devices that have gone

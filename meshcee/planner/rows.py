@@ -92,9 +92,10 @@ class Rows:
         if key not in self._tables:
             self._tables[key] = None
             taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
-            if taken is not None:
+            ring = ring_of(self.cluster, group)
+            if taken is not None and ring is not None:
                 members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
-                ring, num_micro = ring_of(self.cluster, group), self.workload.global_batch // micro_batch
+                num_micro = self.workload.global_batch // micro_batch
                 tables = [StageTable(self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro)]
                 if tables[0].tight:
                     again = StageTable(

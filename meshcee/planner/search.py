@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshcee.errors import PlanError
 from meshcee.planner.chain import Chain, ChainStage, Codecs, to_plan
 from meshcee.planner.classes import DeviceClass, StageTable, classes_of, ring_of
 from meshcee.planner.joins import join
@@ -138,7 +139,11 @@ class Search:
             if plan is None:
                 self._known[chain] = math.inf
             else:
-                instance = build(plan, self.cluster, self.workload)
+                try:
+                    instance = build(plan, self.cluster, self.workload)
+                except PlanError:  # a link is missing that only the reduction of a group would use
+                    self._known[chain] = math.inf
+                    return math.inf
                 self.events += 10 * min(chain.num_micro, self.effort.micros) * len(instance.nodes)
                 self._known[chain] = quick_period_s(instance, self.effort.micros)
         return self._known[chain]
@@ -234,6 +239,8 @@ class Search:
                 if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
                     continue
                 ring, num_micro = ring_of(self.cluster, of.peers[:size]), self.workload.global_batch // micro_batch
+                if ring is None:
+                    continue
                 for recompute in (False, True):
                     table = StageTable(
                         self.workload,

@@ -42,7 +42,10 @@ def random_case(seed: int, *, devices: int = 5, batch: int = 16) -> tuple[Cluste
     times = {}
     for kind, seconds in kinds.items():
         rows = [
-            [n * seconds * (1 + 0.3 * (n == 1)) * (0.3 if k == 0 else 1.2 if k == BLOCKS - 1 else 1) for k in range(BLOCKS)]
+            [
+                n * seconds * (1 + 0.3 * (n == 1)) * (0.3 if k == 0 else 1.2 if k == BLOCKS - 1 else 1)
+                for k in range(BLOCKS)
+            ]
             for n in (1, 2, 4)
         ]
         double = [[1.1 * x for x in row] for row in rows]

@@ -1,0 +1,142 @@
+"""What holds for every plan: it is valid or there is a reason, more never hurts, names do not matter."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from meshcee.errors import PlanError
+from meshcee.plan import Plan
+from meshcee.planner.bounds import lower_bound_s
+from meshcee.planner.job import plan_cluster, plans
+from meshcee.planner.memory import shortages
+from meshcee.planner.search import Effort
+from meshcee.profile import Cluster, Device, LinkProfile
+from meshcee.simulator import period_s
+from meshcee.workload import Workload
+from tests.planner.oracle import random_case
+
+QUICK = Effort(events=150_000, rows=5_000_000)
+SEEDS = range(200, 208)
+
+
+def planned(where: Cluster, work: Workload, start: Plan | None = None) -> Plan | None:
+    try:
+        return plan_cluster(where, work, start=start, effort=QUICK)
+    except PlanError as error:
+        if "bytes are missing" not in str(error) and "cannot be spread" not in str(error):
+            raise
+        return None
+
+
+def changed(where: Cluster, *, faster: float = 1.0, memory: float = 1.0, more: Device | None = None) -> Cluster:
+    devices = [replace(d, memory_bytes=int(d.memory_bytes * memory)) for d in where.devices.values()]
+    if more is not None:
+        devices.append(more)
+    between = {
+        (a[1:], b[1:]): LinkProfile(e["latency"], e["bandwidth"] * faster)
+        for a, b, e in where.graph.edges(data=True)
+        if a[0] == b[0] == "@"
+    }
+    return Cluster(devices, inside_latency_s=where.inside_latency_s, between=between)
+
+
+def step(plan: Plan | None) -> float:
+    return math.inf if plan is None or plan.predicted is None else plan.predicted.step_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_is_valid_accounted_for_and_no_slower_than_any_device_alone(seed: int) -> None:
+    where, work = random_case(seed)
+    plan = planned(where, work)
+    if plan is None:
+        return
+    assert plan.num_blocks == work.num_blocks
+    assert plan.global_batch == work.global_batch
+    assert shortages(plan, where, work) == []
+    assert {*plan.peers, *(x.peer for x in plan.left_out)} == set(where.devices)
+    assert all(x.why for x in plan.left_out)
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == pytest.approx(period_s(plan, where, work))
+    assert lower_bound_s(where, work) <= plan.predicted.step_s
+    for name in where.devices:
+        alone = planned(where.without(set(where.devices) - {name}), work)
+        assert step(plan) <= step(alone) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_more_never_makes_a_step_slower(seed: int) -> None:
+    where, work = random_case(seed)
+    old = planned(where, work)
+    first = next(iter(where.devices.values()))
+    for better in (
+        changed(where, faster=2.0),
+        changed(where, memory=2.0),
+        changed(where, more=replace(first, name="another")),
+    ):
+        assert step(planned(better, work)) <= step(old) * 1.03
+        if old is not None:
+            assert step(planned(better, work, start=old)) <= step(old) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_names_do_not_matter_and_the_same_question_has_the_same_answer(seed: int) -> None:
+    where, work = random_case(seed)
+    plan = planned(where, work)
+    again = planned(where, work)
+    letters = [f"{chr(ord('z') - i)}eer" for i in range(len(where.devices))]
+    random.Random(seed).shuffle(letters)
+    name = dict(zip(where.devices, letters))
+    other = changed(where)
+    renamed = Cluster(
+        [replace(d, name=name[d.name]) for d in where.devices.values()],
+        inside_latency_s=where.inside_latency_s,
+        between={
+            (a[1:], b[1:]): LinkProfile(e["latency"], e["bandwidth"])
+            for a, b, e in other.graph.edges(data=True)
+            if a[0] == b[0] == "@"
+        },
+    )
+    third = planned(renamed, work)
+    if plan is None:
+        assert again is None
+        assert third is None
+        return
+    assert again is not None
+    assert third is not None
+    assert again.hash() == plan.hash()
+    assert [name[p] for p in plan.peers] == list(third.peers)
+    assert step(third) == step(plan)
+
+
+def test_runners_up_are_ready_and_slower() -> None:
+    where, work = random_case(9)
+    choice = plans(where, work, effort=QUICK)
+    assert choice.runners_up
+    assert all(step(choice.best) <= step(p) for p in choice.runners_up)
+    assert choice.single is not None
+    assert step(choice.best) <= choice.single[1]
+
+
+def test_a_plan_of_devices_that_have_gone_is_no_start() -> None:
+    where, work = random_case(9)
+    old = planned(where, work)
+    assert old is not None
+    smaller = where.without([old.peers[0]])
+    new = planned(smaller, work, start=old)
+    assert step(new) > step(old)
+    assert new is None or old.peers[0] not in new.peers
+
+
+def test_a_device_in_no_profile_is_refused() -> None:
+    where, work = random_case(1)
+    alien = Device("alien", "unheard-of", next(iter(where.inside_latency_s)), 10**9)
+    with pytest.raises(PlanError, match="in no profile"):
+        plan_cluster(changed(where, more=alien), work)
+
+
+def test_a_shortage_says_how_many_bytes_are_missing() -> None:
+    where, work = random_case(1)
+    with pytest.raises(PlanError, match=r"\d+ bytes are missing"):
+        plan_cluster(changed(where, memory=1e-3), work)
