@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -131,6 +130,27 @@ def peers(home: Path, count: int, *flags: str) -> Iterator[Peers]:
         found.close()
 
 
+@contextmanager
+def training(mesh: Peers, job: Path, *flags: str, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`meshcee train JOB` on the mesh, once its first step is reported; killed if the block leaves it running."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json", *flags],
+        env=environment(mesh.home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+    )
+    try:
+        assert process.stdout is not None
+        if not any('"report"' in line for line in process.stdout):
+            raise AssertionError(f"it trained no step: {process.communicate()[1]}")
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def p2pds_of(home: Path) -> list[psutil.Process]:
     """p2pd processes that serve peers of this home, found by their environment."""
     found = []
@@ -150,9 +170,3 @@ def wait_until(what: str, condition: Any, timeout_s: float) -> None:
         if time.monotonic() > deadline_s:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.05)
-
-
-async def lines_of(process: asyncio.subprocess.Process) -> Any:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        yield json.loads(line)

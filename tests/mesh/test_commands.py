@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 
 from dht.signing import Token
-from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, wait_until
+from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, training, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,21 +104,10 @@ def test_runs_are_listed_and_their_logs_kept(mesh: Peers, tmp_path: Path) -> Non
 
 
 def test_the_first_interrupt_finishes_the_step_and_saves(mesh: Peers, tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=100_000)
     out = tmp_path / "out.safetensors"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--out", str(out), "--json"],
-        env=environment(mesh.home),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if '"report"' in line:
-            break
-    process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    with training(mesh, write_job(tmp_path, steps=100_000), "--out", str(out)) as process:
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     result = json.loads(rest.splitlines()[-1])["result"]
     assert result["state"] == "stopped"
@@ -129,21 +118,10 @@ def test_the_first_interrupt_finishes_the_step_and_saves(mesh: Peers, tmp_path: 
 def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, tmp_path: Path) -> None:
     # A step that takes long: the first Ctrl-C waits for it, the second does not.
     loss = MSE + " + 0 * (out @ torch.ones(1, 4_000_000)).sum()"
-    job = write_job(tmp_path, steps=100_000, loss=loss)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json"],
-        env=environment(mesh.home),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if '"report"' in line:
-            break
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    with training(mesh, write_job(tmp_path, steps=100_000, loss=loss)) as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     done = meshcee("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--json", home=mesh.home)
@@ -225,23 +203,11 @@ def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
 
 
 def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=100_000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json"],
-        env=environment(mesh.home),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if '"report"' in line:
-            break
-    stopped = meshcee("run", "stop", home=mesh.home)
-    assert stopped.code == 0, stopped.err
-    assert "stopped" in stopped.out
-    process.communicate(timeout=30)
+    with training(mesh, write_job(tmp_path, steps=100_000), cwd=tmp_path) as process:
+        stopped = meshcee("run", "stop", home=mesh.home)
+        assert stopped.code == 0, stopped.err
+        assert "stopped" in stopped.out
+        process.communicate(timeout=30)
     assert process.returncode == 0
     assert (tmp_path / "tiny-stopped.safetensors").exists()
 
@@ -325,29 +291,10 @@ def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) ->
 @pytest.mark.parametrize("victim", ["peer-1", "peer-2"])
 def test_a_killed_peer_is_named_with_the_step_within_ten_seconds(tmp_path: Path, victim: str) -> None:
     with peers(tmp_path / "home", 3) as mesh:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "meshcee",
-                "train",
-                str(write_job(tmp_path, steps=1_000_000)),
-                "--join",
-                mesh.token,
-                "--json",
-            ],
-            env=environment(mesh.home),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if '"report"' in line:
-                break
-        mesh.kill(victim)
-        killed_s = time.monotonic()
-        _, err = process.communicate(timeout=30)
+        with training(mesh, write_job(tmp_path, steps=1_000_000)) as process:
+            mesh.kill(victim)
+            killed_s = time.monotonic()
+            _, err = process.communicate(timeout=30)
         assert process.returncode == 6, err
         assert time.monotonic() - killed_s < 10
         assert victim in err
