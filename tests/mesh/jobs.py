@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.gpt import GPT, Characters, loss, standard_library
 from meshcee import Job, Optimizer, Schedule
+from meshcee._demo_job import GPT, Characters, loss, standard_library
 
 STEPS = 20
 
