@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshcee.errors import UsageError
 from meshcee.job import Job, seeded
 from meshcee.sampling import draw
 
@@ -36,8 +37,20 @@ def _call(model: torch.nn.Module, x: Any) -> Any:
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
+def _weights(job: Job, targets: list[Any]) -> list[float]:
+    """What the loss of each micro-batch is multiplied by."""
+    if job.reduction == "sum":
+        return [1.0] * len(targets)
+    if job.weight is None:
+        return [job.batch_size // len(targets) / job.batch_size] * len(targets)
+    own = [float(job.weight(y)) for y in targets]
+    return [w / sum(own) for w in own]
+
+
 def eager(job: Job, steps: int, micro_batch: int) -> tuple[list[float], torch.nn.Module]:
     """Train `steps` steps; returns each step's loss and the model. fp32; micro-batches in ascending order."""
+    if job.precision != "fp32":
+        raise UsageError(f"the eager loop knows no precision {job.precision!r}; compare a job in fp32")
     model = copy.deepcopy(job.model) if isinstance(job.model, torch.nn.Module) else job.model()
     model.train()
     optimizer = job.optimizer.build(dict(model.named_parameters()))
@@ -46,10 +59,11 @@ def eager(job: Job, steps: int, micro_batch: int) -> tuple[list[float], torch.nn
     for step in range(steps):
         indices = draw(job.seed, len(job.data), job.batch_size, step)
         total = 0.0
-        for micro in range(job.batch_size // micro_batch):
-            samples = [job.data[i] for i in indices[micro * micro_batch : (micro + 1) * micro_batch]]
-            x, y = _collate([s[0] for s in samples]), _collate([s[1] for s in samples])
-            weight = micro_batch / job.batch_size if job.reduction == "mean" else 1.0
+        batches = []
+        for start in range(0, job.batch_size, micro_batch):
+            samples = [job.data[i] for i in indices[start : start + micro_batch]]
+            batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
+        for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
             with seeded(job.seed, step, micro):
                 loss = job.loss(_call(model, x), y)
             (loss * weight).backward()  # type: ignore[no-untyped-call]

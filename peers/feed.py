@@ -26,6 +26,8 @@ class Feed:
     def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
+        if job.eval_data is not None and not len(job.eval_data):
+            raise UsageError("eval_data is empty; give it samples or leave it out")
         self._job = job
         self._capture = capture
         self._micro_batch = micro_batch

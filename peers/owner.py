@@ -59,7 +59,7 @@ class _Walk:
     members: int
     losses: dict[int, float] = field(default_factory=dict)
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    outputs: dict[int, list[Any]] = field(default_factory=dict)
+    outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def new(self, micro: int) -> int:
@@ -127,6 +127,7 @@ class Owner:
         self._timeouts = timeouts
         self._limits = limits
         self._links: list[_Link] = []
+        self._source: Feed | None = None
         self._walks: dict[int, _Walk] = {}
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
@@ -148,6 +149,7 @@ class Owner:
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> dict[str, torch.Tensor]:
         """Run the job to its end; returns the weights and buffers by name. Raises the cause of a failure."""
         state: dict[str, torch.Tensor] = {}
+        self._source = feed
         try:
             async with asyncio.TaskGroup() as group:
                 watchdog = group.create_task(self._watch_failures())
@@ -335,13 +337,15 @@ class Owner:
             raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
         is_last = link is self._links[-1]
         if frame.kind == messages.APPLIED:
+            need(header, "seconds", dict)
             walk.applied[link.peer_id] = header
         elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
             walk.losses[walk.new(need(header, "micro", int))] = need(header, "loss", float)
             self._ahead.release()
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
+            micro = walk.new(need(header, "micro", int))
             values = tensors.unpack(need(header, "tensors", list), frame.payloads)
-            walk.outputs[walk.new(need(header, "micro", int))] = values
+            walk.outputs[micro] = self._measure(walk.spec, micro, values)  # outputs are large: none is kept
             self._ahead.release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -392,23 +396,31 @@ class Owner:
                         3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
                     )
 
+    def _measure(self, spec: Step, micro: int, values: list[Any]) -> dict[str, float]:
+        """The loss and the job's own metrics of one micro-batch of an evaluation."""
+        if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
+            raise ProtocolError("what an evaluation returns begins with the loss")
+        found = {"loss": float(values[0])}
+        if not self._job.metrics:
+            return found
+        assert self._source is not None
+        output = self._capture.output_of(values[1:])
+        _, target = self._source.samples(spec, micro)
+        for name, metric in self._job.metrics.items():
+            try:
+                found[name] = float(metric(output, target))
+            except Exception as error:
+                raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
+        return found
+
     def _metrics(self, feed: Feed, walk: _Walk) -> dict[str, float]:
         """Each metric averaged over the evaluation's samples; "loss" is always there."""
         totals: dict[str, float] = {}
         count = 0
         for micro in range(walk.spec.num_micro):
-            _, target = feed.samples(walk.spec, micro)
-            loss, *outputs = walk.outputs[micro]
-            output = self._capture.output_of(outputs)
             size = feed.size(walk.spec, micro)
             count += size
-            values = {"loss": float(loss)}
-            for name, metric in self._job.metrics.items():
-                try:
-                    values[name] = float(metric(output, target))
-                except Exception as error:
-                    raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
-            for name, value in values.items():
+            for name, value in walk.outputs[micro].items():
                 totals[name] = totals.get(name, 0.0) + value * size
         return {name: value / count for name, value in totals.items()}
 

@@ -105,12 +105,19 @@ class Children:
 
     async def run(self, arguments: list[str]) -> None:
         """Run another meshcee command to its end, its output going where ours goes; its failure is ours."""
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "meshcee", *arguments)
+        # In a session of its own, or it would hear one Ctrl-C twice: from the terminal and from us.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "meshcee", *arguments, start_new_session=True
+        )
         try:
             code = await process.wait()
         except asyncio.CancelledError:
             process.send_signal(signal.SIGINT)
-            await process.wait()
+            try:
+                await process.wait()
+            except asyncio.CancelledError:
+                process.send_signal(signal.SIGINT)
+                raise
             raise
         if code:
             sys.exit(code)

@@ -138,6 +138,7 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     expected = reference(job)
     for name, tensor in trained.state.items():
         assert torch.equal(tensor, expected.state[name]), name
+    assert trained.losses == eager(make_job(loss=loss, weight=job.weight), 5, 6)[0]
 
 
 async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
