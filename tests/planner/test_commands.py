@@ -1,0 +1,111 @@
+"""`meshcee plan` and `meshcee simulate` as a user types them: no torch, no hivemind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from meshcee.errors import UsageError
+from meshcee.plan import Plan
+from meshcee.scenario import packaged
+from peers.commands import planning
+
+FILE = f"{packaged('testbeds.json')}:cee-small"
+PROFILES = str(packaged("gpu_profiles.json"))
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(planning.plan)
+    app.command()(planning.simulate)
+    return app
+
+
+def run(app: typer.Typer, *arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_json_has_the_documented_keys_and_simulates_to_what_it_predicts(app: typer.Typer, tmp_path: Path) -> None:
+    text = run(app, "plan", "--testbed", FILE, "--profiles", PROFILES, "--codecs", "bf16", "--json", "--effort", "0.1")
+    data = json.loads(text)
+    assert data.keys() >= {"micro_batch", "pipelines", "predicted", "left_out"}
+    stage = data["pipelines"][0]["stages"][0]
+    assert stage.keys() >= {"blocks", "members", "codec_out", "codec_back", "window", "live_cap"}
+    assert data["predicted"].keys() == {"step_s", "samples_per_s", "lower_bound_s"}
+    plan = Plan.from_json(data)
+    assert plan.global_batch == 64
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    result = json.loads(run(app, "simulate", str(file), "--testbed", FILE, "--json"))
+    assert result["period_s"] == pytest.approx(data["predicted"]["step_s"])
+    assert set(result["utilisation"]) == set(plan.peers)
+    again = run(app, "plan", "--testbed", FILE, "--start", str(file), "--json", "--effort", "0.1")
+    assert json.loads(again)["predicted"]["step_s"] <= data["predicted"]["step_s"] * (1 + 1e-9)
+    stalled = json.loads(run(app, "simulate", str(file), "--testbed", FILE, "--fail", f"{plan.peers[0]}@6", "--json"))
+    assert stalled["stalled"]
+    assert stalled["steps"] < 3
+    changed = json.loads(
+        run(app, "simulate", str(file), "--testbed", "cee-fluctuating", "--trace", "--steps", "40", "--json")
+    )
+    assert max(changed["step_s"]) > 1.2 * min(changed["step_s"])
+
+
+def test_explain_names_every_figure_and_every_device(app: typer.Typer, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    text = run(app, "plan", "--testbed", "cee-small", "--explain", "--effort", "0.1", "--html", str(page))
+    for word in (
+        "lower bound",
+        "limit:",
+        "best single device",
+        "memory",
+        "window",
+        "slack",
+        "left out",
+        "bf16",
+        "F ",
+        "W ",
+    ):
+        assert word in text
+    html = page.read_text()
+    for name in ("cloud-a100-40-0", "edge-rtx-3090-1", "end-rtx-2080-1"):
+        assert name in text
+        assert name in html
+    assert html.count("<svg") == 2
+    assert "<script" not in html
+
+
+def test_short_output_says_who_does_what(app: typer.Typer) -> None:
+    text = run(app, "plan", "--testbed", "cee-small", "--effort", "0.1")
+    assert "samples/s" in text
+    assert "stage 0: blocks 0 to" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "--testbed", "nowhere"], "no testbed 'nowhere'"),
+        (["plan", "--testbed", "no.json:cee-small"], "cannot read no.json"),
+        (["plan", "--testbed", "cee-small", "--codecs", "mp3"], "--codecs 'mp3'"),
+        (["plan", "--testbed", "cee-small", "--start", "none.json"], "cannot read none.json"),
+        (["simulate", "none.json", "--testbed", "cee-small"], "cannot read none.json"),
+    ],
+)
+def test_errors_name_the_next_thing_to_do(app: typer.Typer, arguments: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_neither_torch_nor_hivemind_is_imported() -> None:
+    script = (
+        "import sys; from peers.commands import planning; planning.plan('cee-small', effort=0.05, as_json=True);"
+        "bad = [m for m in ('torch', 'hivemind') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
