@@ -48,7 +48,9 @@ def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
-    if (options.join is None) == (options.local is None):
+    if options.join is not None and options.local is not None:
+        raise UsageError("--join TOKEN (or MESHCEE_JOIN) and --local N exclude each other: leave one out")
+    if options.join is None and options.local is None:
         raise UsageError("say where to train: --join TOKEN for a mesh, or --local N for N peers in this process")
     if options.out is not None and options.out.suffix != ".safetensors":
         raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
@@ -93,7 +95,10 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         return
     verb = "Stopped" if result.stopped else "Done"
     losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"
-    print(f"{verb}: {len(result.losses)} steps, {losses}" + (f"; weights in {out}" if out else ""))
+    print(
+        f"{verb}: {len(result.losses)} steps, {losses}"
+        + (f"; weights in {out}" if out else "; weights not kept (--out)")
+    )
     for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
         print(f"  eval {name}: {value:.4f}")
 

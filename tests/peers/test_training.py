@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from meshcee.config import Timeouts
 from meshcee.eager import eager
 from meshcee.errors import NonFiniteLossError, PeerLostError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from peers.commands.train import save_weights
+from peers.executor import Executor
 from peers.transport.memory import MemoryNetwork
 from tests.peers.mesh_fixture import train
 from tests.reference import reference
@@ -103,6 +106,16 @@ async def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_and_micro_b
     job = make_job(optimizer=Optimizer("SGD", lr=1e30), clip_norm=None, schedule=None)
     with pytest.raises(NonFiniteLossError, match=r"step \d, micro-batch 0 .* was not applied"):
         await train(job, 3, 6)
+
+
+async def test_a_member_that_falls_silent_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Executor, walk: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Executor, "_exchange_totals", never)
+    monkeypatch.setattr("tests.peers.mesh_fixture.Timeouts", lambda: Timeouts(idle_step_s=1.0))
+    with pytest.raises(PeerLostError, match="no peer has answered in step 0"):
+        await train(make_job(), 2, 6)
 
 
 @pytest.mark.parametrize("victim", ["p0", "p1", "p2"])
