@@ -114,6 +114,7 @@ class Job:
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
+    recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -134,6 +135,7 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], float]] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     name: str = "job"
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:

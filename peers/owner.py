@@ -329,6 +329,9 @@ class Owner:
                 self._fail(
                     2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}")
                 )
+            elif type(error) is MeshceeError:  # nothing that it foresaw, so its message does not say where
+                who = self._describe(link.peer_id)
+                self._fail(0, MeshceeError(f"peer {who} failed in step {self._step}: {error}"))
             else:
                 self._fail(0, error)
             return

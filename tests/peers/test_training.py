@@ -12,10 +12,11 @@ from torch import nn
 
 from meshcee.config import Timeouts
 from meshcee.eager import eager
-from meshcee.errors import NonFiniteLossError, PeerLostError, UsageError
+from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from peers.commands.train import save_weights
 from peers.executor import Executor
+from peers.stage import StageRunner
 from peers.transport.memory import MemoryNetwork
 from tests.peers.mesh_fixture import train
 from tests.reference import reference
@@ -106,6 +107,15 @@ async def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_and_micro_b
     job = make_job(optimizer=Optimizer("SGD", lr=1e30), clip_norm=None, schedule=None)
     with pytest.raises(NonFiniteLossError, match=r"step \d, micro-batch 0 .* was not applied"):
         await train(job, 3, 6)
+
+
+async def test_an_unforeseen_error_of_a_member_is_told_with_its_name_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: StageRunner, *args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(StageRunner, "apply", broken)
+    with pytest.raises(MeshceeError, match=r"p\d, stage \d\) failed in step 0: RuntimeError: out of memory"):
+        await train(make_job(), 2, 6)
 
 
 async def test_a_member_that_falls_silent_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
