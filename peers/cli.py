@@ -69,7 +69,7 @@ def _root(
 def peer(
     join: Join = None,
     name: Annotated[
-        str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: the host name.")
+        str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
     ] = None,
     device: Device = "auto",
     memory: Memory = None,
