@@ -86,12 +86,13 @@ async def train(
     network: MemoryNetwork | None = None,
     live_cap: int | None = None,
     after_step: tuple[int, Callable[[], None]] | None = None,
+    adapt: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
     network = network or MemoryNetwork()
     limits = Limits()
     captured = await asyncio.to_thread(capture, job)
-    plan = even_plan(captured.train.num_blocks, stages, job.batch_size, micro, live_cap=live_cap)
+    plan = adapt(even_plan(captured.train.num_blocks, stages, job.batch_size, micro, live_cap=live_cap))
     trained = Trained(plan)
 
     async def hear(report: Report) -> None:
