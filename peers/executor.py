@@ -100,7 +100,7 @@ class Executor:
         while True:
             walk = await self._inbox.walks.get()
             if isinstance(walk, Collect):
-                await self._send_state()
+                await self._send_state(walk)
             elif walk.forward_only:
                 await self._evaluate(walk)
             else:
@@ -327,16 +327,16 @@ class Executor:
         raw = spec is None or not spec.raw_inputs or (walk, micro) in self._inbox.raw
         return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
 
-    async def _send_state(self) -> None:
-        """What training has changed; the owner has kept the rest."""
-        for frame in await self._compute.run(self._state_frames):
+    async def _send_state(self, wanted: Collect) -> None:
+        """What training has changed; the owner has kept the rest. Nothing when nothing was trained."""
+        spec = self._runner.spec
+        names = (*spec.trainable, *spec.mutated) if wanted.state else ()
+        for frame in await self._compute.run(self._state_frames, names):
             await self._owner.put(frame)
 
-    def _state_frames(self) -> list[Frame]:
+    def _state_frames(self, names: Sequence[str]) -> list[Frame]:
         state = self._runner.state_dict()
-        return list(
-            state_frames({name: state[name] for name in (*self._runner.spec.trainable, *self._runner.spec.mutated)})
-        )
+        return list(state_frames({name: state[name] for name in names}))
 
     async def _send(self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any) -> None:
         meta, payloads = tensors.pack(values)

@@ -31,7 +31,9 @@ class Activation:
 
 @dataclass(frozen=True)
 class Collect:
-    """The owner wants the stage's state once everything before it is applied."""
+    """The owner wants the stage's state once everything before it is applied, or after an evaluation only to know that."""
+
+    state: bool = True
 
 
 @dataclass

@@ -107,7 +107,7 @@ class Session:
                 await self._inbox.walks.put(walk)
             elif frame.kind == messages.COLLECT:
                 self._ending = True
-                await self._inbox.walks.put(Collect())
+                await self._inbox.walks.put(Collect(need(frame.header, "state", bool)))
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
 
@@ -244,6 +244,9 @@ class Member:
         return self._reserved
 
     async def serve_job(self, stream: Stream) -> None:
+        stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
+        async with asyncio.timeout(self._timeouts.offer_s):
+            frame = await stream.recv()  # nobody keeps this peer busy by opening a stream and saying nothing
         if self._reserved:
             error = PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
@@ -252,16 +255,16 @@ class Member:
         self._reserved = True
         self.busy_changed.set()
         try:
-            await self._serve(stream)
+            await self._serve(stream, frame)
         finally:
             self._reserved = False
             self.session = None
             self.busy_changed.set()
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, frame: Frame) -> None:
         try:
             async with asyncio.timeout(self._timeouts.offer_s) as limit:
-                self.session = await self._prepare(stream, limit)
+                self.session = await self._prepare(stream, frame, limit)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
             return
@@ -298,9 +301,7 @@ class Member:
         except (StreamClosed, TimeoutError):
             log.info("the owner did not hear of the failure", owner=stream.peer_id)
 
-    async def _prepare(self, stream: Stream, limit: asyncio.Timeout) -> Session:
-        stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
-        frame = await stream.recv()
+    async def _prepare(self, stream: Stream, frame: Frame, limit: asyncio.Timeout) -> Session:
         # Decoding and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, self._transport.peer_id, stream.peer_id, self._limits)
         self._accept(stream.peer_id, offer.term)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 import torch
 
 from meshcee.capture import Capture, capture
-from meshcee.errors import MeshceeError, StaleTermError
+from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent, run_record
 from peers.coordinator import PlanRequest, request_plan
+from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.feed import Feed
 from peers.home import Home, Run
 from peers.owner import Owner, Report
@@ -75,6 +77,92 @@ class Mesh:
         plan, term = await request_plan(self.agent, request)
         await self.agent.wait_for_peers(plan.peers)
         return plan, term
+
+    async def evaluate(
+        self,
+        job: Job,
+        data: Any = None,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        captured: Capture | None = None,
+        stages: int | None = None,
+    ) -> dict[str, float]:
+        """The loss and the job's metrics over `data` (default: the job's eval_data), in the model's eval mode.
+
+        `state` holds other weights than the model's, e.g. a trained `result.state_dict`.
+        """
+        metrics, _ = await self._walk_once(job, data, state, captured, stages, predicts=False)
+        return metrics
+
+    async def predict(
+        self,
+        job: Job,
+        data: Any = None,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        captured: Capture | None = None,
+        stages: int | None = None,
+    ) -> Any:
+        """What the model returns for `data`, as one output in the order of the samples; otherwise as `evaluate`.
+
+        Samples are pairs (x, y), as in training: the captured graph includes the loss.
+        """
+        _, output = await self._walk_once(replace(job, metrics={}), data, state, captured, stages, predicts=True)
+        return output
+
+    async def _walk_once(
+        self,
+        job: Job,
+        data: Any,
+        state: Mapping[str, torch.Tensor] | None,
+        captured: Capture | None,
+        stages: int | None,
+        *,
+        predicts: bool,
+    ) -> tuple[dict[str, float], Any]:
+        """Plan, offer, evaluate; again when the coordinator has changed in between."""
+        job = replace(job, eval_data=job.eval_data if data is None else data)
+        if job.eval_data is None:
+            raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
+        if captured is None or captured.evaluate is None:
+            captured = await asyncio.to_thread(capture, job, evaluate=True)
+        captured = with_state(captured, state)
+        predictions = Predictions(captured) if predicts else None
+        for attempt in range(REPLANS + 1):
+            plan, term = await self.plan(job, captured, stages)
+            epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
+            owner = self._own(job, captured, plan, term, epoch, self.agent.names())
+            feed = EvaluationFeed(job, captured, plan.micro_batch)
+            try:
+                metrics = await owner.evaluate(feed, predictions.hear if predictions else None)
+            except StaleTermError:
+                if attempt == REPLANS:
+                    raise
+            else:
+                break
+        return metrics, predictions.output() if predictions else None
+
+    def _own(
+        self,
+        job: Job,
+        captured: Capture,
+        plan: Plan,
+        term: tuple[int, str],
+        epoch: tuple[int, int],
+        names: Mapping[str, str],
+    ) -> Owner:
+        return Owner(
+            job,
+            captured,
+            plan,
+            term,
+            epoch,
+            self.agent.transport,
+            addresses=self.agent.addresses_of(plan.peers),
+            names=names,
+            timeouts=self.agent.timeouts,
+            limits=self.agent.limits,
+        )
 
     async def train(
         self,
@@ -168,17 +256,6 @@ class Mesh:
                 await self.agent.announce_run(record)
             await reports.put(report)
 
-        self._owner = Owner(
-            job,
-            captured,
-            plan,
-            term,
-            epoch,
-            self.agent.transport,
-            addresses=self.agent.addresses_of(plan.peers),
-            names=self.result.names,
-            timeouts=self.agent.timeouts,
-            limits=self.agent.limits,
-        )
+        self._owner = self._own(job, captured, plan, term, epoch, self.result.names)
         self.result.state_dict = await self._owner.train(Feed(job, captured, plan.micro_batch), hear)
         self.result.stopped = self._owner.was_stopped

@@ -12,6 +12,7 @@ Purposes of streams, and the frames on them:
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         COLLECT  ->  STATE*, STATE_END     FAILED at any time
+                                                     (STATE_END alone after an evaluation)
     stage   (stage -> later stage)      ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
 """
 

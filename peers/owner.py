@@ -128,6 +128,7 @@ class Owner:
         self._limits = limits
         self._links: list[_Link] = []
         self._source: Feed | None = None
+        self._hear_outputs: Callable[[int, list[Any]], None] | None = None
         self._walks: dict[int, _Walk] = {}
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
@@ -149,14 +150,40 @@ class Owner:
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> dict[str, torch.Tensor]:
         """Run the job to its end; returns the weights and buffers by name. Raises the cause of a failure."""
         state: dict[str, torch.Tensor] = {}
+
+        async def body() -> None:
+            await self._report_all(feed, report)
+            state.update(await self._collect())
+
+        await self._run(feed, body)
+        return state
+
+    async def evaluate(
+        self, feed: Feed, hear_outputs: Callable[[int, list[Any]], None] | None = None
+    ) -> dict[str, float]:
+        """Run the one evaluation of this feed; returns its metrics. `hear_outputs` gets (micro, [loss, *outputs])."""
+        metrics: dict[str, float] = {}
+        self._hear_outputs = hear_outputs
+
+        async def body() -> None:
+            walk = await self._order.get()
+            assert walk is not None
+            await self._until(walk.complete)
+            metrics.update(self._metrics(feed, walk))
+            await self._collect(wanted=False)
+
+        await self._run(feed, body)
+        return metrics
+
+    async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]]) -> None:
+        """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._source = feed
         try:
             async with asyncio.TaskGroup() as group:
                 watchdog = group.create_task(self._watch_failures())
                 await self._offer_all(group)
                 group.create_task(self._feed(feed))
-                await self._report_all(feed, report)
-                state = await self._collect()
+                await body()
                 for link in self._links:
                     link.closing = True
                     await link.outbox.finish()
@@ -171,7 +198,6 @@ class Owner:
                 link.stream.abort()
         if self._failures:
             raise min(self._failures, key=lambda failure: failure[0])[1]
-        return state
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -348,7 +374,9 @@ class Owner:
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
             micro = walk.new(need(header, "micro", int))
             values = tensors.unpack(need(header, "tensors", list), frame.payloads)
-            walk.outputs[micro] = self._measure(walk.spec, micro, values)  # outputs are large: none is kept
+            walk.outputs[micro] = self._measure(walk.spec, micro, values)  # outputs are large: none is kept here
+            if self._hear_outputs is not None:
+                self._hear_outputs(micro, values)
             self._ahead.release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -442,9 +470,12 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _collect(self) -> dict[str, torch.Tensor]:
+    async def _collect(self, *, wanted: bool = True) -> dict[str, torch.Tensor]:
+        """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
         for link in self._links:
-            await link.outbox.put(Frame(messages.COLLECT))
+            if not wanted:
+                link.receiver = StateReceiver({})
+            await link.outbox.put(Frame(messages.COLLECT, {"state": wanted}))
         state = dict(self._capture.state)
         for link in self._links:
             await self._until(link.collected)

@@ -1,0 +1,81 @@
+"""Evaluation alone: what the owner feeds when nothing is trained, with which weights, and what comes back, in order.
+
+The idea: one forward-only walk over the same offers, links and stages as training, so that it needs no machinery of
+its own: only a feed of one walk, and a place for the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshcee.capture import Batch, Capture
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from peers.feed import Feed
+from peers.messages import Step
+
+__all__ = ["EvaluationFeed", "Predictions", "with_state"]
+
+
+class EvaluationFeed(Feed):
+    """One walk over the whole of `job.eval_data`, in its order."""
+
+    def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
+        super().__init__(job, capture, micro_batch)
+        if job.eval_data is None:
+            raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
+        self._count = -(-len(job.eval_data) // micro_batch)
+
+    def walks(self) -> Iterator[Step]:
+        yield Step(0, 0, (1.0,) * self._count, forward_only=True)
+
+
+def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> Capture:
+    """The same graphs over these weights, as a `state_dict` names them; None keeps those of the model."""
+    if state is None:
+        return captured
+    found = dict(captured.state)
+    for name in captured.persistent:
+        if name not in state:
+            raise UsageError(f"the state has no entry {name!r}; give a whole state_dict of this model")
+        given, own = state[name].detach(), captured.state[name]
+        if given.shape != own.shape or given.dtype != own.dtype:
+            raise UsageError(
+                f"{name!r} is {given.dtype}{tuple(given.shape)} in the state and {own.dtype}{tuple(own.shape)} in the "
+                "model; give a state_dict of this model"
+            )
+        found[name] = given
+    return replace(captured, state=found)
+
+
+class Predictions:
+    """The model's outputs of each micro-batch as they arrive, and all of them as one."""
+
+    def __init__(self, captured: Capture) -> None:
+        assert captured.evaluate is not None
+        program = captured.evaluate
+        for value in map(program.value, program.outputs[1:]):
+            if value.shape[:1] != (Batch(1),):
+                raise UsageError(
+                    f"the model's output {value.name!r} has no first dimension of samples; return one row for each"
+                )
+        self._captured = captured
+        self._parts: dict[int, list[torch.Tensor]] = {}
+
+    def hear(self, micro: int, values: list[Any]) -> None:
+        """Loss and outputs of one micro-batch."""
+        self._parts[micro] = values[1:]
+
+    def output(self) -> Any:
+        """What the model would return for all samples at once, in their order."""
+        columns = zip(*(self._parts[micro] for micro in sorted(self._parts)), strict=True)
+        try:
+            return self._captured.output_of([torch.cat(column) for column in columns])
+        except RuntimeError as error:
+            raise UsageError(
+                f"outputs of different sizes cannot be one tensor: {error}; predict samples of one size at a time"
+            ) from error
