@@ -23,11 +23,13 @@ from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
-from meshcee.errors import StaleTermError
+from meshcee.errors import ProtocolError, StaleTermError
 
 __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Write", "Wrote"]
 
 log = structlog.get_logger()
+
+MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
 
 
 # -- what happens to the state machine, and what it asks for
@@ -292,7 +294,15 @@ class Elector:
         return self._core.terms.accepted
 
     def accept(self, term: Term) -> None:
-        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk."""
+        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk.
+
+        Terms rise by one with each election; a leap far beyond (ProtocolError) would only shut out every coordinator.
+        """
+        known = max(self._core.terms.counter, self.accepted[0])
+        if term[0] > known + MOST_ELECTIONS_MISSED:
+            raise ProtocolError(
+                f"term {term[0]} is far beyond {known}, the highest that was seen: no coordinator has it"
+            )
         if term < self.accepted:
             raise StaleTermError(
                 f"this was planned in term {term[0]}, but the coordinator of term {self.accepted[0]} is known: plan again"

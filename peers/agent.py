@@ -7,6 +7,7 @@ real machines, in one process and under virtual time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -229,6 +230,12 @@ class Agent:
         except TimeoutError as error:
             missing = sorted(wanted - self.directory.peers.keys())
             raise JoinError(f"the plan uses peers that this one cannot see: {', '.join(missing)}; try again") from error
+
+    async def wait_for_idle(self) -> None:
+        """A moment for peers whose job has just ended to say so; whoever is busy for longer is planned around."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timeouts.announce_every_s):
+                await self.directory.wait_for(lambda: not any(r.busy for r in self.directory.peers.values()))
 
     def device_of(self, peer_id: str) -> DeviceProfile:
         """The device of a peer that lends one, idle or not."""

@@ -92,7 +92,10 @@ class PlanRequest:
 
     def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
         if not devices:
-            raise PlanError("no peer of the mesh lends a device: start one with `meshcee peer --join TOKEN`")
+            raise PlanError(
+                "no peer of the mesh has a free device: start one with `meshcee peer --join TOKEN`, or wait until the "
+                "running job is over (`meshcee status`)"
+            )
         return proportional(devices, self.costs, self.batch_size, self.micro_batch, self.stages)
 
 
@@ -119,6 +122,7 @@ class PlanService:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
             await self._agent.wait_for_peers(request.wanted)
+            await self._agent.wait_for_idle()
             plan = await asyncio.to_thread(request.plan, self._agent.devices())
             log.info("planned", stages=len(plan.pipelines[0].stages), owner=stream.peer_id, term=lease.term)
             await stream.send(Frame(messages.PLAN, {"plan": plan.to_json(), "term": list(lease.term)}))
