@@ -13,9 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dht.election import Believe, Election, Looked, Resigned, Save, Saved, Write, Wrote
+from dht.directory import Directory
+from dht.election import Believe, Election, Elector, Looked, Resigned, Save, Saved, Write, Wrote
 from dht.records import CLOCK_SKEW_S, LeaseRecord
+from dht.signing import Identity, MeshKey
+from dht.store import MemoryStore, SharedMemory
 from dht.terms import Term, Terms
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import ProtocolError, StaleTermError
 
 TTL_S, CONFIRM_S, EVERY_S = 8.0, 1.0, 1.0
 # A lost lease is noticed after ttl; then come the turn, the confirmation, and a look before and after each.
@@ -408,3 +413,16 @@ def test_our_own_claim_of_an_earlier_life_gives_its_number_only() -> None:
     election = core()
     assert election.handle(looked(0.0, claim("m", 41, 0.0))) == []
     assert election.handle(looked(1.0, claim("m", 41, 0.0))) == [Save(Terms(42))]
+
+
+async def test_a_leap_of_terms_is_refused_and_a_stale_one_too() -> None:
+    directory = Directory(
+        MemoryStore(SharedMemory()), Identity.generate(), MeshKey(), timeouts=Timeouts(), limits=Limits()
+    )
+    elector = Elector(directory, "me", eligible=True)
+    elector.accept((3, "someone"))
+    with pytest.raises(StaleTermError, match="plan again"):
+        elector.accept((2, "someone"))
+    with pytest.raises(ProtocolError, match="far beyond 3"):
+        elector.accept((10**9, "someone"))
+    assert elector.accepted == (3, "someone")

@@ -10,15 +10,16 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from meshcee.config import Timeouts
+from meshcee.config import Limits, Timeouts
 from meshcee.eager import eager
 from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from peers.commands.train import save_weights
 from peers.executor import Executor
 from peers.stage import StageRunner
+from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
-from tests.peers.mesh_fixture import train
+from tests.peers.mesh_fixture import members, train
 from tests.reference import reference
 
 
@@ -224,3 +225,14 @@ def test_tied_weights_are_saved_under_all_their_names(tmp_path: Path) -> None:
     assert torch.equal(loaded["embed"], tied)
     assert torch.equal(loaded["head"], tied)
     assert torch.equal(loaded["turned"], tied.t())
+
+
+async def test_silence_on_a_job_stream_keeps_no_peer_busy() -> None:
+    network = MemoryNetwork()
+    async with members(network, 1, Limits()) as (member,), network.transport("silent") as stranger:
+        stream = await stranger.open("p0", "job")
+        assert not member.is_busy
+        await stream.send(Frame("offer", {}, [b"nonsense"]))
+        reply = await stream.recv()
+        assert reply.kind == "refused"
+        assert not member.is_busy
