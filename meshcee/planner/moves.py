@@ -14,11 +14,22 @@ from meshcee.planner.chain import Chain, Codecs
 from meshcee.planner.classes import class_key
 from meshcee.planner.rows import Rows
 
-__all__ = ["Moves"]
+__all__ = ["SLACKS", "Moves"]
 
 Row = list[tuple[str, ...]]
 
 SLACKS = ((0.7, 1), (0.7, 2), (0.85, 2), (1.0, 1), (1.0, 2), (1.3, 2), (1.6, 2), (2.0, 2), (3.0, 2))
+
+
+def shifted(chain: Chain, j: int, by: int) -> Chain | None:
+    """The boundary after stage j moved by so many blocks."""
+    stages = list(chain.stages)
+    a, b = stages[j], stages[j + 1]
+    at = a.end + by
+    if not a.first < at < b.end:
+        return None
+    stages[j], stages[j + 1] = replace(a, end=at), replace(b, first=at)
+    return replace(chain, stages=tuple(stages))
 
 
 class Moves:
@@ -51,19 +62,16 @@ class Moves:
         weights = [w for w, _ in self._kinds]
         return self.random.choices([f for _, f in self._kinds], weights)[0](chain)
 
+    def shake(self, chain: Chain) -> Chain | None:
+        """Other windows, or now and then a block moved."""
+        return self._shift(chain) if self.random.random() < 0.15 else self._windows(chain)
+
     # -- the row stays ---------------------------------------------------------------------------------------------
 
     def _shift(self, chain: Chain) -> Chain | None:
-        stages = list(chain.stages)
-        if len(stages) < 2:
+        if len(chain.stages) < 2:
             return None
-        j = self.random.randrange(len(stages) - 1)
-        a, b = stages[j], stages[j + 1]
-        at = a.end + self.random.choice((-1, 1))
-        if not a.first < at < b.end:
-            return None
-        stages[j], stages[j + 1] = replace(a, end=at), replace(b, first=at)
-        return replace(chain, stages=tuple(stages))
+        return shifted(chain, self.random.randrange(len(chain.stages) - 1), self.random.choice((-1, 1)))
 
     def _windows(self, chain: Chain) -> Chain | None:
         if self.random.random() < 0.3:

@@ -21,7 +21,7 @@ from meshcee.planner.classes import DeviceClass, StageTable, classes_of, ring_of
 from meshcee.planner.joins import join
 from meshcee.planner.moves import SLACKS, Moves
 from meshcee.planner.partition import Candidate, Join, solve
-from meshcee.planner.rows import Rows
+from meshcee.planner.rows import Row, Rows
 from meshcee.profile import Cluster
 from meshcee.simulator import build, period_s, quick_period_s
 from meshcee.workload import Workload
@@ -30,6 +30,9 @@ __all__ = ["Effort", "Search"]
 
 LARGEST_GROUP = 16
 NEAR_REGIONS = 3
+WIDE_SIZES = 2
+SHAKEN, SHAKEN_FROM = 2, 60
+MANY = 7  # classes in one program, from which on one look must do
 MOST_SIZES = 8  # micro-batch sizes looked at
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 
@@ -45,7 +48,7 @@ class Effort:
     rescored: int = 24  # in the simulator
     starts: int = 3
     finalists: int = 6  # simulated whole
-    events: int = 800_000  # for nine devices; more for fewer, fewer for more
+    events: int = 700_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program; beyond, the cluster is large
     seeds: int = 6  # regions around which a large cluster is looked at
     large_classes: int = 5
@@ -73,26 +76,44 @@ class Search:
         """The best chains found with their periods, best first; empty when nothing fits."""
         alone = [((c.peers[0],),) for c in self.classes]
         chains = [*starts, *self.singles()]
-        sizes = self.sizes()
+        small = 9 / len(self.cluster.devices)  # a simulation costs so much less there
+        narrow = self.sizes()
+        sizes = [*narrow, *self.wide_sizes(narrow)]
+        members = [p for peers in self.cluster.regions.values() for p in peers]
+        together: list[Row] = [(tuple(members[:LARGEST_GROUP]),)]
+        together.append(tuple(tuple(peers[:LARGEST_GROUP]) for peers in self.cluster.regions.values()))
         for micro_batch in sizes:
             proposals: list[tuple[float, Chain]] = []
             for codec in self.codecs:
-                proposals += (first := self.propose(micro_batch, codec))
-                rows = [tuple(s.peers for s in c.stages) for _, c in first]
-                width, work = self.effort.beam, self.effort.rows // len(sizes) // len(self.codecs)
+                if micro_batch in narrow:
+                    proposals += (first := self.propose(micro_batch, codec))
+                    rows = [tuple(s.peers for s in c.stages) for _, c in first]
+                else:  # only groups of unlike devices can compute it
+                    rows = together
+                width, work = self.effort.beam, self.effort.rows // len(narrow) // len(self.codecs)
                 proposals += self.rows.improve([*rows, *alone], micro_batch, codec, width, work)[
                     : self.effort.candidates
                 ]
             proposals.sort(key=lambda p: p[0])
             unlike = list(dict.fromkeys(c for _, c in proposals))
-            chains += unlike[: max(3, self.effort.rescored // len(sizes))]
+            chains += unlike[: max(3, int(self.effort.rescored * min(4.0, max(1.0, small**2))) // len(narrow))]
+        events = self.effort.events * min(2.0, max(0.4, small))
+        ranked = self.rank(chains)
         self.events = 0
-        events = self.effort.events * min(2.0, max(0.4, 9 / len(self.cluster.devices)))
-        begun = self.tuned(self.rank(chains))
+        begun = self.tuned(ranked)
         for chain in begun:
-            self.improve(chain, max(0, int(events) - self.events) // len(begun))
+            self.improve(chain, int(events / 2) // len(begun))
+        # windows alone are worth two percent, and no formula knows which: the best rows, their windows shaken
+        shaken: dict[object, Chain] = {}
+        for period, chain in self.rank(list(self._known))[:SHAKEN_FROM]:
+            if math.isfinite(period) and len(chain.stages) > 1 and len(shaken) < SHAKEN:
+                shaken.setdefault((chain.micro_batch, self.rows.shape(tuple(s.peers for s in chain.stages))), chain)
+        for chain in shaken.values():
+            self.improve(chain, int(events / 2) // len(shaken), windows_only=True)
         ranked = [(p, c) for p, c in self.rank(list(self._known)) if math.isfinite(p)]
-        return sorted(((self.whole(c), c) for _, c in ranked[: self.effort.finalists]), key=lambda x: x[0])
+        finalists = dict.fromkeys(c for _, c in ranked[: self.effort.finalists])
+        finalists |= dict.fromkeys([c for _, c in ranked if len(c.peers) == 1][:1])
+        return sorted(((self.whole(c), c) for c in finalists), key=lambda x: x[0])
 
     def whole(self, chain: Chain) -> float:
         """The period, simulated whole."""
@@ -148,7 +169,7 @@ class Search:
                 self._known[chain] = quick_period_s(instance, self.effort.micros)
         return self._known[chain]
 
-    def improve(self, chain: Chain, events: int) -> Chain:
+    def improve(self, chain: Chain, events: int, *, windows_only: bool = False) -> Chain:
         """Annealing by small moves, from a seed."""
         moves = Moves(self.rows, self.codecs, random.Random(0))
         best = now = chain
@@ -157,7 +178,7 @@ class Search:
         begun = self.events
         while self.events < end:
             self.events += 100
-            other = moves.propose(now)
+            other = moves.shake(now) if windows_only else moves.propose(now)
             if other is None:
                 continue
             other_s = self.price(other)
@@ -183,6 +204,15 @@ class Search:
             return fitting
         spread = {round(k * (len(fitting) - 1) / (MOST_SIZES - 1)) for k in range(MOST_SIZES)}
         return [fitting[k] for k in sorted(spread)]
+
+    def wide_sizes(self, narrow: Sequence[int]) -> list[int]:
+        """The next sizes up, which only unlike devices together can compute."""
+        if self.workload.micro_batch is not None or self.large:
+            return []
+        batch = self.workload.global_batch
+        top = sum(self.workload.times[c.kind].largest * len(c.peers) for c in self.classes)
+        above = [m for m in range(max(narrow, default=0) + 1, min(batch, top) + 1) if batch % m == 0]
+        return above[:WIDE_SIZES]
 
     def singles(self) -> list[Chain]:
         """Every class alone, with every micro-batch size."""
@@ -285,7 +315,7 @@ class Search:
             grid = low * np.geomspace(1.0, max(high / low, 1.001), effort.periods)
             first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
             found += first
-            if first and not self.large:  # look closer around the best period
+            if first and len(classes) < MANY:  # look closer around the best period
                 step = max(high / low, 1.001) ** (1 / (effort.periods - 1))
                 near = first[0].period_s * np.geomspace(1 / step, step, effort.periods)
                 found += solve(classes, rows, joins, near, num_micro, effort.candidates, most)

@@ -30,9 +30,10 @@ def gap(seed: int) -> float:
     return plan.predicted.step_s / best - 1 if math.isfinite(best) else -1.0
 
 
-def test_the_plan_is_within_one_percent_of_exhaustive_enumeration() -> None:
-    gaps = [gap(seed) for seed in range(CASES)]
-    assert sum(g <= 0.01 for g in gaps) >= 0.95 * CASES, gaps
+@pytest.mark.parametrize("count", [5, pytest.param(CASES, marks=pytest.mark.slow)])
+def test_the_plan_is_within_one_percent_of_exhaustive_enumeration(count: int) -> None:
+    gaps = [gap(seed) for seed in range(count)]
+    assert sum(g <= 0.01 for g in gaps) >= 0.95 * count, gaps
     assert max(gaps) <= 0.05, gaps
 
 

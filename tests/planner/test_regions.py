@@ -64,8 +64,12 @@ def test_a_live_mesh_is_planned() -> None:
     assert plan.global_batch == 16
     assert {*plan.peers, *(x.peer for x in plan.left_out)} == set(PEERS)
     assert plan.pipelines[0].stages[0].codec_out == "none"
-    # bandwidth between the regions is too little for this job: nobody pays for a boundary over it
-    assert len({HOME[p] for p in plan.peers}) == 1
+
+
+def test_a_link_that_is_too_slow_is_not_crossed() -> None:
+    thin = {k: v if v is NEAR else LinkProfile(0.04, 1e5) for k, v in LINKS.items()}
+    plan = plan_job(DEVICES, thin, COSTS, 16, effort=QUICK)
+    assert {HOME[p] for p in plan.peers} == {1}
 
 
 def test_the_jobs_micro_batch_and_stage_limit_hold() -> None:
