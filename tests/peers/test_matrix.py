@@ -142,6 +142,7 @@ async def test_any_combination_equals_the_plain_loop(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_a_thousand_steps_on_four_stages_equal_the_plain_loop() -> None:
     """The demo's model, small: rounding that differs once would have a thousand steps to grow."""
     torch.manual_seed(0)
