@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -28,53 +28,13 @@ from peers.offer import Offer, Terms
 from peers.outbox import Outbox
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver, state_frames
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
+from peers.walk import Report, Walk
 
 __all__ = ["Owner", "Report"]
 
 log = structlog.get_logger()
 
 GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
-
-
-@dataclass(frozen=True)
-class Report:
-    """One committed step. `loss` is the weighted sum over its micro-batches, in micro order."""
-
-    step: int
-    steps: int
-    loss: float
-    step_s: float
-    samples_per_s: float
-    eta_s: float
-    limit: str  # what bounds the speed, in words
-    norm: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Walk:
-    """What has come back of one step or evaluation."""
-
-    spec: Step
-    members: int
-    losses: dict[int, float] = field(default_factory=dict)
-    applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def new(self, micro: int) -> int:
-        """The index of a micro-batch of this walk of which nothing has come back yet."""
-        if not 0 <= micro < self.spec.num_micro or micro in self.losses or micro in self.outputs:
-            raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
-        return micro
-
-    def check(self) -> None:
-        back = self.outputs if self.spec.forward_only else self.losses
-        if len(back) == self.spec.num_micro and (self.spec.forward_only or len(self.applied) == self.members):
-            self.complete.set()
-
-    def loss(self) -> float:
-        return sum(self.losses[m] * self.spec.weights[m] for m in range(self.spec.num_micro))
 
 
 class _Link:
@@ -129,10 +89,10 @@ class Owner:
         self._links: list[_Link] = []
         self._source: Feed | None = None
         self._hear_outputs: Callable[[int, list[Any]], None] | None = None
-        self._walks: dict[int, _Walk] = {}
+        self._walks: dict[int, Walk] = {}
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
-        self._order: asyncio.Queue[_Walk | None] = asyncio.Queue(maxsize=256)
+        self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
         self._failed = asyncio.Event()
         self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
         self._stop = False
@@ -296,7 +256,7 @@ class Owner:
         for spec in feed.walks():
             if self._stop and not spec.forward_only:
                 break
-            walk = _Walk(spec, len(self._links))
+            walk = Walk(spec, len(self._links))
             self._walks[spec.walk] = walk
             await self._order.put(walk)
             kind = messages.EVALUATE if spec.forward_only else messages.STEP
@@ -444,7 +404,7 @@ class Owner:
                 raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
         return found
 
-    def _metrics(self, feed: Feed, walk: _Walk) -> dict[str, float]:
+    def _metrics(self, feed: Feed, walk: Walk) -> dict[str, float]:
         """Each metric averaged over the evaluation's samples; "loss" is always there."""
         totals: dict[str, float] = {}
         count = 0
@@ -455,7 +415,7 @@ class Owner:
                 totals[name] = totals.get(name, 0.0) + value * size
         return {name: value / count for name, value in totals.items()}
 
-    def _limit(self, walk: _Walk) -> str:
+    def _limit(self, walk: Walk) -> str:
         """The busiest stage, or that none is busy: then links or the window limit."""
         shares = []
         for link in self._links:

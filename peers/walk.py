@@ -1,0 +1,57 @@
+"""What has come back of one step or evaluation, and what is told of it.
+
+The idea: the owner fills a Walk as answers arrive in any order; a Report is made once it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshcee.errors import ProtocolError
+from peers.messages import Step
+
+__all__ = ["Report", "Walk"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One committed step. `loss` is the weighted sum over its micro-batches, in micro order."""
+
+    step: int
+    steps: int
+    loss: float
+    step_s: float
+    samples_per_s: float
+    eta_s: float
+    limit: str  # what bounds the speed, in words
+    norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Walk:
+    """What has come back of one step or evaluation."""
+
+    spec: Step
+    members: int
+    losses: dict[int, float] = field(default_factory=dict)
+    applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def new(self, micro: int) -> int:
+        """The index of a micro-batch of this walk of which nothing has come back yet."""
+        if not 0 <= micro < self.spec.num_micro or micro in self.losses or micro in self.outputs:
+            raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
+        return micro
+
+    def check(self) -> None:
+        back = self.outputs if self.spec.forward_only else self.losses
+        if len(back) == self.spec.num_micro and (self.spec.forward_only or len(self.applied) == self.members):
+            self.complete.set()
+
+    def loss(self) -> float:
+        return sum(self.losses[m] * self.spec.weights[m] for m in range(self.spec.num_micro))
