@@ -13,9 +13,10 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.tensor_files import TensorFile
 from peers.assemble import JoinOptions, join
 from peers.commands.session import configure_logging, run_async
-from peers.home import Home, write_atomic
+from peers.home import Home
 from peers.jobfile import load_job
 from peers.mesh import Mesh, Result
 from peers.profiler import resolve_device
@@ -41,10 +42,9 @@ class TrainOptions:
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
     """Write a .safetensors file atomically, under the model's own names."""
-    import safetensors.torch
-
-    # Tied weights have several names and one memory, which safetensors refuses: each name gets a copy of its own.
-    write_atomic(path, safetensors.torch.save({k: v.detach().contiguous().clone() for k, v in state.items()}))
+    with TensorFile(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}) as file:
+        for name, tensor in state.items():
+            file.write(name, tensor)
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
