@@ -1,0 +1,129 @@
+"""What the lab emulates: hosts in regions, the lines that they share, latencies, and a trace of changes.
+
+The idea: a path is a row of queues, as on a real network: the sender's port, the line between two regions, the receiver's
+port. Each line is a first-in-first-out queue of bounded length at one bandwidth, so TCP sees delay that grows and packets
+that are lost just as it would on the wire. All that is needed is plain data, which travels to the router as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from meshcee.errors import UsageError
+from meshcee.scenario import Scenario
+
+__all__ = ["PREFIX", "Change", "Host", "Link", "Network", "address_of", "pair_of_hosts"]
+
+PREFIX = 16  # all hosts are on one network; there is no route to anything else
+MIN_QUEUE_BYTES = 48 * 1024
+
+
+@dataclass(frozen=True)
+class Host:
+    """One network namespace. Its port has a bandwidth in each direction; None is no limit."""
+
+    name: str
+    region: str
+    port_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one region to another, or within one; what crosses in this direction shares it."""
+
+    source: str
+    target: str
+    latency_s: float  # one way
+    bandwidth_bytes_per_s: float | None = None  # None is no limit, e.g. inside a region, where ports limit
+    loss: float = 0.0  # the share of packets that vanish, on top of what a full queue drops
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `at_s` after the trace has been started, the link is this one."""
+
+    at_s: float
+    link: Link
+
+
+@dataclass(frozen=True)
+class Network:
+    """All hosts, and a link for each ordered pair of regions, and for each region with itself."""
+
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...]
+    changes: tuple[Change, ...] = ()
+    queue_s: float = field(
+        default=0.1
+    )  # how long a queue may get, as its bandwidth drains it; at least MIN_QUEUE_BYTES
+
+    def __post_init__(self) -> None:
+        names = [host.name for host in self.hosts]
+        if not 1 <= len(names) <= 250 or len(set(names)) < len(names):
+            raise UsageError("a lab has 1 to 250 hosts, each with a name of its own")
+        between = {(link.source, link.target) for link in self.links}
+        regions = {host.region for host in self.hosts}
+        if missing := sorted((a, b) for a in regions for b in regions if (a, b) not in between):
+            raise UsageError(f"the lab has no link from {missing[0][0]} to {missing[0][1]}; add one")
+
+    def queue_bytes(self, bandwidth_bytes_per_s: float) -> float:
+        return max(MIN_QUEUE_BYTES, bandwidth_bytes_per_s * self.queue_s)
+
+    @classmethod
+    def of(cls, scenario: Scenario, *, loss: Mapping[tuple[str, str], float] | None = None) -> Network:
+        """The network of a testbed. `loss` is by ordered pair of regions: testbed files have none."""
+        cluster, lost = scenario.cluster, loss or {}
+        hosts = tuple(Host(d.name, d.region, _finite(d.port_bytes_per_s)) for d in cluster.devices.values())
+        regions = {host.region for host in hosts}
+        links = {(r, r): Link(r, r, cluster.inside_latency_s[r], None, lost.get((r, r), 0.0)) for r in regions}
+        for a, b, edge in cluster.graph.edges(data=True):
+            if a[0] == b[0] == "@" and {a[1:], b[1:]} <= regions:
+                pair = (a[1:], b[1:])
+                links[pair] = Link(*pair, edge["latency"], _finite(edge["bandwidth"]), lost.get(pair, 0.0))
+        if unknown := sorted(set(lost) - set(links)):
+            raise UsageError(f"loss is given for {unknown[0]}, but regions are {', '.join(sorted(regions))}")
+        changes, now = [], dict(links)
+        for change in sorted(scenario.trace, key=lambda change: change.at_s):
+            for pair in (change.between, change.between[::-1]):
+                if pair not in links:
+                    continue
+                first, last = links[pair], now[pair]
+                latency_s, bandwidth = last.latency_s, last.bandwidth_bytes_per_s
+                if change.extra_latency_s is not None:
+                    latency_s = first.latency_s + change.extra_latency_s
+                if change.bandwidth_bytes_per_s is not None:
+                    bandwidth = change.bandwidth_bytes_per_s
+                now[pair] = Link(*pair, latency_s, bandwidth, last.loss)
+                changes.append(Change(change.at_s, now[pair]))
+        return cls(hosts, tuple(links.values()), tuple(changes))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Network:
+        return cls(
+            tuple(Host(**host) for host in data["hosts"]),
+            tuple(Link(**link) for link in data["links"]),
+            tuple(Change(change["at_s"], Link(**change["link"])) for change in data["changes"]),
+            data["queue_s"],
+        )
+
+
+def address_of(place: int) -> str:
+    """The IPv4 address of the host at this place in the network's list."""
+    return f"10.77.0.{place + 1}"
+
+
+def pair_of_hosts(bandwidth_bytes_per_s: float, rtt_s: float, *, loss: float = 0.0) -> Network:
+    """Hosts "here" and "there", each in a region of its own: the smallest network with a link."""
+    link = (rtt_s / 2, bandwidth_bytes_per_s, loss)
+    links = (Link("a", "b", *link), Link("b", "a", *link), Link("a", "a", 0.0), Link("b", "b", 0.0))
+    return Network((Host("here", "a"), Host("there", "b")), links, queue_s=max(0.1, rtt_s))
+
+
+def _finite(bandwidth_bytes_per_s: float) -> float | None:
+    return bandwidth_bytes_per_s if math.isfinite(bandwidth_bytes_per_s) else None

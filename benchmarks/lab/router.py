@@ -1,0 +1,117 @@
+"""The router process: makes the namespaces, carries every packet between them, and is what keeps them alive.
+
+The idea: one process, one loop, no threads. It reads packets from each namespace's TUN device, hands them to `Queues`, and
+writes them to the device of their destination when they arrive. It is asked over its standard input, one JSON object a
+line; when that ends, however the lab ended, it kills what still runs inside and goes, and the namespaces go with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from benchmarks.lab.namespaces import congestion_control, enter, inside, new_namespace, own_namespace, tun
+from benchmarks.lab.network import PREFIX, Link, Network, address_of
+from benchmarks.lab.queues import Queues
+
+_BURST = 32  # packets from one device before the others have their turn
+_PRIORITY = -10  # a late router would be measured instead of the network
+_IPV4 = 4
+
+
+class Router:
+    def __init__(self, network: Network, mtu: int, seed: int) -> None:
+        self.queues = Queues(network, seed=seed)
+        self.namespaces: list[int] = []
+        self._devices: list[int] = []
+        self._mtu = mtu
+        home = own_namespace()
+        for place in range(len(network.hosts)):
+            self.namespaces.append(new_namespace())
+            self._devices.append(tun(address_of(place), PREFIX, mtu))
+        self.congestion_control = congestion_control()
+        enter(home)
+        os.close(home)
+        self._places = {bytes(map(int, address_of(place).split("."))): place for place in range(len(network.hosts))}
+        self.refused = 0  # packets that a device did not take
+
+    def run(self) -> None:
+        """Until standard input ends."""
+        clock, queues, devices = time.monotonic, self.queues, self._devices
+        places = {device: place for place, device in enumerate(devices)}
+        watched = [0, *devices]
+        lines = b""
+        while True:
+            due = queues.next_due()
+            ready, _, _ = select.select(watched, [], [], None if due is None else max(0.0, due - clock()))
+            for device in ready:
+                if device:
+                    self._read(device, places[device])
+                    continue
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                *whole, lines = (lines + data).split(b"\n")
+                for line in whole:
+                    self._answer(json.loads(line))
+            for place, packet in queues.arrived(clock()):
+                try:
+                    os.write(devices[place], packet)
+                except OSError:
+                    self.refused += 1
+
+    def _read(self, device: int, source: int) -> None:
+        queues, places, size = self.queues, self._places, self._mtu + 64
+        now = time.monotonic()
+        for _ in range(_BURST):
+            try:
+                packet = os.read(device, size)
+            except BlockingIOError:
+                return
+            target = places.get(packet[16:20])
+            if target is not None and packet[0] >> 4 == _IPV4:
+                queues.put(now, source, target, packet)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        what = request["do"]
+        if what == "trace":
+            self.queues.start_trace(time.monotonic())
+        elif what == "set":
+            self.queues.set(Link(**request["link"]))
+        answer = {"lines": self.queues.stats(), "refused": self.refused, "cpu_s": time.process_time()}
+        print(json.dumps(answer if what == "stats" else {"done": what}), flush=True)
+
+    def kill_inside(self) -> None:
+        """Until nothing is left: a process may start another one while we look."""
+        while left := inside(self.namespaces):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the lab's to handle
+    order = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    router = Router(Network.from_json(order["network"]), order["mtu"], order["seed"])
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    gc.freeze()
+    gc.disable()  # packets make no cycles, and a collection is a hiccup of the whole network
+    ready = {"pid": os.getpid(), "namespaces": router.namespaces, "congestion_control": router.congestion_control}
+    print(json.dumps(ready), flush=True)
+    try:
+        router.run()
+    finally:
+        router.kill_inside()
+
+
+if __name__ == "__main__":
+    main()
