@@ -76,7 +76,9 @@ class WorkFunction:
         self.work_s = [min(stayed[q] + self._moving_s[q][p] for q in every) for p in every]
         there = self._moving_s[self.current]
         # At a tie the move has paid for itself: whoever stays would owe the history of the other, and the way to it.
-        best = min((p for p in every if p != self.current), key=lambda p: self.work_s[p] + there[p], default=self.current)
+        best = min(
+            (p for p in every if p != self.current), key=lambda p: self.work_s[p] + there[p], default=self.current
+        )
         if self.work_s[best] + there[best] <= self.work_s[self.current] * (1 + 1e-12):
             self.current = best
         return self.current
