@@ -9,7 +9,6 @@ peers, 7 non-finite loss, 8 not permitted, 130 interrupted.
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from pathlib import Path
@@ -20,6 +19,7 @@ import typer
 from meshcee import __version__
 from meshcee.errors import MeshceeError
 from peers.commands import planning
+from peers.strict_json import dumps
 
 __all__ = ["app", "main"]
 
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _fail(error: BaseException, code: int) -> None:
     arguments: list[Any] = sys.argv
     if "--json" in arguments:
-        print(json.dumps({"error": type(error).__name__, "message": str(error), "exit_code": code}), flush=True)
+        print(dumps({"error": type(error).__name__, "message": str(error), "exit_code": code}), flush=True)
     hint = (
         "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
     )

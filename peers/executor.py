@@ -25,7 +25,7 @@ from peers.compute import Compute
 from peers.inbox import Activation, Collect, Inbox
 from peers.messages import Step
 from peers.outbox import Outbox
-from peers.stage import StageRunner, clip_coefficient
+from peers.stage import StageRunner, clip_coefficient, global_norm
 from peers.state_frames import state_frames
 from peers.transport.base import Frame
 
@@ -291,11 +291,13 @@ class Executor:
             if place.is_first:
                 # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
                 norms = [torch.tensor(norm, dtype=place.norm_dtype) for _, norm in sorted(pairs)]
-                self._norm = float(torch.linalg.vector_norm(torch.stack(norms), 2.0))
+                self._norm = float(global_norm(norms))
                 await self.commit(walk.walk, float(clip_coefficient(norms, place.clip_norm)))
             else:
-                header = {"walk": walk.walk, "norms": pairs}
-                await self.stages[place.index - 1].put(Frame(messages.NORMS, header))
+                # In a payload: a header would be too small for a few thousand parameters. float64 holds every norm as it is.
+                indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
+                found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64)
+                await self._send(place.index - 1, messages.NORMS, walk.walk, 0, [indices, found])
         while walk.walk not in inbox.commits:
             await self._wait()
         return inbox.commits[walk.walk]

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from meshcee.errors import JoinError, UsageError
+from peers.strict_json import dumps
 
 __all__ = ["Home", "Run", "write_atomic"]
 
@@ -77,7 +78,7 @@ class Run:
 
     def report(self, line: Mapping[str, Any]) -> None:
         with (self.folder / "reports.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(dumps(line) + "\n")
 
     def reports(self) -> list[dict[str, Any]]:
         try:
@@ -87,7 +88,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def end(self, state: str, **more: Any) -> None:
-        write_atomic(self.folder / "result.json", json.dumps({"state": state, "ended": time.time(), **more}).encode())
+        write_atomic(self.folder / "result.json", dumps({"state": state, "ended": time.time(), **more}).encode())
 
 
 class Home:
@@ -137,7 +138,7 @@ class Home:
                 continue
         me = psutil.Process()
         data = {"name": name, "pid": me.pid, "process_started": me.create_time(), "started": time.time(), **info}
-        write_atomic(folder / "run.json", json.dumps(data).encode())
+        write_atomic(folder / "run.json", dumps(data).encode())
         return Run(folder)
 
     def runs(self) -> list[Run]:

@@ -26,7 +26,7 @@ from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
-__all__ = ["Member", "Session"]
+__all__ = ["Member", "Session", "norms_of"]
 
 log = structlog.get_logger()
 
@@ -180,10 +180,6 @@ class Session:
             clip = header.get("clip")
             await self._executor.commit(walk, None if clip is None else need(header, "clip", float))
             return
-        if frame.kind == messages.NORMS and index == place.index + 1:
-            pairs = need(header, "norms", list)
-            inbox.put_norms(walk, [(int(i), float(n)) for i, n in pairs])
-            return
         values = tensors.unpack(need(header, "tensors", list), frame.payloads)
         if frame.kind == messages.F and index == place.index - 1:
             if not values or isinstance(values[-1], float):
@@ -191,6 +187,8 @@ class Session:
             inbox.put_forward(walk, need(header, "micro", int), Activation(values[:-1], values[-1]))
         elif frame.kind == messages.B and index == place.index + 1:
             inbox.put_back(walk, need(header, "micro", int), _tensors(values))
+        elif frame.kind == messages.NORMS and index == place.index + 1:
+            inbox.put_norms(walk, norms_of(values, len(place.norm_order)))
         elif frame.kind == messages.SHARED and index > place.index:
             inbox.put_shared(walk, need(header, "micro", int), _named(header, values))
         elif frame.kind == messages.TOTAL and index < place.index:
@@ -203,6 +201,19 @@ def _tensors(values: list[Any]) -> list[torch.Tensor | None]:
     if not all(value is None or isinstance(value, torch.Tensor) for value in values):
         raise ProtocolError("a gradient is a tensor or nothing")
     return values
+
+
+def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
+    """(parameter's index, norm) pairs, from one tensor of each."""
+    indices, norms = values if len(values) == 2 else (None, None)
+    if not isinstance(indices, torch.Tensor) or not isinstance(norms, torch.Tensor) or indices.shape != norms.shape:
+        raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
+    if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
+        raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
+    known = [int(i) for i in indices]
+    if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
+        raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
+    return list(zip(known, norms.tolist()))
 
 
 def _named(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:

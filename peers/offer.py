@@ -29,6 +29,7 @@ from peers.transport.base import Frame
 __all__ = ["Offer", "Terms"]
 
 RNG_BYTES = 64 * 1024
+NORM_BYTES = 16  # a parameter's index and the norm of its gradient
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
 
 
@@ -288,7 +289,8 @@ class Offer:
             sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received)
             for spec in (*self.specs, *self.evaluation_specs)
         )
-        return int(boundary + self.state_bytes + RNG_BYTES)
+        norms = NORM_BYTES * len(self.terms.parameters)
+        return int(boundary + self.state_bytes + norms + RNG_BYTES)
 
     @property
     def recompute(self) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -33,6 +34,8 @@ from peers.walk import Report, Walk
 __all__ = ["Owner", "Report"]
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
 
@@ -88,6 +91,8 @@ class Owner:
         self._limits = limits
         self._links: list[_Link] = []
         self._source: Feed | None = None
+        # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
+        self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._hear_outputs: Callable[[int, list[Any]], None] | None = None
         self._walks: dict[int, Walk] = {}
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
@@ -154,6 +159,7 @@ class Owner:
         except* MeshceeError as group:  # of our own: the user's data or metrics
             self._failures.append((0, _leaf(group)))
         finally:
+            self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
         if self._failures:
@@ -252,8 +258,12 @@ class Owner:
 
     # -- feeding -------------------------------------------------------------------------------------------------------
 
+    async def _in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._users, call, *args)
+
     async def _feed(self, feed: Feed) -> None:
-        for spec in feed.walks():
+        walks = feed.walks()
+        while (spec := await self._in_users_thread(next, walks, None)) is not None:
             if self._stop and not spec.forward_only:
                 break
             walk = Walk(spec, len(self._links))
@@ -264,7 +274,7 @@ class Owner:
                 await link.outbox.put(Frame(kind, spec.header()))
             for micro in range(spec.num_micro):
                 await self._ahead.acquire()
-                inputs = feed.inputs(spec, micro)
+                inputs = await self._in_users_thread(feed.inputs, spec, micro)
                 for link in self._links:
                     names = link.offer.raw_inputs(forward_only=spec.forward_only)
                     if names:
@@ -287,7 +297,7 @@ class Owner:
                 frame = await link.stream.recv()
                 self._heard += 1
                 if frame.kind not in (messages.STATE, messages.STATE_END):
-                    self._take(link, frame)
+                    await self._take(link, frame)
                 elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
                     link.collected.set()
         except StreamClosed as closed:
@@ -304,7 +314,7 @@ class Owner:
             ),
         )
 
-    def _take(self, link: _Link, frame: Frame) -> None:
+    async def _take(self, link: _Link, frame: Frame) -> None:
         header = frame.header
         if frame.kind == messages.FAILED:
             error = messages.error_from(header)
@@ -334,7 +344,8 @@ class Owner:
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
             micro = walk.new(need(header, "micro", int))
             values = tensors.unpack(need(header, "tensors", list), frame.payloads)
-            walk.outputs[micro] = self._measure(walk.spec, micro, values)  # outputs are large: none is kept here
+            # Outputs are large: none is kept here.
+            walk.outputs[micro] = await self._in_users_thread(self._measure, walk.spec, micro, values)
             if self._hear_outputs is not None:
                 self._hear_outputs(micro, values)
             self._ahead.release()

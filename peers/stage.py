@@ -26,7 +26,7 @@ from meshcee.job import Optimizer
 from peers.deferred import Deferral, Tape
 from peers.weights import Weights
 
-__all__ = ["Rng", "StageRunner", "clip_coefficient"]
+__all__ = ["Rng", "StageRunner", "clip_coefficient", "global_norm"]
 
 Boundary = torch.Tensor | int
 Rng = int | torch.Tensor | None  # a seed not yet used, the generator's state, or no randomness at all
@@ -35,10 +35,14 @@ Rng = int | torch.Tensor | None  # a seed not yet used, the generator's state, o
 _generator_lock = threading.Lock()
 
 
+def global_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As torch.nn.utils.get_total_norm: `norms` of all gradients there are, in named_parameters order; none give 0."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)), 2.0) if norms else torch.tensor(0.0)
+
+
 def clip_coefficient(norms: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_: `norms` of all parameters that have a gradient, in named_parameters order."""
-    total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    """What torch.nn.utils.clip_grad_norm_ multiplies gradients of these norms by."""
+    return torch.clamp(max_norm / (global_norm(norms) + 1e-6), max=1.0)
 
 
 @dataclass

@@ -5,7 +5,6 @@ The idea: reports are values; this file is the only one that draws them.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from meshcee.plan import Plan
 from peers.owner import Report
+from peers.strict_json import dumps
 
 __all__ = ["JsonView", "LineView", "RichView", "View", "plan_table", "report_json", "view_for"]
 
@@ -69,13 +69,13 @@ class JsonView(_Base):
     """One JSON object a line on standard output."""
 
     def note(self, text: str) -> None:
-        print(json.dumps({"note": text}), flush=True)
+        print(dumps({"note": text}), flush=True)
 
     def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
-        print(json.dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
+        print(dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
 
     def report(self, report: Report) -> None:
-        print(json.dumps({"report": report_json(report)}), flush=True)
+        print(dumps({"report": report_json(report)}), flush=True)
 
 
 class LineView(_Base):

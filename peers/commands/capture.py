@@ -6,7 +6,6 @@ The idea: the same capture that training starts with, printed; what fails here w
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from meshcee.capture.page import FIGURES, amount, page, size
 from meshcee.errors import UsageError
 from meshcee.profile import BlockCost
 from peers.jobfile import load_job
+from peers.strict_json import dumps
 
 __all__ = ["run_capture"]
 
@@ -42,7 +42,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
             "random": captured.train.uses_random,
             "blocks": [dataclasses.asdict(c) for c in costs],
         }
-        print(json.dumps(result), flush=True)
+        print(dumps(result), flush=True)
         return
     print(
         f"{job.name}: {len(costs)} blocks, {amount(sum(c.flops for c in costs))} FLOPs forward per sample, "

@@ -28,6 +28,7 @@ from peers.commands.session import configure_logging, run_async
 from peers.home import Home
 from peers.jobfile import load_job
 from peers.mesh import Mesh
+from peers.strict_json import dumps
 from peers.view import View, view_for
 
 __all__ = ["run_demo"]
@@ -93,7 +94,7 @@ async def _demo(
     )
     if as_json:
         summary = {"losses": result.losses, "seconds": training_s, "equal": same_losses and not worst, "eager": eager}
-        print(json.dumps({"result": summary}), flush=True)
+        print(dumps({"result": summary}), flush=True)
     return same_losses and not worst
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from peers.commands.children import Children
 from peers.commands.session import configure_logging, run_async
 from peers.emulation import device_names
+from peers.strict_json import dumps
 
 __all__ = ["run_local"]
 
@@ -33,9 +33,7 @@ async def _local(
         async with Children(Path(folder)) as children:
             token = await children.start_peers(len(names), threads=threads, names=names, emulation=emulation)
             if as_json:
-                print(
-                    json.dumps({"token": token, "pids": {n: p.pid for n, p in children.processes.items()}}), flush=True
-                )
+                print(dumps({"token": token, "pids": {n: p.pid for n, p in children.processes.items()}}), flush=True)
             else:
                 console.print(f"{len(names)} peers are up: {', '.join(names)}")
                 console.print(f"\n  meshcee train JOB.py --join {token}", soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from peers.commands.children import die_with_parent
 from peers.commands.session import configure_logging, run_async
 from peers.home import Home
 from peers.profiler import resolve_device
+from peers.strict_json import dumps
 
 __all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_peer"]
 
@@ -92,9 +92,7 @@ async def _serve(where: JoinOptions, *, as_json: bool) -> None:
     async with agent(where, Home()) as me:
         invite = me.invite(where.valid_s)
         if as_json:
-            print(
-                json.dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True
-            )
+            print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
         else:
             console = Console(highlight=False)
             console.print(f"{me.options.name} is up as {me.peer_id} on {where.device}.")

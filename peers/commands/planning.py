@@ -15,6 +15,7 @@ from meshcee.errors import UsageError
 from meshcee.plan import Plan
 from meshcee.scenario import Scenario, load_scenario, packaged
 from meshcee.workload import CODECS
+from peers.strict_json import dumps
 
 __all__ = ["plan", "read_scenario", "simulate"]
 
@@ -72,7 +73,7 @@ def plan(
     if html is not None:
         html.write_text(page(chosen.best, cluster, workload, text, f"meshcee plan: {scenario.name}"), encoding="utf-8")
     if as_json:
-        print(json.dumps(chosen.best.to_json()))
+        print(dumps(chosen.best.to_json()))
     elif explain:
         print(text)
     else:
@@ -132,7 +133,7 @@ def simulate(
         if done:
             rate = chosen.global_batch / timeline.period_s
             result |= {"period_s": timeline.period_s, "samples_per_s": rate, "utilisation": timeline.utilisation()}
-        print(json.dumps(result))
+        print(dumps(result))
         return
     for s, seconds in enumerate(timeline.step_s):
         print(f"step {s}: {seconds:.4g} s")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from meshcee.errors import UsageError
 from peers.home import Home, Run
+from peers.strict_json import dumps
 
 __all__ = ["list_runs", "show_logs", "stop_run"]
 
@@ -29,11 +30,16 @@ def _summary(run: Run) -> dict[str, object]:
     }
 
 
+def _figure(value: object) -> str:
+    """Figures that are no numbers are kept as null."""
+    return f"{value:.4f}" if isinstance(value, float) else "nan"
+
+
 def list_runs(*, as_json: bool) -> None:
     summaries = [_summary(run) for run in Home().runs()]
     if as_json:
         for summary in summaries:
-            print(json.dumps(summary))
+            print(dumps(summary))
         return
     if not summaries:
         print("No runs yet: start one with `meshcee train JOB.py --join TOKEN`.")
@@ -42,7 +48,7 @@ def list_runs(*, as_json: bool) -> None:
     for column in ("run", "state", "step", "loss"):
         table.add_column(column)
     for s in summaries:
-        loss = f"{s['loss']:.4f}" if isinstance(s["loss"], float) else "-"
+        loss = _figure(s["loss"]) if s["step"] else "-"
         table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss)
     Console().print(table)
 
@@ -67,10 +73,10 @@ def show_logs(run_id: str, *, as_json: bool) -> None:
     run = Home().run(run_id)
     for report in run.reports():
         if as_json:
-            print(json.dumps(report))
+            print(dumps(report))
         else:
-            metrics = "  ".join(f"{k} {v:.4f}" for k, v in report["metrics"].items())
-            line = f"step {report['step'] + 1}/{report['steps']}  loss {report['loss']:.4f}"
+            metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
+            line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
             print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
     result = run.folder / "result.json"
     if result.exists() and not as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ from peers.assemble import JoinOptions, join
 from peers.commands.peer import parse_duration_s
 from peers.commands.session import configure_logging, run_async
 from peers.home import Home
+from peers.strict_json import dumps
 from peers.view import plan_table
 
 __all__ = ["print_token", "run_status"]
@@ -26,7 +26,7 @@ def run_status(token: str | None, *, as_json: bool) -> None:
     configure_logging(as_json=as_json, level="warning")
     data = run_async(_look(_required(token)))
     if as_json:
-        print(json.dumps(data), flush=True)
+        print(dumps(data), flush=True)
     else:
         _print(data)
 

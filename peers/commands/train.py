@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from peers.home import Home
 from peers.jobfile import load_job
 from peers.mesh import Mesh, Result
 from peers.profiler import resolve_device
+from peers.strict_json import dumps
 from peers.view import View, view_for
 
 __all__ = ["TrainOptions", "run_train", "save_weights"]
@@ -91,7 +91,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         "out": str(out) if out else None,
     }
     if as_json:
-        print(json.dumps({"result": summary}), flush=True)
+        print(dumps({"result": summary}), flush=True)
         return
     verb = "Stopped" if result.stopped else "Done"
     losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"

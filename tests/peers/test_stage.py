@@ -17,7 +17,7 @@ from torch import nn
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import ProtocolError
 from meshcee.job import Schedule
-from peers.stage import clip_coefficient
+from peers.stage import clip_coefficient, global_norm
 from tests import zoo
 from tests.peers.chain import Chain
 from tests.reference import Reference, reference
@@ -284,9 +284,18 @@ def test_clipping_is_torchs() -> None:
     for p in parameters:
         p.grad = torch.randn(p.shape, generator=generator)
     norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], 2.0)
+    assert torch.equal(
+        global_norm(norms), torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    )
     for limit in (0.1, 100.0):
         coefficient = clip_coefficient(norms, limit)
         want = [p.grad.clone() for p in parameters if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(parameters, limit)
         for p, grad in zip(parameters, want):
             assert torch.equal(p.grad, grad.mul_(coefficient))
+
+
+def test_clipping_without_any_gradient_is_torchs() -> None:
+    want = torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.zeros(3))], 0.5)
+    assert torch.equal(global_norm([]), want)
+    assert clip_coefficient([], 0.5) == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from torch import nn
 
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import eager
-from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, UsageError
+from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
+from meshcee.plan import Plan
+from meshcee.sampling import draw
 from peers.commands.train import save_weights
 from peers.executor import Executor
+from peers.member import norms_of
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
@@ -179,6 +183,53 @@ async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
         assert torch.equal(trained.state[name], tensor), name
 
 
+class Scattered(nn.Module):
+    """Two products with matrices whose elements are parameters of their own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.ParameterList([nn.Parameter(torch.randn(())) for _ in range(count)]) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ torch.stack(list(self.first)).view(4, -1))
+        return h @ torch.stack(list(self.second)).view(-1, 4)
+
+
+async def test_norms_of_many_parameters_need_no_large_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job() -> Job:
+        torch.manual_seed(0)
+        data = [(torch.randn(4), torch.randn(4)) for _ in range(24)]
+        settings = {"loss": nn.functional.mse_loss, "clip_norm": 0.01, "schedule": None, "steps": 2}
+        return make_job(model=Scattered(400), data=data, **settings)
+
+    monkeypatch.setattr("peers.transport.endpoint.Limits", lambda: Limits(header_bytes=4096))
+    trained = await train(job(), 2, 6)
+    losses, model = eager(job(), 2, 6)
+    assert trained.losses == losses
+    assert all(torch.equal(trained.state[name], tensor) for name, tensor in model.state_dict().items())
+    assert trained.reports[0].norm is not None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.tensor([0, 1])],
+        [torch.tensor([0, 0]), torch.ones(2, dtype=torch.float64)],
+        [torch.tensor([0, 5]), torch.ones(2, dtype=torch.float64)],
+        [torch.tensor([0, 1]), torch.ones(3, dtype=torch.float64)],
+        [torch.tensor([0, 1]), torch.ones(2)],
+        [torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.float64)],
+        [None, 1.0],
+    ],
+    ids=lambda values: f"{values}",
+)
+def test_norms_that_make_no_sense_are_refused(values: list[object]) -> None:
+    with pytest.raises(ProtocolError, match="norms"):
+        norms_of(values, 5)
+
+
 async def test_an_evaluation_may_have_large_outputs() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -216,6 +267,43 @@ async def test_an_error_in_the_users_data_or_metric_is_told_as_such() -> None:
 
     with pytest.raises(UsageError, match="metric 'bad' failed: ValueError"):
         await train(make_job(eval_data=Pairs(6), metrics={"bad": metric}, steps=1), 2, 6)
+
+
+class Slow(Pairs):
+    """Samples that come only once the event loop has turned: read on the loop, the first would wait for ever."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.turned = threading.Event()
+        self.waits = False
+        self.threads: set[str] = set()
+        self.read: list[int] = []
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        if self.waits:
+            assert self.turned.wait(60)
+            self.threads.add(threading.current_thread().name)
+            self.read.append(i)
+        return super().__getitem__(i)
+
+
+async def test_data_is_read_in_order_by_one_thread_that_is_not_the_event_loops() -> None:
+    data = Slow(96)
+    job = make_job(data=data, steps=3, eval_data=data, metrics={"one": lambda output, target: 1.0})
+
+    def turn() -> None:
+        data.turned.set()
+
+    def adapt(plan: Plan) -> Plan:  # capturing is over: from here on the owner reads
+        data.waits = True
+        asyncio.get_running_loop().call_later(0.1, turn)
+        return plan
+
+    trained = await train(job, 2, 6, adapt=adapt)
+    assert trained.losses == eager(make_job(steps=3), 3, 6)[0]
+    assert len(data.threads) == 1
+    assert threading.main_thread().name not in data.threads
+    assert data.read[: 3 * 24] == [i for step in range(3) for i in draw(3, 96, 24, step)]
 
 
 def test_tied_weights_are_saved_under_all_their_names(tmp_path: Path) -> None:
