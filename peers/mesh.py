@@ -24,6 +24,7 @@ from peers.coordinator import PlanRequest, request_plan
 from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.feed import Feed
 from peers.home import Home, Run
+from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.view import report_json
 
@@ -201,6 +202,8 @@ class Mesh:
                 captured = await asyncio.to_thread(capture, job)
             for attempt in range(REPLANS + 1):
                 plan, term = await self.plan(job, captured, stages)
+                kinds = {peer: self.agent.device_of(peer).kind for peer in plan.peers}
+                check_generators(captured.train, plan, kinds)
                 names = self.agent.names()
                 self.result = Result(plan=plan, names=names)
                 if on_plan is not None:

@@ -26,11 +26,29 @@ from peers.messages import need
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
-__all__ = ["Offer", "Terms"]
+__all__ = ["Offer", "Terms", "check_generators"]
 
 RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
+
+
+def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
+    """Raise PlanError where stages that draw random numbers lie on unlike devices: a CPU's numbers are not a GPU's.
+
+    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere.
+    """
+    drawing = {
+        kinds[peer]: peer
+        for stage in plan.pipelines[0].stages
+        if program.slice(stage.first, stage.end).uses_random
+        for peer in stage.peers
+    }
+    if len(drawing) > 1:
+        raise PlanError(
+            f"the plan draws random numbers (dropout) on {' and '.join(sorted(drawing))} devices, which draw different ones; "
+            "lend devices of one kind, or fewer stages (--stages), or set dropout to 0"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ barrier.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -232,9 +233,10 @@ class Owner:
                     )
                 await stream.send(frame)
                 frames = state_frames({name: self._capture.state[name] for name in offer.expected_state})
-                while (part := await asyncio.to_thread(next, frames, None)) is not None:
-                    frame = part
-                    await stream.send(frame)
+                with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
+                    while (part := await asyncio.to_thread(next, frames, None)) is not None:
+                        frame = part
+                        await stream.send(frame)
                 reply = await stream.recv()
         except (StreamClosed, TimeoutError) as error:
             self._fail(1, lost)

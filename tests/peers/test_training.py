@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from torch import nn
 
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import eager
-from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, ProtocolError, UsageError
+from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, PlanError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Plan
 from meshcee.sampling import draw
 from peers.commands.train import save_weights
 from peers.executor import Executor
 from peers.member import norms_of
+from peers.offer import Offer
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
@@ -138,6 +140,22 @@ async def test_a_killed_member_is_named_with_the_step(victim: str) -> None:
     network = MemoryNetwork()
     with pytest.raises(PeerLostError, match=rf"{victim}.*step \d+"):
         await train(make_job(steps=10_000), 3, 6, network=network, after_step=(3, lambda: network.kill(victim)))
+
+
+async def test_a_refusal_while_weights_are_on_their_way_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def endless(state: object) -> Iterator[Frame]:
+        while True:
+            yield Frame("state", {}, [bytes(1 << 16)])
+
+    def refuse(*args: object) -> Offer:
+        raise PlanError("too large for this peer")
+
+    monkeypatch.setattr("peers.owner.state_frames", endless)
+    monkeypatch.setattr(Offer, "from_frame", refuse)
+    with pytest.raises(PlanError, match="too large for this peer"):
+        await train(make_job(), 2, 6)
 
 
 async def test_windows_and_live_caps_hold() -> None:
