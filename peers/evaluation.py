@@ -1,4 +1,4 @@
-"""Evaluation alone: what the owner feeds when nothing is trained, with which weights, and what comes back, in order.
+"""Evaluation: what the owner feeds when nothing is trained, with which weights, and what is made of what comes back.
 
 The idea: one forward-only walk over the same offers, links and stages as training, so that it needs no machinery of
 its own: only a feed of one walk, and a place for the outputs.
@@ -6,19 +6,20 @@ its own: only a feed of one walk, and a place for the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from meshcee.capture import Batch, Capture
-from meshcee.errors import UsageError
+from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from peers.feed import Feed
 from peers.messages import Step
+from peers.walk import Walk
 
-__all__ = ["EvaluationFeed", "Predictions", "with_state"]
+__all__ = ["EvaluationFeed", "Predictions", "averaged", "measured", "with_state"]
 
 
 class EvaluationFeed(Feed):
@@ -32,6 +33,37 @@ class EvaluationFeed(Feed):
 
     def walks(self) -> Iterator[Step]:
         yield Step(0, 0, (1.0,) * self._count, forward_only=True)
+
+
+def measured(
+    job: Job, captured: Capture, feed: Feed, spec: Step, micro: int, values: Sequence[Any]
+) -> dict[str, float]:
+    """The loss and the job's own metrics of one micro-batch of an evaluation, from [loss, *outputs]."""
+    if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
+        raise ProtocolError("what an evaluation returns begins with the loss")
+    found = {"loss": float(values[0])}
+    if not job.metrics:
+        return found
+    output = captured.output_of(values[1:])
+    _, target = feed.samples(spec, micro)
+    for name, metric in job.metrics.items():
+        try:
+            found[name] = float(metric(output, target))
+        except Exception as error:
+            raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
+    return found
+
+
+def averaged(feed: Feed, walk: Walk) -> dict[str, float]:
+    """Each metric averaged over the evaluation's samples; "loss" is always there."""
+    totals: dict[str, float] = {}
+    count = 0
+    for micro in range(walk.spec.num_micro):
+        size = feed.size(walk.spec, micro)
+        count += size
+        for name, value in walk.outputs[micro].items():
+            totals[name] = totals.get(name, 0.0) + value * size
+    return {name: value / count for name, value in totals.items()}
 
 
 def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> Capture:

@@ -20,12 +20,13 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolError, UsageError
+from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
+from peers.evaluation import averaged, measured
 from peers.feed import Feed
-from peers.messages import Step, need
+from peers.messages import need
 from peers.offer import Offer, Terms
 from peers.outbox import Outbox
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver, state_frames
@@ -135,7 +136,7 @@ class Owner:
             walk = await self._order.get()
             assert walk is not None
             await self._until(walk.complete)
-            metrics.update(self._metrics(feed, walk))
+            metrics.update(averaged(feed, walk))
             await self._collect(wanted=False)
 
         await self._run(feed, body)
@@ -347,7 +348,9 @@ class Owner:
             micro = walk.new(need(header, "micro", int))
             values = tensors.unpack(need(header, "tensors", list), frame.payloads)
             # Outputs are large: none is kept here.
-            walk.outputs[micro] = await self._in_users_thread(self._measure, walk.spec, micro, values)
+            assert self._source is not None
+            parts = (self._job, self._capture, self._source, walk.spec, micro, values)
+            walk.outputs[micro] = await self._in_users_thread(measured, *parts)
             if self._hear_outputs is not None:
                 self._hear_outputs(micro, values)
             self._ahead.release()
@@ -366,7 +369,7 @@ class Owner:
             del self._walks[walk.spec.walk]
             if walk.spec.forward_only:
                 assert held is not None
-                await report(replace(held, metrics=self._metrics(feed, walk)))
+                await report(replace(held, metrics=averaged(feed, walk)))
                 last_s = time.perf_counter()
                 continue
             now_s = time.perf_counter()
@@ -399,34 +402,6 @@ class Owner:
                     self._fail(
                         3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
                     )
-
-    def _measure(self, spec: Step, micro: int, values: list[Any]) -> dict[str, float]:
-        """The loss and the job's own metrics of one micro-batch of an evaluation."""
-        if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
-            raise ProtocolError("what an evaluation returns begins with the loss")
-        found = {"loss": float(values[0])}
-        if not self._job.metrics:
-            return found
-        assert self._source is not None
-        output = self._capture.output_of(values[1:])
-        _, target = self._source.samples(spec, micro)
-        for name, metric in self._job.metrics.items():
-            try:
-                found[name] = float(metric(output, target))
-            except Exception as error:
-                raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
-        return found
-
-    def _metrics(self, feed: Feed, walk: Walk) -> dict[str, float]:
-        """Each metric averaged over the evaluation's samples; "loss" is always there."""
-        totals: dict[str, float] = {}
-        count = 0
-        for micro in range(walk.spec.num_micro):
-            size = feed.size(walk.spec, micro)
-            count += size
-            for name, value in walk.outputs[micro].items():
-                totals[name] = totals.get(name, 0.0) + value * size
-        return {name: value / count for name, value in totals.items()}
 
     def _limit(self, walk: Walk) -> str:
         """The busiest stage, or that none is busy: then links or the window limit."""
