@@ -1,6 +1,7 @@
 """One thread per device: everything that touches the device runs here, so the event loop never waits for a kernel.
 
-The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. For emulation a
+The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. What may run beside
+the device's work (encoding, decoding) has one thread of its own, `compute.beside(fn, ...)`. For emulation a
 device can be paced: the small real computation is done, then the thread's result is held until the emulated time has
 passed.
 """
@@ -40,6 +41,7 @@ class Compute:
         self.pace = pace
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{device}")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"beside-{device}")
 
     async def __aenter__(self) -> Compute:
         return self
@@ -49,6 +51,11 @@ class Compute:
     ) -> None:
         # A kernel cannot be interrupted: the thread ends with the call that it is in.
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    def beside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Start on the thread beside the device's, after what was started there before; await the result or not."""
+        return asyncio.get_running_loop().run_in_executor(self._beside, call, *args)
 
     async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from meshcee.capture.program import Value
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import seed_of
 from meshcee.plan import Stage
 from meshcee.schedule.actions import Kind
 from meshcee.schedule.zero_bubble import StageView, choose
 from peers import messages, tensors
+from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Activation, Collect, Inbox
 from peers.messages import Step
@@ -62,6 +64,8 @@ class Place:
     partial_from: frozenset[str] = frozenset()
     totals_to: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     totals_from: frozenset[str] = frozenset()
+    arriving: Mapping[str, str] = field(default_factory=dict)  # F and B -> the codec that the neighbour sends by
+    limit_bytes: int = 1 << 30  # the most that one of its frames may unfold to
 
     @property
     def is_first(self) -> bool:
@@ -89,6 +93,14 @@ class Executor:
         self._compute = compute
         self._owner = owner
         self._flops = flops
+        self.coding = Coding(
+            {messages.F: place.stage.codec_out, messages.B: place.stage.codec_back},
+            place.arriving,
+            compute,
+            seed=place.seed,
+            stage=place.index,
+            limit_bytes=place.limit_bytes,
+        )
         self.stages: dict[int, Outbox] = {}  # stage index -> its outbox; set before the first walk
         self.seconds: dict[str, float] = {}
         self._norm: float | None = None  # the last step's global gradient norm, known to the first stage
@@ -143,8 +155,9 @@ class Executor:
         )
         self.seconds["apply"] = time.perf_counter() - applied_s
         self._inbox.finish(walk.walk)
-        seconds = {**self.seconds, "total": time.perf_counter() - start_s}
-        header = {"walk": walk.walk, "step": walk.step, "norm": self._norm, "seconds": seconds}
+        coding_s, codecs = self.coding.take()
+        seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
+        header = {"walk": walk.walk, "step": walk.step, "norm": self._norm, "seconds": seconds, "codecs": codecs}
         await self._owner.put(Frame(messages.APPLIED, header))
 
     def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
@@ -195,7 +208,7 @@ class Executor:
         raw, activation = self._arrived(walk.walk, micro)
         rng = self._rng(walk, micro, activation)
         sent, rng_after, _ = await self._timed("f", self._runner.forward, micro, raw, activation.values, rng)
-        await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, rng_after])
+        await self._send_forward(walk.walk, micro, self._runner.spec.sent, [*sent, rng_after])
 
     async def _forward_and_back(self, walk: Step, micro: int) -> None:
         """On the last stage: F, the loss, then B (and W where they are fused)."""
@@ -239,7 +252,7 @@ class Executor:
         self, walk: int, micro: int, received: Sequence[Any], onward: Mapping[str, torch.Tensor]
     ) -> None:
         if not self._place.is_first:
-            await self._send(self._place.index - 1, messages.B, walk, micro, received)
+            await self._send(self._place.index - 1, messages.B, walk, micro, received, [True] * len(received))
         if self._place.fused:
             await self._send_partials(walk, micro, onward)
 
@@ -317,7 +330,8 @@ class Executor:
             raw, activation = self._arrived(walk.walk, micro)
             sent, outputs = await self._compute.run(self._runner.evaluate, raw, activation.values)
             if not self._place.is_last:
-                await self._send(self._place.index + 1, messages.F, walk.walk, micro, [*sent, None])
+                spec = self._runner.eval_spec
+                await self._send_forward(walk.walk, micro, spec.sent if spec else (), [*sent, None])
             else:
                 meta, payloads = tensors.pack(outputs)
                 header = {"walk": walk.walk, "micro": micro, "tensors": meta}
@@ -340,7 +354,20 @@ class Executor:
         state = self._runner.state_dict()
         return list(state_frames({name: state[name] for name in names}))
 
-    async def _send(self, target: int, kind: str, walk: int, micro: int, values: Sequence[Any], **more: Any) -> None:
-        meta, payloads = tensors.pack(values)
-        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "tensors": meta, **more}
-        await self.stages[target].put(Frame(kind, header, payloads))
+    async def _send_forward(self, walk: int, micro: int, sent: Sequence[Value], values: Sequence[Any]) -> None:
+        # What carries no gradient is a mask, an angle, a count: few bytes, and not to be touched.
+        coded = [value.requires_grad for value in sent]
+        await self._send(self._place.index + 1, messages.F, walk, micro, values, coded)
+
+    async def _send(
+        self,
+        target: int,
+        kind: str,
+        walk: int,
+        micro: int,
+        values: Sequence[Any],
+        coded: Sequence[bool] = (),
+        **more: Any,
+    ) -> None:
+        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, **more}
+        await self.stages[target].put(self.coding.frame(kind, header, values, coded, self._runner.step))

@@ -180,7 +180,7 @@ class Session:
             clip = header.get("clip")
             await self._executor.commit(walk, None if clip is None else need(header, "clip", float))
             return
-        values = tensors.unpack(need(header, "tensors", list), frame.payloads)
+        values = await self._executor.coding.values(frame)
         if frame.kind == messages.F and index == place.index - 1:
             if not values or isinstance(values[-1], float):
                 raise ProtocolError("an activation frame ends with the generator's state")

@@ -16,6 +16,7 @@ import msgpack
 import torch
 
 from meshcee.capture import Program, StageSpec, decode_program, encode_program
+from meshcee.codec import codec_of
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError, UsageError
 from meshcee.job import Optimizer
@@ -151,6 +152,8 @@ class Offer:
             raise UsageError(
                 "this version runs one pipeline with one member a stage; upgrade with `pip install -U meshcee`"
             )
+        for stage in offer.stages:
+            codec_of(stage.codec_out), codec_of(stage.codec_back)
         if peer_id not in offer.plan.peers:
             raise PlanError(f"peer {peer_id} is not part of the plan that it was offered")
         return offer
@@ -224,6 +227,11 @@ class Offer:
             partial_from=frozenset(name for name, at in mine.items() if at[-1] != me),
             totals_to={later: tuple(names) for later, names in totals_to.items()},
             totals_from=frozenset(name for name, at in mine.items() if at[0] != me),
+            arriving={
+                messages.F: self.stages[me - 1].codec_out if me else "none",
+                messages.B: self.stages[me + 1].codec_back if me + 1 < len(self.stages) else "none",
+            },
+            limit_bytes=self.max_payload_bytes,
         )
 
     @property
@@ -301,7 +309,10 @@ class Offer:
 
     @cached_property
     def max_payload_bytes(self) -> int:
-        """The largest frame that another stage may send: a boundary, or the shared gradients."""
+        """The largest frame that another stage may send, or what it may unfold to: a boundary, or the shared gradients.
+
+        A codec never makes a tensor larger, and any tensor may climb its ladder to `none`: so this holds with all codecs.
+        """
         batch = self.plan.micro_batch
         boundary = max(
             sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received)

@@ -339,8 +339,7 @@ class Owner:
             raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
         is_last = link is self._links[-1]
         if frame.kind == messages.APPLIED:
-            need(header, "seconds", dict)
-            walk.applied[link.peer_id] = header
+            walk.apply(link.peer_id, link.offer.index, header)
         elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
             walk.losses[walk.new(need(header, "micro", int))] = need(header, "loss", float)
             self._ahead.release()
@@ -385,6 +384,7 @@ class Owner:
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
                 limit=self._limit(walk),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
+                codecs=walk.codecs,
             )
             if not feed.evaluates_after(walk.spec.step):
                 await report(held)

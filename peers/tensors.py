@@ -2,27 +2,30 @@
 
 The idea: a tensor on the wire is its raw bytes in the order in which they lie in memory, and a meta entry that says
 how to read them; strides are kept, because a kernel may round differently on a transposed tensor and
-the mesh must compute what one process would. Numbers and None travel in the meta. Nothing is built before meta and
-sizes agree.
+the mesh must compute what one process would. Numbers and None travel in the meta. A tensor may also travel in fewer
+bytes by a codec (`meshcee.codec`), which its entry names. Nothing is built before meta and sizes agree.
 
-    meta entry    [dtype, shape]  or  [dtype, shape, strides]  or  an int, float, bool or None
+    meta entry    [dtype, shape]  or  [dtype, shape, strides]  or  [dtype, shape, codec]  or  an int, float, bool or None
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshcee.codec import Codec, is_coded
 from meshcee.errors import ProtocolError
 from peers.transport.base import Buffer
 
-__all__ = ["Expected", "Value", "pack", "unpack"]
+__all__ = ["Encode", "Expected", "Value", "pack", "unpack"]
 
 Value = torch.Tensor | int | float | bool | None
 Expected = tuple[torch.dtype, Sequence[int]] | type | None  # dtype and shape, a number's type, or anything
+Encode = Callable[[int, torch.Tensor], tuple[str, torch.Tensor] | None]  # codec and payload; None: as it is
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -40,16 +43,17 @@ _MAX_ENTRIES = 4096
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-def pack(values: Sequence[Value]) -> tuple[list[Any], list[Buffer]]:
+def pack(values: Sequence[Value], encode: Encode | None = None) -> tuple[list[Any], list[Buffer]]:
     """Meta for a frame's header, and one payload per tensor.
 
-    A dense CPU tensor is not copied: do not write to it before `send` has returned.
+    A dense CPU tensor that is not encoded is not copied: do not write to it before `send` has returned.
     """
     meta: list[Any] = []
     payloads: list[Buffer] = []
-    for value in values:
+    for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            entry, payload = _pack_tensor(value)
+            coded = encode(index, value) if encode is not None else None
+            entry, payload = _pack_tensor(value) if coded is None else _pack_coded(value, *coded)
             meta.append(entry)
             payloads.append(payload)
         elif value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value in _INT64):
@@ -59,21 +63,35 @@ def pack(values: Sequence[Value]) -> tuple[list[Any], list[Buffer]]:
     return meta, payloads
 
 
-def unpack(meta: Any, payloads: Sequence[Buffer], expected: Sequence[Expected] | None = None) -> list[Value]:
-    """Inverse of `pack`. CPU tensors over the payloads' own memory; ProtocolError on anything that does not fit."""
+def unpack(
+    meta: Any,
+    payloads: Sequence[Buffer],
+    expected: Sequence[Expected] | None = None,
+    *,
+    codecs: Sequence[Codec] = (),
+    limit_bytes: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Value]:
+    """Inverse of `pack`. CPU tensors over the payloads' own memory; ProtocolError on anything that does not fit.
+
+    Only these `codecs` are accepted, and no more than `limit_bytes` of decoded tensors, which are built on `device`.
+    """
     if not isinstance(meta, list) or len(meta) > _MAX_ENTRIES:
         raise ProtocolError(f"tensors' meta must be a list of at most {_MAX_ENTRIES} entries")
     if expected is not None and len(expected) != len(meta):
         raise ProtocolError(f"{len(meta)} values arrived, {len(expected)} were expected")
-    checked = [_check(entry) for entry in meta]
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in filter(None, checked)]
+    checked = [_check(entry, codecs) for entry in meta]
+    sizes = [tensor.wire_bytes for tensor in checked if tensor is not None]
     got = [memoryview(payload).nbytes for payload in payloads]
     if sizes != got:
         raise ProtocolError(f"the tensors' meta describes payloads of {sizes} bytes, {got} arrived")
     for index, want in enumerate(expected or ()):
         _check_expected(index, want, meta[index], checked[index])
+    total = sum(tensor.nbytes for tensor in checked if tensor is not None)
+    if limit_bytes is not None and total > limit_bytes:
+        raise ProtocolError(f"the tensors' meta describes {total} bytes, at most {limit_bytes} were expected")
     buffers = iter(payloads)
-    return [meta[i] if tensor is None else _build(*tensor, next(buffers)) for i, tensor in enumerate(checked)]
+    return [meta[i] if tensor is None else _build(tensor, next(buffers), device) for i, tensor in enumerate(checked)]
 
 
 def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], Buffer]:
@@ -94,6 +112,11 @@ def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], Buffer]:
     return entry, data
 
 
+def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tuple[list[Any], Buffer]:
+    data: memoryview = payload.cpu().numpy().data
+    return [_NAMES[tensor.dtype], list(tensor.shape), codec], data
+
+
 def _contiguous_strides(shape: list[int]) -> list[int]:
     return [math.prod(size or 1 for size in shape[dim + 1 :]) for dim in range(len(shape))]
 
@@ -108,15 +131,30 @@ def _is_dense(shape: list[int], strides: list[int]) -> bool:
     return True
 
 
-_Checked = tuple[torch.dtype, list[int], list[int] | None]
+@dataclass(frozen=True)
+class _Checked:
+    """A tensor that an entry describes."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    strides: list[int] | None = None
+    codec: Codec | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.nbytes if self.codec is None else self.codec.wire_bytes(self.dtype, math.prod(self.shape))
 
 
-def _check(entry: Any) -> _Checked | None:
+def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     """The tensor that an entry describes, or None for a number; refuses everything else."""
     if entry is None or isinstance(entry, (bool, int, float)):
         return None
     if not isinstance(entry, list) or len(entry) not in (2, 3):
-        raise ProtocolError("a tensor's meta must be [dtype, shape] or [dtype, shape, strides]")
+        raise ProtocolError("a tensor's meta must be [dtype, shape], and then strides or a codec")
     name, shape = entry[0], entry[1]
     if not isinstance(name, str) or name not in _DTYPES:
         raise ProtocolError(f"a tensor's dtype {str(name)[:40]!r} is unknown")
@@ -126,8 +164,14 @@ def _check(entry: Any) -> _Checked | None:
         raise ProtocolError("a tensor's shape has a size that is not a sensible number")
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:  # zeros too must not hide an overflow
         raise ProtocolError("a tensor's shape is absurdly large")
+    dtype = _DTYPES[name]
     if len(entry) == 2:
-        return _DTYPES[name], shape, None
+        return _Checked(dtype, shape)
+    if isinstance(entry[2], str):
+        codec = next((codec for codec in codecs if codec.name == entry[2]), None)
+        if codec is None or not is_coded(dtype):
+            raise ProtocolError(f"a tensor of {dtype} came by codec {entry[2][:40]!r}, which the plan does not allow")
+        return _Checked(dtype, shape, codec=codec)
     strides = entry[2]
     if not isinstance(strides, list) or len(strides) != len(shape):
         raise ProtocolError("a tensor's strides must be a list, one for each dimension")
@@ -135,24 +179,27 @@ def _check(entry: Any) -> _Checked | None:
         raise ProtocolError("a tensor's strides have one that is not a sensible number")
     if 0 in shape or not _is_dense(shape, strides):
         raise ProtocolError("a tensor's strides do not fill its memory")
-    return _DTYPES[name], shape, strides
+    return _Checked(dtype, shape, strides)
 
 
 def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | None) -> None:
     if want is None:
         return
     if isinstance(want, tuple):
-        if tensor is None or tensor[0] != want[0] or tensor[1] != list(want[1]):
-            got = f"{tensor[0]} {tensor[1]}" if tensor else repr(entry)
+        if tensor is None or tensor.dtype != want[0] or tensor.shape != list(want[1]):
+            got = f"{tensor.dtype} {tensor.shape}" if tensor else repr(entry)
             raise ProtocolError(f"value {index} must be a tensor {want[0]} {list(want[1])}, got {got}")
     elif tensor is not None or type(entry) is not want:
         raise ProtocolError(f"value {index} must be a number of type {want.__name__}")
 
 
-def _build(dtype: torch.dtype, shape: list[int], strides: list[int] | None, payload: Buffer) -> torch.Tensor:
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
+def _build(tensor: _Checked, payload: Buffer, device: torch.device | str) -> torch.Tensor:
+    if 0 in tensor.shape:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     if memoryview(payload).readonly:
         payload = bytearray(payload)  # torch has no read-only tensors
-    flat = torch.frombuffer(payload, dtype=dtype)
-    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    if tensor.codec is not None:
+        coded = torch.frombuffer(payload, dtype=torch.uint8).to(device)
+        return tensor.codec.decode(coded, tensor.dtype, tensor.shape)
+    flat = torch.frombuffer(payload, dtype=tensor.dtype)
+    return flat.view(tensor.shape) if tensor.strides is None else flat.as_strided(tensor.shape, tensor.strides)

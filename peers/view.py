@@ -26,6 +26,7 @@ def report_json(report: Report) -> dict[str, Any]:
     """A report as the documented JSON object."""
     data = dict(vars(report))
     data["metrics"] = dict(report.metrics)
+    data["codecs"] = {boundary: measured.to_json() for boundary, measured in report.codecs.items()}
     return data
 
 

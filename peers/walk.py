@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshcee.errors import ProtocolError
-from peers.messages import Step
+from meshcee.codec import Measured
+from meshcee.errors import ProtocolError, UsageError
+from peers import messages
+from peers.messages import Step, need
 
 __all__ = ["Report", "Walk"]
 
@@ -29,6 +31,7 @@ class Report:
     limit: str  # what bounds the speed, in words
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction, "0->1" or "1->0"
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Walk:
     members: int
     losses: dict[int, float] = field(default_factory=dict)
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    codecs: dict[str, Measured] = field(default_factory=dict)
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -47,6 +51,18 @@ class Walk:
         if not 0 <= micro < self.spec.num_micro or micro in self.losses or micro in self.outputs:
             raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
         return micro
+
+    def apply(self, peer_id: str, stage: int, header: Mapping[str, Any]) -> None:
+        """A member has applied the step; what it measured is checked."""
+        need(header, "seconds", dict)
+        for kind, target in ((messages.F, stage + 1), (messages.B, stage - 1)):
+            measured = need(header, "codecs", dict).get(kind)
+            if measured is not None:
+                try:
+                    self.codecs[f"{stage}->{target}"] = Measured.from_json(measured)
+                except UsageError as error:
+                    raise ProtocolError(f"it applied a step: {error}") from error
+        self.applied[peer_id] = header
 
     def check(self) -> None:
         back = self.outputs if self.spec.forward_only else self.losses

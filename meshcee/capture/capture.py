@@ -258,7 +258,8 @@ def _overlay(exported: Exported, train: Program) -> Program:
                             f"model.eval() uses {name!r} in another order than model.train(); leave out eval_data"
                         )
                     current = later[0]
-        value = dataclasses.replace(node.value, requires_grad=False)
+        # As in training: it says which activations a codec may touch. Nothing is differentiated in an evaluation.
+        value = dataclasses.replace(node.value, requires_grad=analysis.requires_grad[base + i] and node.value.is_tensor)
         placed.append(dataclasses.replace(node, block=current, no_grad=False, value=value))
     inputs = tuple(dataclasses.replace(x, trainable=False) for x in exported.inputs)
     return Program(inputs, tuple(placed), tuple(exported.outputs), train.num_blocks, recomputed)

@@ -1,0 +1,22 @@
+"""Fewer bytes between stages: how activations and gradients are written for the wire, and how far off they come back.
+
+The idea: a codec is two pure functions, tensor to bytes and back, whose size is known from type and count alone, so
+that a receiver knows what must come before it spends memory; and codecs form a ladder, int4, int8, bf16, none, which
+a tensor that does not suit its rung climbs: what is not finite, or comes out too far off, travels by a better one.
+"""
+
+from meshcee.codec.base import Codec, is_coded
+from meshcee.codec.coder import Coder, Measured, noise_seed
+from meshcee.codec.ladder import CODECS, LADDER, accepted, codec_of
+
+__all__ = [
+    "CODECS",
+    "LADDER",
+    "Codec",
+    "Coder",
+    "Measured",
+    "accepted",
+    "codec_of",
+    "is_coded",
+    "noise_seed",
+]

@@ -1,0 +1,69 @@
+"""What a codec is, and the simplest one: the tensor's own bytes.
+
+The idea: everything about a payload follows from (codec, type, count), so nothing needs to be declared that could lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Codec", "Plain", "flat_bytes", "is_coded"]
+
+
+class Codec(Protocol):
+    """Tensors of floats to bytes and back. Pure: the same tensor and seed give the same bytes.
+
+    `worst` bounds the relative error of any tensor (norm of the difference over norm of the tensor, rounded to
+    nearest) whose blocks lie within 1e-30 and 1e30; `budget` is what the guard allows: well above what ordinary
+    activations and gradients come out with, below what harms training (docs/benchmarks.md has both, measured).
+    """
+
+    name: str
+    worst: float
+    budget: float
+
+    def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
+        """Bytes of the payload of `count` elements of this type."""
+        ...
+
+    def encode(self, tensor: torch.Tensor, seed: int | None = None) -> torch.Tensor | None:
+        """A flat uint8 tensor on the tensor's device, whatever its shape and strides (elements in logical order).
+
+        With a seed numbers are rounded up or down by chance, so that the error has mean zero; without, to the nearest.
+        None when it holds what this codec cannot express: another one must carry it.
+        """
+        ...
+
+    def decode(self, payload: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Inverse of `encode` but for the error; a new contiguous tensor on the payload's device. `payload` has `wire_bytes`."""
+        ...
+
+
+def is_coded(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type may travel by another codec than `none`: ordinary floats; never integers, masks, bytes."""
+    return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor in logical order as a flat uint8 tensor; a copy only where it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Plain:
+    """As it is."""
+
+    name = "none"
+    worst = 0.0
+    budget = 0.0
+
+    def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
+        return count * dtype.itemsize
+
+    def encode(self, tensor: torch.Tensor, seed: int | None = None) -> torch.Tensor | None:
+        return flat_bytes(tensor)
+
+    def decode(self, payload: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        return payload.clone().view(dtype).view(tuple(shape))
