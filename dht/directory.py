@@ -16,12 +16,12 @@ from typing import Any, TypeVar, cast
 import structlog
 
 from dht.addresses import peer_of
-from dht.records import CLOCK_SKEW_S, LinkRecord, PeerRecord, Record, RunRecord, open_sealed, seal, topic
+from dht.records import CLOCK_SKEW_S, LinkRecord, PeerRecord, Record, RunRecord, check, open_sealed, seal, topic
 from dht.roster import Change, Roster, differences
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError
+from meshcee.errors import JoinError, MeshceeError, ProtocolError
 
 __all__ = ["Change", "Directory"]
 
@@ -35,6 +35,7 @@ CALL_FIRST_S, CALL_MOST_S = 2.0, 60.0  # pauses between two calls of a peer that
 CALLED_AT_ONCE = 4
 MAX_VANISHED = 64
 FORGET_S = 3600.0
+_PASSED_ON: Mapping[str, type[Record]] = {kind.kind: kind for kind in (PeerRecord, LinkRecord, RunRecord)}
 
 
 class Directory:
@@ -65,7 +66,8 @@ class Directory:
         self.peers: dict[str, PeerRecord] = {}
         self.links: dict[str, LinkRecord] = {}
         self.runs: dict[str, RunRecord] = {}
-        self.changed = asyncio.Condition()  # notified after every refresh
+        self.changed = asyncio.Condition()  # notified after every refresh and whatever is heard
+        self.on_publish: Callable[[tuple[str, str], bytes], None] | None = None  # (kind, peer) and the sealed record
         self._started_at = clock()
         self._instance = secrets.token_hex(8)
         self._own: dict[type[Record], Record] = {}
@@ -87,20 +89,22 @@ class Directory:
                 record, started_at=record.started_at or self._started_at, instance=record.instance or self._instance
             )
         self._own[type(record)] = record
-        return await self.write(record)
+        return await self.write(record, is_news=True)
 
     async def withdraw(self, kind: type[Record]) -> None:
         """Stop publishing; the record expires by itself."""
         self._own.pop(kind, None)
 
-    async def write(self, record: Record, ttl_s: float | None = None) -> bool:
-        """Write our record once, dated now."""
+    async def write(self, record: Record, ttl_s: float | None = None, *, is_news: bool = False) -> bool:
+        """Write our record once, dated now. News are passed on besides, not only left for others to find."""
         kind = type(record)
         # Never twice the same time and never an earlier one: nodes keep the value that expires last.
         sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
         self._sent_at[kind] = sent_at
         expires_at = sent_at + (ttl_s or self._timeouts.record_ttl_s) + CLOCK_SKEW_S
         sealed = seal(replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits)
+        if is_news and self.on_publish is not None:
+            self.on_publish((kind.kind, record.peer_id), sealed)
         return await self._store.put(topic(kind.kind, self._mesh_key), record.peer_id, sealed, expires_at)
 
     async def announce_forever(self) -> None:
@@ -119,7 +123,7 @@ class Directory:
         own = self._own.get(PeerRecord)
         self._own.clear()
         if isinstance(own, PeerRecord):
-            await self.write(replace(own, left=True))
+            await self.write(replace(own, left=True), is_news=True)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -157,8 +161,32 @@ class Directory:
             )
         else:
             found, links, runs = await self.read(PeerRecord), {}, {}
+        self._look_for_double(found.pop(self._identity.peer_id, None))
+        await self._settle(found, links, runs)
+
+    async def hear(self, data: bytes) -> tuple[str, str] | None:
+        """A sealed record that a peer has passed on: (kind, peer) if it is newer than what was known, else None.
+
+        ProtocolError or NotPermittedError when it is not valid, or of a kind that is not passed on.
+        """
+        envelope = check(data, self._mesh_key, self._limits)
+        kind = _PASSED_ON.get(envelope.kind)
+        if kind is None:
+            raise ProtocolError(f"a record of kind {envelope.kind!r} is not passed on from peer to peer")
+        signer = envelope.signer
+        record = open_sealed(kind, signer, data, self._mesh_key, self._limits, now=self._clock())
+        if signer == self._identity.peer_id or not self._rosters[kind].is_news(record):
+            return None
+        tables: dict[type[Record], dict[str, Any]] = {k: {} for k in _PASSED_ON.values()}
+        tables[kind][signer] = record
+        await self._settle(tables[PeerRecord], tables[LinkRecord], tables[RunRecord])
+        return kind.kind, signer
+
+    async def _settle(
+        self, found: dict[str, PeerRecord], links: Mapping[str, LinkRecord], runs: Mapping[str, RunRecord]
+    ) -> None:
+        """Take in what was read or heard; what is known of the others stays."""
         me = self._identity.peer_id
-        self._look_for_double(found.pop(me, None))
         own = self._own.get(PeerRecord)
         if isinstance(own, PeerRecord):
             found[me] = replace(own, sent_at=self._sent_at[PeerRecord])
@@ -216,12 +244,12 @@ class Directory:
                 await self.wait_for_change()
 
     async def wait_for(self, condition: Callable[[], Any]) -> None:
-        """Return once the condition holds; it is asked after every refresh."""
+        """Return once the condition holds; it is asked after every refresh and whatever is heard."""
         async with self.changed:
             await self.changed.wait_for(condition)
 
     async def wait_for_change(self) -> None:
-        """Return after the next refresh."""
+        """Return after the next refresh, or when something is heard."""
         async with self.changed:
             await self.changed.wait()
 

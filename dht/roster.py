@@ -54,6 +54,11 @@ class Roster(Generic[R]):
             del self._heard[peer_id]  # while it is still found it is remembered, or it would seem to be new
         return {p: h.record for p, h in self._heard.items() if not self._is_silent(h, mono_s)}
 
+    def is_news(self, record: R) -> bool:
+        """Whether this is newer than what was heard of its peer."""
+        heard = self._heard.get(record.peer_id)
+        return heard is None or record.sent_at > heard.record.sent_at
+
     def _is_silent(self, heard: _Heard[R], mono_s: float) -> bool:
         return mono_s - heard.changed_at_s >= self._ttl_s
 

@@ -29,6 +29,7 @@ from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile, LinkProfile
 from peers.compute import Compute
 from peers.coordinator import PlanService
+from peers.gossip import GossipService
 from peers.member import Member
 from peers.profiler import measure_device, probe_link, serve_probe
 from peers.transport.base import Stream, StreamClosed, Transport
@@ -94,6 +95,7 @@ class Agent:
             str, float
         ] = {}  # when each link was last tried, so that one that fails does not hold up others
         PlanService(self)
+        self._gossip = GossipService(self)
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
 
@@ -116,7 +118,12 @@ class Agent:
             )
         await self._group.__aenter__()
         await self._announce()
-        running = [self.directory.announce_forever(), self.directory.poll_forever(), self.elector.run()]
+        running = [
+            self.directory.announce_forever(),
+            self.directory.poll_forever(),
+            self.elector.run(),
+            self._gossip.run(),
+        ]
         if self._compute is not None:
             running += [self._probe_forever(), self._watch_member(self._member)]
         self._tasks = [self._group.create_task(task) for task in running]

@@ -7,6 +7,7 @@ Purposes of streams, and the frames on them:
 
     join    (joiner -> seed)            HELLO, WELCOME                 clocks, versions, a second peer with our identity
     probe   (peer -> peer)              PING, PONG                     latency and bandwidth
+    gossip  (peer -> peer)              NEWS                           sealed records that have just changed
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
     job     (owner -> member)           OFFER, STATE*, READY | REFUSED
                                         STEP, INPUT*   ->  LOSS*, APPLIED
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 HELLO, WELCOME = "hello", "welcome"
 PING, PONG = "ping", "pong"
+NEWS = "news"
 PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, STATE_END, READY = "offer", "state", "state_end", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
