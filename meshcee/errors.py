@@ -12,12 +12,14 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
     |-- NonFiniteLossError          7  the loss became NaN or infinite
     |-- NotPermittedError           8  a wrong or expired token, a job that the peer does not accept
     |   `-- StaleTermError          8  planned by a coordinator that has been replaced: plan again
+    |-- CheckpointError             9  a checkpoint that is damaged
     `-- ProtocolError               1  a frame or graph from the network that is malformed or out of order
         `-- GraphError              4  a graph from the network that is unsafe or malformed
 """
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "GraphError",
     "JoinError",
     "MeshceeError",
@@ -81,6 +83,12 @@ class NotPermittedError(MeshceeError):
 
 class StaleTermError(NotPermittedError):
     """A plan of an older term than the newest that this peer has accepted; the owner asks the new coordinator."""
+
+
+class CheckpointError(MeshceeError):
+    """A checkpoint's files are not what was written; the message names the one before it."""
+
+    exit_code = 9
 
 
 class ProtocolError(MeshceeError):

@@ -114,6 +114,8 @@ class Job:
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
+    checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
+               writes one.
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     """
 
@@ -136,6 +138,7 @@ class Job:
     cuts: tuple[str, ...] = ()
     name: str = "job"
     recompute: bool = False
+    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -156,6 +159,8 @@ class Job:
             raise UsageError("data must be map-style: it needs len(data) and data[i] -> (x, y)")
         if len(self.data) < self.batch_size:
             raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}")
+        if self.checkpoint_every < 0:
+            raise UsageError("checkpoint_every is a number of steps, or 0 for the default")
         if self.eval_every and self.eval_data is None:
             raise UsageError("eval_every needs eval_data")
 

@@ -53,16 +53,18 @@ def train(
     *,
     join: str | None = None,
     local: int | None = None,
+    resume: str | None = None,
     on_report: Callable[[Report], None] | None = None,
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
+    `resume` goes on with a run of this machine on that mesh: its id, "RUN@STEP" or "last".
     Raises a MeshceeError naming the cause. Not for use inside a running event loop: there, use `meshcee.join`.
     """
 
     async def main() -> Result:
         async with _joined(address=join, local=local if join or local else 1) as mesh:
-            async for report in mesh.train(job):
+            async for report in mesh.train(job, resume=resume):
                 if on_report is not None:
                     on_report(report)
             return mesh.result

@@ -20,7 +20,7 @@ import torch
 
 from meshcee.errors import UsageError
 
-__all__ = ["Checkpoint", "Layout", "TensorFile", "byte_view"]
+__all__ = ["DTYPES", "Checkpoint", "Layout", "TensorFile", "byte_view", "head_of"]
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> type and shape
 
@@ -41,13 +41,31 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return view
+
+
+def head_of(layout: Layout) -> tuple[bytes, dict[str, int], int]:
+    """What a file of these tensors begins with, where each lies behind that, and how many bytes they are."""
+    header: dict[str, object] = {}
+    starts: dict[str, int] = {}
+    at = 0
+    # Wide types first, so that every tensor is aligned to its type; the format knows no gaps.
+    for name, (dtype, shape) in sorted(layout.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        if dtype not in _NAMES:
+            raise UsageError(f"safetensors cannot hold {name!r} of type {dtype}")
+        size = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        starts[name] = at
+        at += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, starts, at
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -70,7 +88,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
                     if files.get(name) == file:
                         rows = opened.get_slice(name)
-                        dtype = _DTYPES.get(rows.get_dtype())
+                        dtype = DTYPES.get(rows.get_dtype())
                         if dtype is None:
                             raise UsageError(
                                 f"{file}: {name!r} is of type {rows.get_dtype()}; convert it to one of torch"
@@ -139,20 +157,9 @@ class TensorFile:
         self.layout = dict(layout)
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._file = -1
-        header: dict[str, object] = {}
-        at = 0
-        # Wide types first, so that every tensor is aligned to its type; the format knows no gaps.
-        for name, (dtype, shape) in sorted(self.layout.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
-            if dtype not in _NAMES:
-                raise UsageError(f"safetensors cannot hold {name!r} of type {dtype}")
-            size = dtype.itemsize * math.prod(shape)
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-            at += size
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)
-        self._head = struct.pack("<Q", len(text)) + text
-        self._offsets = {name: len(self._head) + entry["data_offsets"][0] for name, entry in header.items()}  # type: ignore[index]
-        self._size = len(self._head) + at
+        self._head, starts, size = head_of(self.layout)
+        self._offsets = {name: len(self._head) + start for name, start in starts.items()}
+        self._size = len(self._head) + size
         self._missing = set(self.layout)
 
     def __enter__(self) -> TensorFile:

@@ -4,7 +4,7 @@ The idea: each command is a thin function over the Python API; this file knows f
 what to do with them.
 
 Exit codes: 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured, 5 no feasible plan, 6 unrecoverable loss of
-peers, 7 non-finite loss, 8 not permitted, 130 interrupted.
+peers, 7 non-finite loss, 8 not permitted, 9 damaged checkpoint, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ app = typer.Typer(
 )
 run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
+checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(planning.plan)
 app.command()(planning.simulate)
 
@@ -122,12 +124,21 @@ def train(
     stages: Annotated[int | None, typer.Option(min=1, help="Use at most this many stages.")] = None,
     device: Device = "auto",
     threads: Threads = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with a run of this machine: RUN, RUN@STEP or last; `meshcee runs`.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on a mesh (--join) or inside this process (--local N)."""
     from peers.commands.train import TrainOptions, run_train
 
-    run_train(TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads), as_json=as_json)
+    run_train(
+        TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -188,6 +199,27 @@ def demo(
     from peers.commands.demo import run_demo
 
     run_demo(peers, steps, as_json=as_json)
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for an older one.")],
+    hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Take the weights out of a run."""
+    from peers.commands.checkpoint import export
+
+    export(run, hf, out, as_json=as_json)
+
+
+@app.command()
+def runs(as_json: Json = False) -> None:
+    """List the runs of this machine, newest first, with the checkpoints that each can go on from."""
+    from peers.commands.runs import list_runs
+
+    list_runs(as_json=as_json)
 
 
 @run_app.command("list")

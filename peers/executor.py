@@ -24,9 +24,10 @@ from meshcee.schedule.zero_bubble import StageView, choose
 from peers import messages, tensors
 from peers.coding import Coding
 from peers.compute import Compute
-from peers.inbox import Activation, Collect, Inbox
+from peers.inbox import Activation, Collect, Inbox, TakeSnapshot
 from peers.messages import Step
 from peers.outbox import Outbox
+from peers.snapshot import Held
 from peers.stage import StageRunner, clip_coefficient, global_norm
 from peers.state_frames import state_frames
 from peers.transport.base import Frame
@@ -101,6 +102,7 @@ class Executor:
             stage=place.index,
             limit_bytes=place.limit_bytes,
         )
+        self.held = Held()  # snapshots, for whoever reads them
         self.stages: dict[int, Outbox] = {}  # stage index -> its outbox; set before the first walk
         self.seconds: dict[str, float] = {}
         self._norm: float | None = None  # the last step's global gradient norm, known to the first stage
@@ -113,6 +115,8 @@ class Executor:
             walk = await self._inbox.walks.get()
             if isinstance(walk, Collect):
                 await self._send_state(walk)
+            elif isinstance(walk, TakeSnapshot):
+                await self._owner.put(await self._compute.run(self.held.take, walk.next_step, self._runner))
             elif walk.forward_only:
                 await self._evaluate(walk)
             else:

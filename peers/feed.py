@@ -21,9 +21,9 @@ __all__ = ["Feed"]
 
 
 class Feed:
-    """Walks of one epoch. `micro_batch` is fixed by the plan."""
+    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan."""
 
-    def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
+    def __init__(self, job: Job, capture: Capture, micro_batch: int, start: int = 0) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
         if job.eval_data is not None and not len(job.eval_data):
@@ -31,7 +31,10 @@ class Feed:
         self._job = job
         self._capture = capture
         self._micro_batch = micro_batch
+        self.start = start
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
+        for _ in range(start):
+            self._hyper.advance()
 
     def evaluates_after(self, step: int) -> bool:
         every = self._job.eval_every
@@ -42,7 +45,7 @@ class Feed:
     def walks(self) -> Iterator[Step]:
         """Steps, and after some of them an evaluation over the whole of `eval_data`."""
         walk = 0
-        for step in range(self._job.steps):
+        for step in range(self.start, self._job.steps):
             yield Step(walk, step, self._weights(step), self._hyper.current())
             self._hyper.advance()
             walk += 1

@@ -43,13 +43,17 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl and, at the end, result.json."""
+    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl, checkpoints and, at the end, result.json."""
 
     folder: Path
 
     @property
     def id(self) -> str:
         return self.folder.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -87,8 +91,20 @@ class Run:
             return []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
+    def take_over(self, **info: Any) -> None:
+        """This process goes on with it: its own number, no result, no half line at the end of the reports."""
+        write_atomic(self.folder / "run.json", json.dumps({**self.info, **_this_process(), **info}).encode())
+        lines = "".join(json.dumps(line) + "\n" for line in self.reports())
+        write_atomic(self.folder / "reports.jsonl", lines.encode())
+        (self.folder / "result.json").unlink(missing_ok=True)
+
     def end(self, state: str, **more: Any) -> None:
         write_atomic(self.folder / "result.json", dumps({"state": state, "ended": time.time(), **more}).encode())
+
+
+def _this_process() -> dict[str, Any]:
+    me = psutil.Process()
+    return {"pid": me.pid, "process_started": me.create_time()}
 
 
 class Home:
@@ -136,8 +152,7 @@ class Home:
                 break
             except FileExistsError:
                 continue
-        me = psutil.Process()
-        data = {"name": name, "pid": me.pid, "process_started": me.create_time(), "started": time.time(), **info}
+        data = {"name": name, **_this_process(), "started": time.time(), **info}
         write_atomic(folder / "run.json", dumps(data).encode())
         return Run(folder)
 

@@ -16,7 +16,7 @@ import torch
 from meshcee.errors import ProtocolError
 from peers.messages import Step
 
-__all__ = ["Activation", "Collect", "Inbox"]
+__all__ = ["Activation", "Collect", "Inbox", "TakeSnapshot"]
 
 Key = tuple[int, int]  # (walk, micro)
 
@@ -36,11 +36,18 @@ class Collect:
     state: bool = True
 
 
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """The owner wants a copy of the stage as it stands before this step."""
+
+    next_step: int
+
+
 @dataclass
 class Inbox:
     """Arrivals of one stage. `limit` bounds each kind; `changed` wakes the executor.
 
-    walks    steps, evaluations and collections in the owner's order
+    walks    steps, evaluations, snapshots and collections in the owner's order
     raw      (walk, micro) -> raw inputs by name, from the owner
     forward  (walk, micro) -> Activation, from the previous stage
     back     (walk, micro) -> gradients of what was sent, from the next stage
@@ -51,7 +58,7 @@ class Inbox:
     """
 
     limit: int
-    walks: asyncio.Queue[Step | Collect] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
+    walks: asyncio.Queue[Step | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
     raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     forward: dict[Key, Activation] = field(default_factory=dict)
     back: dict[Key, Sequence[torch.Tensor | None]] = field(default_factory=dict)

@@ -18,10 +18,11 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostE
 from peers import messages, tensors
 from peers.compute import Compute
 from peers.executor import Executor
-from peers.inbox import Activation, Collect, Inbox
+from peers.inbox import Activation, Collect, Inbox, TakeSnapshot
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
+from peers.snapshot import by_parameter
 from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
@@ -105,6 +106,10 @@ class Session:
                 evaluation = frame.kind == messages.EVALUATE
                 walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
                 await self._inbox.walks.put(walk)
+            elif frame.kind == messages.SNAPSHOT:
+                await self._inbox.walks.put(TakeSnapshot(need(frame.header, "next_step", int)))
+            elif frame.kind == messages.PULL:
+                self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.COLLECT:
                 self._ending = True
                 await self._inbox.walks.put(Collect(need(frame.header, "state", bool)))
@@ -325,10 +330,15 @@ class Member:
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
         while not await asyncio.to_thread(receiver.take, await stream.recv()):
             pass
+        kept = StateReceiver(offer.expected_optimizer, partial=True)
+        while offer.resumes and not await asyncio.to_thread(kept.take, await stream.recv()):
+            pass
         runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
+        runner.load_optimizer_state(by_parameter(kept.state))
         stream.max_payload_bytes = self._limits.payload_bytes
         session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts)
-        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), "state": receiver.hash}
+        hashes = {"state": receiver.hash, "optimizer": kept.hash}
+        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
         return session
 

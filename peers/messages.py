@@ -9,9 +9,10 @@ Purposes of streams, and the frames on them:
     probe   (peer -> peer)              PING, PONG                     latency and bandwidth
     gossip  (peer -> peer)              NEWS                           sealed records that have just changed
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
-    job     (owner -> member)           OFFER, STATE*, READY | REFUSED
+    job     (owner -> member)           OFFER, STATE*, STATE_END (the optimizer's too when resuming), READY | REFUSED
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
+                                        SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         COLLECT  ->  STATE*, STATE_END     FAILED at any time
                                                      (STATE_END alone after an evaluation)
     stage   (stage -> later stage)      ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
@@ -37,6 +38,7 @@ PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, STATE_END, READY = "offer", "state", "state_end", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
 COLLECT, FAILED = "collect", "failed"
+SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
 
 

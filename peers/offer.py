@@ -15,15 +15,16 @@ from typing import Any
 import msgpack
 import torch
 
-from meshcee.capture import Program, StageSpec, decode_program, encode_program
+from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program
 from meshcee.codec import codec_of
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError, UsageError
-from meshcee.job import Optimizer
+from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from peers import messages
 from peers.executor import Place, StageFlops
 from peers.messages import need
+from peers.snapshot import optimizer_layout
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
@@ -64,6 +65,20 @@ class Terms:
     flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
+
+    @classmethod
+    def of(cls, job: Job, captured: Capture) -> Terms:
+        flops = tuple(cost.flops for cost in captured.costs)
+        return cls(
+            job.name,
+            job.optimizer,
+            job.seed,
+            job.clip_norm,
+            job.precision,
+            flops,
+            captured.param_order,
+            job.recompute,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -107,6 +122,7 @@ class Offer:
     train: Program
     evaluate: Program | None
     addresses: Mapping[str, tuple[str, ...]]
+    resumes: bool = False  # the optimizer's state follows the weights
 
     def frame(self) -> Frame:
         """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
@@ -115,7 +131,7 @@ class Offer:
             "plan": self.plan.to_json(),
             "addresses": {peer: list(known) for peer, known in self.addresses.items()},
         }
-        header = {"epoch": list(self.epoch), "term": list(self.term), "evaluates": self.evaluate is not None}
+        header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes}
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
         return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
 
@@ -145,6 +161,7 @@ class Offer:
             programs[0],
             programs[1] if len(programs) > 1 else None,
             {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
+            need(frame.header, "resumes", bool),
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
@@ -276,6 +293,12 @@ class Offer:
         spec = self.specs[self.index]
         trained = {name: self.expected_state[name] for name in spec.trainable}
         return trained | {name: self._computed_state[name] for name in spec.mutated}
+
+    @cached_property
+    def expected_optimizer(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """All that this stage's optimizer may keep, by "<parameter>/<key>"."""
+        spec = self.specs[self.index]
+        return optimizer_layout(self.terms.optimizer, {name: self.expected_state[name] for name in spec.trainable})
 
     def _full(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self.terms.precision == "bf16" and dtype == torch.bfloat16 else dtype

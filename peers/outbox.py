@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
+from meshcee.errors import ProtocolError
 from peers.transport.base import Frame, Stream
 
 __all__ = ["Outbox"]
+
+MOST_POSTED = 64
 
 
 class Outbox:
@@ -20,15 +23,34 @@ class Outbox:
 
     def __init__(self, stream: Stream, limit_frames: int = 16) -> None:
         self.stream = stream
-        self._frames: asyncio.Queue[Frame | Awaitable[Frame] | None] = asyncio.Queue(maxsize=limit_frames)
+        self._frames: asyncio.Queue[tuple[Frame | Awaitable[Frame] | None, bool]] = asyncio.Queue()
+        self._posted = 0
+        self._room = asyncio.Semaphore(limit_frames)
 
     async def put(self, frame: Frame | Awaitable[Frame]) -> None:
-        await self._frames.put(frame)
+        await self._room.acquire()
+        self._frames.put_nowait((frame, True))
+
+    def post(self, frame: Frame) -> None:
+        """Queue without waiting, for a task that reads and must not be held up."""
+        if self._posted >= MOST_POSTED:
+            raise ProtocolError(
+                f"more than {MOST_POSTED} answers to peer {self.stream.peer_id} wait: it asks and does not read"
+            )
+        self._posted += 1
+        self._frames.put_nowait((frame, False))
 
     async def finish(self) -> None:
         """Let `run` return once everything queued so far is sent."""
-        await self._frames.put(None)
+        self._frames.put_nowait((None, False))
 
     async def run(self) -> None:
-        while (frame := await self._frames.get()) is not None:
+        while True:
+            frame, counted = await self._frames.get()
+            if frame is None:
+                return
+            if counted:
+                self._room.release()
+            else:
+                self._posted -= 1
             await self.stream.send(frame if isinstance(frame, Frame) else await frame)

@@ -24,13 +24,15 @@ from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolEr
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
+from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.evaluation import averaged, measured
 from peers.feed import Feed
+from peers.link import Link
 from peers.messages import need
 from peers.offer import Offer, Terms
-from peers.outbox import Outbox
+from peers.snapshots import Cadence, Snapshots, state_for
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver, state_frames
-from peers.transport.base import Frame, Stream, StreamClosed, Transport
+from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import Report, Walk
 
 __all__ = ["Owner", "Report"]
@@ -40,19 +42,6 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
-
-
-class _Link:
-    """The stream to one member."""
-
-    def __init__(self, offer: Offer, stream: Stream) -> None:
-        self.offer = offer
-        self.peer_id = offer.peer_id
-        self.stream = stream
-        self.outbox = Outbox(stream, limit_frames=64)
-        self.receiver = StateReceiver(offer.changed_state)
-        self.collected = asyncio.Event()
-        self.closing = False
 
 
 def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
@@ -80,6 +69,9 @@ class Owner:
         names: Mapping[str, str],
         timeouts: Timeouts,
         limits: Limits,
+        base: Checkpoint | None = None,
+        store: CheckpointStore | None = None,
+        cadence: Cadence | None = None,
     ) -> None:
         self._job = job
         self._capture = capture
@@ -91,7 +83,11 @@ class Owner:
         self._names = names
         self._timeouts = timeouts
         self._limits = limits
-        self._links: list[_Link] = []
+        self._base = base  # None: the model as it was captured
+        self._store = store  # None: no checkpoints
+        self._cadence = cadence or Cadence(job.checkpoint_every)
+        self._snapshots: Snapshots | None = None
+        self._links: list[Link] = []
         self._source: Feed | None = None
         # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -145,10 +141,13 @@ class Owner:
     async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]]) -> None:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._source = feed
+        completing: asyncio.Task[None] | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 watchdog = group.create_task(self._watch_failures())
                 await self._offer_all(group)
+                if self._snapshots is not None:
+                    completing = group.create_task(self._snapshots.run())
                 group.create_task(self._feed(feed))
                 await body()
                 for link in self._links:
@@ -156,6 +155,8 @@ class Owner:
                     await link.outbox.finish()
                     await link.stream.aclose()
                 watchdog.cancel()
+                if completing is not None:
+                    completing.cancel()
         except* _EpochFailed:
             pass
         except* MeshceeError as group:  # of our own: the user's data or metrics
@@ -164,6 +165,8 @@ class Owner:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
+            if self._snapshots is not None:
+                self._snapshots.close()
         if self._failures:
             raise min(self._failures, key=lambda failure: failure[0])[1]
 
@@ -185,18 +188,7 @@ class Owner:
     # -- offering ------------------------------------------------------------------------------------------------------
 
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
-        job = self._job
-        flops = tuple(cost.flops for cost in self._capture.costs)
-        terms = Terms(
-            job.name,
-            job.optimizer,
-            job.seed,
-            job.clip_norm,
-            job.precision,
-            flops,
-            self._capture.param_order,
-            job.recompute,
-        )
+        terms = Terms.of(self._job, self._capture)
         async with asyncio.TaskGroup() as offering:
             for peer_id in self.plan.peers:
                 offer = Offer(
@@ -208,9 +200,16 @@ class Owner:
                     self._capture.train,
                     self._capture.evaluate,
                     self._addresses,
+                    self._base is not None,
                 )
                 offering.create_task(self._offer(offer))
         self._links.sort(key=lambda link: link.offer.index)
+        if self._store is not None and self._source is not None:
+            offers = [link.offer for link in self._links]
+            self._snapshots = Snapshots(self._store, self._cadence, offers, self._capture.state, self._source.start)
+            for i, link in enumerate(self._links):
+                largest = self._snapshots.largest_payload_bytes(i)
+                link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
         for link in self._links:
             group.create_task(self._send(link))
             group.create_task(self._read(link))
@@ -223,7 +222,7 @@ class Owner:
             async with asyncio.timeout(limit_s):
                 stream = await self._transport.open(peer_id, "job", self._addresses.get(peer_id, ()))
                 stream.max_payload_bytes = 0  # READY has none
-                link = _Link(offer, stream)
+                link = Link(offer, stream)
                 self._links.append(link)
                 # Encoding and hashing take seconds for a large model: not on the event loop.
                 frame = await asyncio.to_thread(offer.frame)
@@ -233,11 +232,15 @@ class Owner:
                         "constant tensors in buffers of the model"
                     )
                 await stream.send(frame)
-                frames = state_frames({name: self._capture.state[name] for name in offer.expected_state})
+                hashes = {}
+                base = await asyncio.to_thread(state_for, offer, self._capture, self._base)
                 with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
-                    while (part := await asyncio.to_thread(next, frames, None)) is not None:
-                        frame = part
-                        await stream.send(frame)
+                    for kind, state in base.items():
+                        frames = state_frames(state)
+                        while (part := await asyncio.to_thread(next, frames, None)) is not None:
+                            frame = part
+                            await stream.send(frame)
+                        hashes[kind] = frame.header["hash"]
                 reply = await stream.recv()
         except (StreamClosed, TimeoutError) as error:
             self._fail(1, lost)
@@ -247,7 +250,7 @@ class Owner:
             raise _EpochFailed from error
         if reply.kind == messages.READY:
             ready = reply.header
-            if ready.get("plan") != self.plan.hash() or ready.get("state") != frame.header["hash"]:
+            if ready.get("plan") != self.plan.hash() or any(ready.get(k) != h for k, h in hashes.items()):
                 self._fail(
                     0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights")
                 )
@@ -265,10 +268,14 @@ class Owner:
         return await asyncio.get_running_loop().run_in_executor(self._users, call, *args)
 
     async def _feed(self, feed: Feed) -> None:
-        walks = feed.walks()
+        next_step, walks = feed.start, feed.walks()
         while (spec := await self._in_users_thread(next, walks, None)) is not None:
-            if self._stop and not spec.forward_only:
-                break
+            if not spec.forward_only:
+                if self._stop:
+                    break
+                if self._snapshots is not None and spec.step > feed.start and self._snapshots.is_due(spec.step):
+                    await self._snapshot(spec.step)
+                next_step = spec.step + 1
             walk = Walk(spec, len(self._links))
             self._walks[spec.walk] = walk
             await self._order.put(walk)
@@ -284,22 +291,34 @@ class Owner:
                         meta, payloads = tensors.pack([inputs[name] for name in names])
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
+        if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
+            await self._snapshot(next_step)
         await self._order.put(None)
+
+    async def _snapshot(self, next_step: int) -> None:
+        assert self._snapshots is not None
+        frame = await self._snapshots.begin(next_step)
+        for link in self._links:
+            await link.outbox.put(frame)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
-    async def _send(self, link: _Link) -> None:
+    async def _send(self, link: Link) -> None:
         try:
             await link.outbox.run()
         except StreamClosed as closed:
             self._gone(link, closed)
 
-    async def _read(self, link: _Link) -> None:
+    async def _read(self, link: Link) -> None:
         try:
             while True:
                 frame = await link.stream.recv()
                 self._heard += 1
-                if frame.kind not in (messages.STATE, messages.STATE_END):
+                if frame.kind in (messages.SNAPSHOT, messages.PART) and self._snapshots is not None:
+                    for asked in await asyncio.to_thread(self._snapshots.take, link.offer.index, frame):
+                        link.outbox.post(asked)
+                    self._snapshots.heard()
+                elif frame.kind not in (messages.STATE, messages.STATE_END):
                     await self._take(link, frame)
                 elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
                     link.collected.set()
@@ -309,7 +328,7 @@ class Owner:
         except ProtocolError as error:
             self._fail(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
 
-    def _gone(self, link: _Link, closed: StreamClosed) -> None:
+    def _gone(self, link: Link, closed: StreamClosed) -> None:
         self._fail(
             1,
             PeerLostError(
@@ -317,7 +336,7 @@ class Owner:
             ),
         )
 
-    async def _take(self, link: _Link, frame: Frame) -> None:
+    async def _take(self, link: Link, frame: Frame) -> None:
         header = frame.header
         if frame.kind == messages.FAILED:
             error = messages.error_from(header)
@@ -344,10 +363,10 @@ class Owner:
             walk.losses[walk.new(need(header, "micro", int))] = need(header, "loss", float)
             self._ahead.release()
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
+            assert self._source is not None
             micro = walk.new(need(header, "micro", int))
             values = tensors.unpack(need(header, "tensors", list), frame.payloads)
             # Outputs are large: none is kept here.
-            assert self._source is not None
             parts = (self._job, self._capture, self._source, walk.spec, micro, values)
             walk.outputs[micro] = await self._in_users_thread(measured, *parts)
             if self._hear_outputs is not None:
@@ -361,20 +380,18 @@ class Owner:
         """One report a step, in order; the metrics of an evaluation go with the step before it."""
         started_s = last_s = time.perf_counter()
         held: Report | None = None
-        first = True
         while (walk := await self._order.get()) is not None:
             self._step = walk.spec.step
             await self._until(walk.complete)
             del self._walks[walk.spec.walk]
             if walk.spec.forward_only:
                 assert held is not None
-                await report(replace(held, metrics=averaged(feed, walk)))
+                await self._tell(report, replace(held, metrics=averaged(feed, walk)))
                 last_s = time.perf_counter()
                 continue
             now_s = time.perf_counter()
             step_s, last_s = now_s - last_s, now_s
-            mean_s = (now_s - started_s) / (walk.spec.step + 1) if not first else step_s
-            first = False
+            mean_s = (now_s - started_s) / (walk.spec.step + 1 - feed.start)
             held = Report(
                 step=walk.spec.step,
                 steps=self._job.steps,
@@ -382,12 +399,17 @@ class Owner:
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
-                limit=self._limit(walk),
+                limit=walk.limit([(link.peer_id, self._names.get(link.peer_id, "")) for link in self._links]),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
                 codecs=walk.codecs,
             )
             if not feed.evaluates_after(walk.spec.step):
-                await report(held)
+                await self._tell(report, held)
+
+    async def _tell(self, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
+        await report(what)
+        if self._snapshots is not None:
+            self._snapshots.reported(what.step)
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for members, but not forever: one that is cut off without a word sends no end of its stream."""
@@ -403,29 +425,21 @@ class Owner:
                         3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
                     )
 
-    def _limit(self, walk: Walk) -> str:
-        """The busiest stage, or that none is busy: then links or the window limit."""
-        shares = []
-        for link in self._links:
-            seconds = walk.applied[link.peer_id].get("seconds", {})
-            total = float(seconds.get("total", 0)) or 1.0
-            shares.append((1 - float(seconds.get("wait", 0)) / total, link))
-        share, link = max(shares, key=lambda pair: pair[0])
-        name = self._names.get(link.peer_id) or link.peer_id[-6:]
-        if share >= 0.7:
-            return f"compute of {name} (stage {link.offer.index}, {share:.0%} busy)"
-        return f"links: the busiest stage, {link.offer.index} on {name}, waits {1 - share:.0%}"
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def _collect(self, *, wanted: bool = True) -> dict[str, torch.Tensor]:
         """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
+        saved = self._snapshots is not None
         for link in self._links:
-            if not wanted:
+            if not wanted or saved:
                 link.receiver = StateReceiver({})
-            await link.outbox.put(Frame(messages.COLLECT, {"state": wanted}))
+            await link.outbox.put(Frame(messages.COLLECT, {"state": wanted and not saved}))
         state = dict(self._capture.state)
         for link in self._links:
             await self._until(link.collected)
             state.update(link.receiver.state)
+        if wanted and self._snapshots is not None:
+            await self._until(self._snapshots.settled)
+            if (last := self._snapshots.latest) is not None:
+                state.update(await asyncio.to_thread(last.weights, self._snapshots.changed))
         return self._capture.state_dict(state)

@@ -53,10 +53,14 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> str:
 
 
 class StateReceiver:
-    """Collects STATE frames. `expected` maps each name to its type and shape; anything else is refused."""
+    """Collects STATE frames. `expected` maps each name to its type and shape; anything else is refused.
 
-    def __init__(self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    `partial`: not all of it need come, as of an optimizer that has not met every parameter yet.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, partial: bool = False) -> None:
         self._expected = dict(expected)
+        self._partial = partial
         self.state: dict[str, torch.Tensor] = {}
         self.hash = ""  # of all of it, once `take` has returned True
         largest = max((dtype.itemsize * _count(shape) for dtype, shape in self._expected.values()), default=0)
@@ -66,7 +70,7 @@ class StateReceiver:
         """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed."""
         if frame.kind == messages.STATE_END:
             missing = sorted(self._expected.keys() - self.state.keys())
-            if missing:
+            if missing and not self._partial:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
             self.hash = hash_state(self.state)
             if messages.need(frame.header, "hash", str) != self.hash:

@@ -6,7 +6,7 @@ The idea: the owner fills a Walk as answers arrive in any order; a Report is mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,3 +71,15 @@ class Walk:
 
     def loss(self) -> float:
         return sum(self.losses[m] * self.spec.weights[m] for m in range(self.spec.num_micro))
+
+    def limit(self, stages: Sequence[tuple[str, str]]) -> str:
+        """The busiest stage of these (peer id, name), or that none is busy: then links or the window limit."""
+        shares = []
+        for index, (peer_id, name) in enumerate(stages):
+            seconds = self.applied[peer_id].get("seconds", {})
+            total = float(seconds.get("total", 0)) or 1.0
+            shares.append((1 - float(seconds.get("wait", 0)) / total, -index, name or peer_id[-6:]))
+        share, index, name = max(shares)
+        if share >= 0.7:
+            return f"compute of {name} (stage {-index}, {share:.0%} busy)"
+        return f"links: the busiest stage, {-index} on {name}, waits {1 - share:.0%}"

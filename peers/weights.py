@@ -90,8 +90,10 @@ class Weights:
         return {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `optimizer_state` returned it, from any device. Step counts stay on the CPU, where torch keeps them."""
         for name, parameter in self.masters.items():
             if state.get(name):
                 self.optimizer.state[parameter] = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
+                    k: v.to(parameter.device if v.dim() else "cpu", copy=True) if isinstance(v, torch.Tensor) else v
+                    for k, v in state[name].items()
                 }

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import time
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from meshcee.errors import UsageError
+from peers.checkpoint import CheckpointStore
 from peers.home import Home, Run
 from peers.strict_json import dumps
 
 __all__ = ["list_runs", "show_logs", "stop_run"]
 
 
-def _summary(run: Run) -> dict[str, object]:
+def _summary(run: Run) -> dict[str, Any]:
     reports = run.reports()
     last = reports[-1] if reports else {}
     return {
@@ -27,6 +29,7 @@ def _summary(run: Run) -> dict[str, object]:
         "steps": last.get("steps", run.info.get("steps", 0)),
         "loss": last.get("loss"),
         "started": run.info.get("started"),
+        "checkpoints": [c.next_step for c in CheckpointStore(run.checkpoints).complete()],
     }
 
 
@@ -45,11 +48,12 @@ def list_runs(*, as_json: bool) -> None:
         print("No runs yet: start one with `meshcee train JOB.py --join TOKEN`.")
         return
     table = Table()
-    for column in ("run", "state", "step", "loss"):
+    for column in ("run", "state", "step", "loss", "checkpoints"):
         table.add_column(column)
     for s in summaries:
         loss = _figure(s["loss"]) if s["step"] else "-"
-        table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss)
+        kept = ", ".join(f"@{step}" for step in s["checkpoints"]) or "-"
+        table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss, kept)
     Console().print(table)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,8 @@ class TrainOptions:
     stages: int | None
     device: str
     threads: int | None
+    resume: str | None = None
+    checkpoint_every: int | None = None
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -60,6 +62,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     job = load_job(options.job)
+    if options.checkpoint_every is not None:
+        job = replace(job, checkpoint_every=options.checkpoint_every)
     where = JoinOptions(
         token=options.join,
         local=options.local,
@@ -89,6 +93,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         "last_loss": result.losses[-1] if result.losses else None,
         "metrics": result.metrics[-1][1] if result.metrics else {},
         "out": str(out) if out else None,
+        "run": result.run,
     }
     if as_json:
         print(dumps({"result": summary}), flush=True)
@@ -97,7 +102,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"
     print(
         f"{verb}: {len(result.losses)} steps, {losses}"
-        + (f"; weights in {out}" if out else "; weights not kept (--out)")
+        + (f"; weights in {out}" if out else f"; weights in run {result.run} (`meshcee checkpoint export`)")
     )
     for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
         print(f"  eval {name}: {value:.4f}")
@@ -119,7 +124,9 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
             return None
         current.append(mesh)
         try:
-            async for report in mesh.train(job, captured=captured, stages=options.stages, on_plan=view.plan):
+            async for report in mesh.train(
+                job, captured=captured, stages=options.stages, resume=options.resume, on_plan=view.plan
+            ):
                 view.report(report)
         finally:
             current.clear()

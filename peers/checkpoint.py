@@ -1,0 +1,316 @@
+"""Checkpoints on the owner's disk: the model and its optimizer by name, and where the run stood, whatever the plan was.
+
+The idea: a checkpoint is a folder of safetensors and a manifest with their hashes; it is written beside its place and
+renamed there once everything has reached the disk, so a folder with a manifest is whole or damaged, never half. Two are
+kept: while one is written the one before stays.
+
+    checkpoints/step-00000040/manifest.json     next_step, job, micro_batch, names, hashes
+                              model-0.safetensors, optimizer-0.safetensors, ...   one pair for each stage that wrote it
+                              frozen.safetensors     what training does not change
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors
+import torch
+
+from meshcee.capture import Capture
+from meshcee.errors import CheckpointError, UsageError
+from meshcee.job import Job
+from peers.home import write_atomic
+from peers.snapshot import Image
+
+__all__ = ["Checkpoint", "CheckpointStore", "Draft", "description"]
+
+FORMAT = 1
+KEPT = 2
+MANIFEST = "manifest.json"
+FROZEN = "frozen.safetensors"
+
+
+def description(job: Job, captured: Capture) -> dict[str, Any]:
+    """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
+    tensors = {name: [str(t.dtype), list(t.shape)] for name, t in sorted(captured.state.items())}
+    return {
+        "model": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(),
+        "optimizer": job.optimizer.to_json(),
+        "schedule": None if job.schedule is None else [job.schedule.name, repr(sorted(job.schedule.options.items()))],
+        "batch_size": job.batch_size,
+        "samples": len(job.data),
+        "seed": job.seed,
+        "clip_norm": job.clip_norm,
+        "reduction": job.reduction,
+        "precision": job.precision,
+    }
+
+
+def _config(job: Job) -> dict[str, Any] | None:
+    """What Hugging Face's `from_pretrained` needs beside the weights, when the model is one of theirs."""
+    config = getattr(job.model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return None
+    assert config is not None
+    return {**json.loads(config.to_json_string()), "architectures": [type(job.model).__name__]}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: the state before `next_step`."""
+
+    folder: Path
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {data['format']}: use the version of meshcee that wrote it")
+            int(data["next_step"]), int(data["micro_batch"]), dict(data["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(f"its manifest cannot be read ({error})") from error
+        return data
+
+    @property
+    def next_step(self) -> int:
+        return int(self.manifest["next_step"])
+
+    @property
+    def micro_batch(self) -> int:
+        return int(self.manifest["micro_batch"])
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self.folder} is damaged: {why}; resume from the one before it, "
+            "`--resume RUN@STEP`, which `meshcee runs` shows"
+        )
+
+    def verify(self) -> None:
+        """Read every file and compare its hash; raises CheckpointError."""
+        for name, entry in self.manifest["files"].items():
+            path = self.folder / name
+            try:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise self._damaged(f"{name} cannot be read ({error})") from error
+            if found != entry["sha256"]:
+                raise self._damaged(f"{name} is not what was written")
+
+    def check(self, job: Job, captured: Capture) -> None:
+        """Whether this job may go on from here; raises UsageError naming what is different."""
+        own, theirs = description(job, captured), self.manifest["job"]
+        for key, value in json.loads(json.dumps(own)).items():
+            if value != theirs.get(key):
+                what = "another model" if key == "model" else f"{key} {theirs.get(key)!r}, the job says {value!r}"
+                raise UsageError(
+                    f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
+                )
+        if job.micro_batch_size is not None and job.micro_batch_size != self.micro_batch:
+            raise UsageError(
+                f"the run has micro-batches of {self.micro_batch}, the job says {job.micro_batch_size}: "
+                "leave micro_batch_size as it was"
+            )
+
+    @cached_property
+    def _model_files(self) -> dict[str, str]:
+        return self._index("model-", FROZEN)
+
+    @cached_property
+    def _optimizer_files(self) -> dict[str, str]:
+        return self._index("optimizer-")
+
+    def _index(self, *beginnings: str) -> dict[str, str]:
+        """Which file holds each name; a shared parameter lies in several, alike."""
+        found: dict[str, str] = {}
+        for name in self.manifest["files"]:
+            if name.startswith(beginnings):
+                with self._open(name) as file:
+                    found.update(dict.fromkeys(file.keys(), name))
+        return found
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safetensors.safe_open(self.folder / name, "pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise self._damaged(f"{name}: {error}") from error
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._model_files)
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Parameters (masters) and buffers."""
+        return self._read(self._model_files, list(names))
+
+    def optimizer(self, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps for these parameters, as "<parameter>/<key>"."""
+        wanted = set(parameters)
+        return self._read(self._optimizer_files, [n for n in self._optimizer_files if n.rpartition("/")[0] in wanted])
+
+    def _read(self, files: Mapping[str, str], names: list[str]) -> dict[str, torch.Tensor]:
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            if name not in files:
+                raise self._damaged(f"{name!r} is missing")
+            by_file.setdefault(files[name], []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for file_name, inside in by_file.items():
+            with self._open(file_name) as file:
+                for name in inside:
+                    found[name] = file.get_tensor(name).clone()  # the file may be removed while it is in use
+        return {name: found[name] for name in names}
+
+
+class Draft:
+    """A checkpoint that is being written, in a folder beside its place."""
+
+    def __init__(self, store: CheckpointStore, next_step: int) -> None:
+        self.next_step = next_step
+        self._store = store
+        self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._files: dict[str, dict[str, Any]] = {}
+
+    def create(self, name: str, header: bytes | memoryview) -> Writer:
+        writer = Writer((self.folder / name).open("wb"), self._files, name)
+        writer.write(header)
+        return writer
+
+    def _frozen(self, state: Mapping[str, torch.Tensor]) -> None:
+        """What training does not change is written once; later checkpoints link to it."""
+        before = next(iter(self._store.list_complete()), None)
+        if before is not None and FROZEN in before.manifest["files"]:
+            os.link(before.folder / FROZEN, self.folder / FROZEN)
+            self._files[FROZEN] = before.manifest["files"][FROZEN]
+            return
+        image = Image({name: t.detach().cpu().contiguous() for name, t in state.items()})
+        writer = self.create(FROZEN, image.header)
+        for start in range(0, image.data_bytes, 16 << 20):
+            writer.write(image.read(start, min(16 << 20, image.data_bytes - start)))
+        writer.close()
+
+    def finish(self, frozen: Mapping[str, torch.Tensor], **about: Any) -> Checkpoint:
+        """Make it durable, put it in its place, forget the oldest."""
+        with self._store.lock:
+            return self._finish(frozen, about)
+
+    def _finish(self, frozen: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Checkpoint:
+        if frozen:
+            self._frozen(frozen)
+        data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
+        write_atomic(self.folder / MANIFEST, json.dumps(data, indent=1).encode(), durable=True)
+        _sync_folder(self.folder)
+        place = self._store.folder / f"step-{self.next_step:08d}"
+        if place.exists():  # written by an epoch that was lost; the same numbers
+            shutil.rmtree(place)
+        os.rename(self.folder, place)
+        _sync_folder(self._store.folder)
+        for old in self._store.list_complete()[KEPT:]:
+            shutil.rmtree(old.folder)
+        return Checkpoint(place)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Writer:
+    """One file of a draft; hashed as it is written."""
+
+    def __init__(self, file: BinaryIO, files: dict[str, dict[str, Any]], name: str) -> None:
+        self._file = file
+        self._files = files
+        self._name = name
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._files[self._name] = {"sha256": self._digest.hexdigest(), "bytes": self._bytes}
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+class CheckpointStore:
+    """The checkpoints of one run. `about` goes into every manifest: the job, the names of the model."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.about = dict(about or {})
+        self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
+
+    @classmethod
+    def of(
+        cls, folder: Path, job: Job, captured: Capture, micro_batch: int, devices: Sequence[Sequence[Any]] = ()
+    ) -> CheckpointStore:
+        """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads)."""
+        for left in folder.glob(".step-*"):  # by an owner that died
+            shutil.rmtree(left)
+        about = {
+            "job": description(job, captured),
+            "name": job.name,
+            "micro_batch": micro_batch,
+            "devices": [list(device) for device in devices],
+            "persistent": list(captured.persistent),
+            "aliases": captured.aliases,
+            "config": _config(job),
+            "torch": torch.__version__,
+        }
+        return cls(folder, about)
+
+    def complete(self) -> list[Checkpoint]:
+        """Newest first."""
+        with self.lock:
+            return self.list_complete()
+
+    def list_complete(self) -> list[Checkpoint]:
+        """As `complete`, for who holds the lock."""
+        found = [f for f in self.folder.glob("step-*") if (f / MANIFEST).exists()] if self.folder.exists() else []
+        return [Checkpoint(f) for f in sorted(found, reverse=True)]
+
+    def find(self, step: str, run: str) -> Checkpoint:
+        """The newest, or that before this step; UsageError when there is none. `run` is its id, for people."""
+        found = [c for c in self.complete() if step in ("", str(c.next_step))]
+        if not found:
+            raise UsageError(
+                f"run {run} has no checkpoint{' of step ' + step if step else ''}; `meshcee runs` shows what there is"
+            )
+        return found[0]
+
+    def forget_after(self, base: Checkpoint) -> None:
+        """A run goes on from here: what was written later will be written again."""
+        for later in self.complete():
+            if later.folder > base.folder:
+                shutil.rmtree(later.folder)
+
+    def draft(self, next_step: int) -> Draft:
+        with self.lock:
+            return Draft(self, next_step)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,25 @@
+"""What the owner keeps for each member: its offer, its stream, what is on its way to it and what has come of its state."""
+
+from __future__ import annotations
+
+import asyncio
+
+from peers.offer import Offer
+from peers.outbox import Outbox
+from peers.state_frames import StateReceiver
+from peers.transport.base import Stream
+
+__all__ = ["Link"]
+
+
+class Link:
+    """The stream to one member. `closing`: its end is expected."""
+
+    def __init__(self, offer: Offer, stream: Stream) -> None:
+        self.offer = offer
+        self.peer_id = offer.peer_id
+        self.stream = stream
+        self.outbox = Outbox(stream, limit_frames=64)
+        self.receiver = StateReceiver(offer.changed_state)
+        self.collected = asyncio.Event()
+        self.closing = False

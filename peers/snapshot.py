@@ -1,0 +1,150 @@
+"""A stage's state between two steps, as safetensors that others read range by range.
+
+The idea: a member copies its stage at the boundary and trains on; the copy is then read like a file, chunk by chunk, at
+the reader's pace, so that neither the pipeline nor anybody's memory feels it. What travels is the file that the owner
+keeps: parameters and buffers under the model's own names, the optimizer's state under "<parameter>/<key>".
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshcee.errors import ProtocolError
+from meshcee.job import Optimizer
+from meshcee.tensor_files import DTYPES, Layout, byte_view, head_of
+from peers import messages
+from peers.messages import need
+from peers.stage import StageRunner
+from peers.transport.base import Frame
+
+__all__ = ["CHUNK_BYTES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
+
+FILES = ("model", "optimizer")
+CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
+
+
+class Image:
+    """A safetensors file in memory: a header, and tensors that are not copied."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.header, starts, self.data_bytes = head_of(layout)
+        filled = [(start, byte_view(tensors[name])) for name, start in starts.items() if tensors[name].numel()]
+        self._starts = [start for start, _ in filled]
+        self._pieces = [view for _, view in filled]
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes of the data behind the header, from `start`."""
+        if not 0 <= start <= start + count <= self.data_bytes:
+            raise ProtocolError(f"bytes {start} to {start + count} of a snapshot of {self.data_bytes} were asked for")
+        found = []
+        i = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        while count > 0:
+            offset = start - self._starts[i]
+            part = self._pieces[i][offset : offset + count]
+            found.append(part)
+            start, count, i = start + len(part), count - len(part), i + 1
+        return b"".join(found)
+
+
+def parse_header(data: bytes | memoryview, expected: Layout, *, partial: bool) -> int:
+    """Check a header against what it must describe; how many bytes follow it. `partial`: entries may be missing."""
+    raw = bytes(data)
+    try:
+        entries = json.loads(raw[8:])
+        if int.from_bytes(raw[:8], "little") != len(raw) - 8 or not isinstance(entries, dict):
+            raise ValueError("its length is wrong")
+        spans = []
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            if name not in expected:
+                raise ValueError(f"{name!r} was not expected")
+            dtype, shape = expected[name]
+            if DTYPES.get(entry["dtype"]) != dtype or tuple(entry["shape"]) != shape:
+                raise ValueError(f"{name!r} is {entry['dtype']} {entry['shape']}, not {dtype} {list(shape)}")
+            first, end = entry["data_offsets"]
+            if type(first) is not int or end != first + dtype.itemsize * math.prod(shape):
+                raise ValueError(f"{name!r} has another size")
+            spans.append((first, end))
+        at = 0
+        for first, end in sorted(spans):
+            if first != at:
+                raise ValueError("its tensors do not follow one another")
+            at = end
+        if not partial and entries.keys() != expected.keys():
+            raise ValueError(f"{min(expected.keys() - entries.keys())!r} is missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError(f"this is not the header of the snapshot that was asked for: {error}") from error
+    return at
+
+
+def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
+    tiny = {name: torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for name, (dtype, _) in masters.items()}
+    built = optimizer.build(tiny)
+    for parameter in tiny.values():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, parameter in tiny.items():
+        for key, value in built.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}/{key}"] = (value.dtype, masters[name][1] if value.shape == parameter.shape else ())
+    return found
+
+
+def by_parameter(flat: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's state as `load_optimizer_state` takes it."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for entry, value in flat.items():
+        name, _, key = entry.rpartition("/")
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+@dataclass(frozen=True)
+class _Copy:
+    next_step: int
+    images: tuple[Image, ...]  # as FILES
+
+
+class Held:
+    """The snapshots that a member holds: the newest, and the one before it until that is superseded too."""
+
+    def __init__(self) -> None:
+        self._copies: list[_Copy] = []
+
+    def take(self, next_step: int, runner: StageRunner) -> Frame:
+        """Copy the stage as it stands before `next_step`; what to tell the owner. Runs on the compute thread."""
+        state = runner.state_dict()
+        model = {name: _copy(state[name]) for name in (*runner.spec.trainable, *runner.spec.mutated)}
+        optimizer = {
+            f"{name}/{key}": _copy(value)
+            for name, kept in runner.optimizer_state().items()
+            for key, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        }
+        copy = _Copy(next_step, (Image(model), Image(optimizer)))
+        self._copies = [*self._copies[-1:], copy]
+        return Frame(messages.SNAPSHOT, {"next_step": next_step}, [image.header for image in copy.images])
+
+    def read(self, header: Mapping[str, Any]) -> Frame:
+        """The answer to a PULL. Raises ProtocolError for what is not held."""
+        next_step, file, start = (need(header, name, int) for name in ("next_step", "file", "start"))
+        copy = next((c for c in self._copies if c.next_step == next_step), None)
+        if copy is None or not 0 <= file < len(FILES):
+            raise ProtocolError(f"no snapshot of step {next_step} is held here")
+        image = copy.images[file]
+        data = image.read(start, min(CHUNK_BYTES, image.data_bytes - start))
+        return Frame(messages.PART, {"next_step": next_step, "file": file, "start": start}, [data])
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,223 @@
+"""The owner's side of snapshots: ask every stage for one, read them in chunks, write them as one checkpoint.
+
+The idea: a request goes down the streams between two steps; everything after it happens beside the training, chunk by
+chunk, each stage at its own pace. A checkpoint counts once every stage's files are on the disk and the steps before it
+have been reported, so that none can be lost between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from meshcee.capture import Capture
+from meshcee.errors import ProtocolError
+from meshcee.tensor_files import Layout
+from peers import messages
+from peers.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
+from peers.messages import need
+from peers.offer import Offer
+from peers.snapshot import CHUNK_BYTES, FILES, parse_header
+from peers.transport.base import Frame
+
+__all__ = ["Cadence", "Snapshots", "state_for"]
+
+log = structlog.get_logger()
+
+AHEAD = 4  # chunks asked for and not yet here, from each stage
+
+
+@dataclass
+class Cadence:
+    """When the next snapshot is due: every `every` steps, or as often as costs at most a share of the time.
+
+    A stage is read for as long as its link needs; `SHARE` bounds which part of the time the links are used for it.
+    """
+
+    every: int = 0
+    SHARE = 0.05
+    LEAST_S = 2.0
+    _began_s: float = float("-inf")
+    _took_s: float = 0.0
+    _last_step: int = 0
+
+    def start(self, next_step: int, now_s: float) -> None:
+        """An epoch begins at this step: its state is known."""
+        self._last_step, self._began_s = next_step, now_s
+
+    def is_due(self, next_step: int, now_s: float) -> bool:
+        if self.every:
+            return next_step // self.every > self._last_step // self.every
+        return now_s - self._began_s >= max(self.LEAST_S, self._took_s / self.SHARE)
+
+    def begun(self, next_step: int, now_s: float) -> None:
+        self._last_step, self._began_s = next_step, now_s
+
+    def ended(self, now_s: float) -> None:
+        self._took_s = now_s - self._began_s
+
+
+@dataclass
+class _Stage:
+    """What one stage has to send, and how much of it is here."""
+
+    layouts: tuple[Layout, Layout]  # as FILES
+    writers: list[Writer] = field(default_factory=list)
+    left: list[tuple[int, int]] = field(default_factory=list)  # (file, start) not yet asked for
+    awaited: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    begun: bool = False
+    done: bool = False  # its files are on the disk; the last thing that a thread sets
+
+
+class Snapshots:
+    """One epoch's snapshots. `take` runs in threads, one call at a time for each stage; the rest in the event loop."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        cadence: Cadence,
+        offers: Sequence[Offer],
+        state: Mapping[str, torch.Tensor],
+        start: int = 0,
+    ) -> None:
+        self._store = store
+        self._cadence = cadence
+        cadence.start(start, _now_s())
+        self._layouts = [(offer.changed_state, offer.expected_optimizer) for offer in offers]
+        changed = {name for offer in offers for name in offer.changed_state}
+        self.changed = frozenset(changed)
+        self._frozen = {name: tensor for name, tensor in state.items() if name not in changed}
+        self._plan = offers[0].plan.to_json()
+        self._draft: Draft | None = None
+        self._stages: list[_Stage] = []
+        self._reported = 0  # steps before this one have been reported
+        self._news = asyncio.Event()
+        self._free = asyncio.Event()
+        self._free.set()
+        self.latest: Checkpoint | None = None  # of this epoch
+
+    def largest_payload_bytes(self, index: int) -> int:
+        """The largest payload that a stage may send: a chunk, or a header."""
+        return max(CHUNK_BYTES, *(256 + sum(len(n) * 6 + 256 for n in layout) for layout in self._layouts[index]))
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def is_due(self, next_step: int) -> bool:
+        return self._free.is_set() and self._cadence.is_due(next_step, _now_s())
+
+    async def begin(self, next_step: int) -> Frame:
+        """What to send to every stage, in the order of its steps; waits for a snapshot that is still under way."""
+        await self._free.wait()
+        self._free.clear()
+        self._cadence.begun(next_step, _now_s())
+        self._draft = await asyncio.to_thread(self._store.draft, next_step)
+        self._stages = [_Stage(layouts) for layouts in self._layouts]
+        return Frame(messages.SNAPSHOT, {"next_step": next_step})
+
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, frame: Frame) -> list[Frame]:
+        """A stage has announced its snapshot, or sent a part: write it; what to ask it for next."""
+        draft = self._draft
+        if draft is None or need(frame.header, "next_step", int) != draft.next_step:
+            raise ProtocolError("it sent a snapshot that nobody asked for")
+        stage = self._stages[index]
+        if frame.kind == messages.SNAPSHOT:
+            self._announced(index, stage, draft, frame)
+        else:
+            self._part(stage, frame)
+        asked = []
+        while stage.left and len(stage.awaited) < AHEAD:
+            file, start = stage.left.pop()
+            stage.awaited.append((file, start))
+            header = {"next_step": draft.next_step, "file": file, "start": start}
+            asked.append(Frame(messages.PULL, header))
+        if not stage.awaited:
+            for writer in stage.writers:
+                writer.close()
+            stage.done = True
+        return asked
+
+    def _announced(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> None:
+        if stage.begun or len(frame.payloads) != len(FILES):
+            raise ProtocolError("it announced a snapshot twice, or not as two files")
+        stage.begun = True
+        for file, (name, header) in enumerate(zip(FILES, frame.payloads)):
+            size = parse_header(memoryview(header), stage.layouts[file], partial=name == "optimizer")
+            stage.sizes.append(size)
+            stage.left += [(file, start) for start in range(0, size, CHUNK_BYTES)]
+            stage.writers.append(draft.create(f"{name}-{index}.safetensors", memoryview(header)))
+        stage.left.reverse()  # popped from the end
+
+    def _part(self, stage: _Stage, frame: Frame) -> None:
+        key = (need(frame.header, "file", int), need(frame.header, "start", int))
+        # Streams are ordered, so parts come as they were asked for, and are written one behind the other.
+        if not stage.awaited or stage.awaited[0] != key or len(frame.payloads) != 1:
+            raise ProtocolError("it sent a part of a snapshot that is not awaited")
+        file, start = key
+        data = memoryview(frame.payloads[0])
+        if data.nbytes != min(CHUNK_BYTES, stage.sizes[file] - start):
+            raise ProtocolError("it sent a part of a snapshot of the wrong size")
+        stage.writers[file].write(data)
+        del stage.awaited[0]
+
+    def heard(self) -> None:
+        """`take` has returned."""
+        if all(stage.done for stage in self._stages):
+            self._news.set()
+
+    def reported(self, step: int) -> None:
+        """This step has been reported, with everything that belongs to it."""
+        self._reported = step + 1
+        self._news.set()
+
+    # -- completing ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Complete what has arrived, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            draft = self._draft
+            if draft is None or draft.next_step > self._reported or not all(s.done for s in self._stages):
+                continue
+            self._draft = None  # from here on it is completed, whatever happens to the epoch
+            self.latest = await asyncio.to_thread(draft.finish, self._frozen, plan=self._plan)
+            self._cadence.ended(_now_s())
+            log.debug("checkpoint", next_step=draft.next_step)
+            self._free.set()
+
+    @property
+    def settled(self) -> asyncio.Event:
+        """Set while no snapshot is under way."""
+        return self._free
+
+    def close(self) -> None:
+        """The epoch is over: what is not complete is dropped."""
+        if self._draft is not None:
+            for stage in self._stages:
+                for writer in stage.writers:
+                    writer.abort()
+            self._draft.discard()
+            self._draft = None
+
+
+def state_for(offer: Offer, captured: Capture, base: Checkpoint | None) -> dict[str, Mapping[str, torch.Tensor]]:
+    """What a member begins with: the weights, and, after a checkpoint, what its optimizer has kept."""
+    expected = offer.expected_state
+    if base is None:
+        return {"state": {name: captured.state[name] for name in expected}}
+    weights = base.weights(expected)
+    return {
+        "state": {name: tensor.to(expected[name][0]) for name, tensor in weights.items()},
+        "optimizer": base.optimizer(offer.specs[offer.index].trainable),
+    }
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

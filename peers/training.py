@@ -1,0 +1,269 @@
+"""One job from its first plan to its last step, over as many epochs as it takes.
+
+The idea: what a user is told of a step happens once, whatever the mesh has to do for it twice. Losses that were
+reported are remembered; a step that is computed again must give the same loss, or the run ends and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import MeshceeError, StaleTermError, UsageError
+from meshcee.job import Job
+from meshcee.plan import Plan
+from peers.agent import Agent, run_record
+from peers.checkpoint import Checkpoint, CheckpointStore
+from peers.coordinator import PlanRequest, request_plan
+from peers.feed import Feed
+from peers.home import Home, Run
+from peers.offer import check_generators
+from peers.owner import Owner, Report
+from peers.view import report_json
+
+__all__ = ["REPLANS", "Result", "Training", "ask_plan", "own"]
+
+log = structlog.get_logger()
+
+REPLANS = 3  # when the coordinator changes between planning and offering
+UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
+
+Reports = asyncio.Queue[Report | MeshceeError | None]
+
+
+@dataclass
+class Result:
+    """What a job leaves: one loss a step, evaluations by step, the trained weights under their original names."""
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    state_dict: dict[str, torch.Tensor] = field(default_factory=dict)
+    plan: Plan | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
+    run: str | None = None  # its folder under MESHCEE_HOME, where there is one
+
+    @property
+    def micro_batch_size(self) -> int:
+        assert self.plan is not None
+        return self.plan.micro_batch
+
+
+async def ask_plan(
+    agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...]
+) -> tuple[Plan, tuple[int, str]]:
+    """The coordinator's plan, whose peers are all known here, with the term under which it was made."""
+    plan, term = await request_plan(agent, PlanRequest.of(job, captured.costs, stages, lent))
+    await agent.wait_for_peers(plan.peers)
+    return plan, term
+
+
+def own(
+    agent: Agent,
+    job: Job,
+    captured: Capture,
+    plan: Plan,
+    term: tuple[int, str],
+    epoch: tuple[int, int],
+    **more: Any,
+) -> Owner:
+    """The owner of one epoch, over the agent's transport."""
+    return Owner(
+        job,
+        captured,
+        plan,
+        term,
+        epoch,
+        agent.transport,
+        addresses=agent.addresses_of(plan.peers),
+        names=agent.names(),
+        timeouts=agent.timeouts,
+        limits=agent.limits,
+        **more,
+    )
+
+
+class Training:
+    """`run` in a task; reports, and then None or the error that ended it, go to `reports`."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        home: Home | None,
+        lent: tuple[str, ...],
+        job: Job,
+        captured: Capture | None,
+        *,
+        stages: int | None,
+        resume: str | None,
+        on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
+        reports: Reports,
+    ) -> None:
+        self.result = Result()
+        self._agent = agent
+        self._home = home
+        self._lent = lent
+        self._job = job
+        self._captured = captured
+        self._stages = stages
+        self._resume = resume
+        self._on_plan = on_plan
+        self._reports = reports
+        self._owner: Owner | None = None
+        self._run: Run | None = None
+        self._base: Checkpoint | None = None  # what the next epoch begins with; None: the model as it was captured
+        self._known: dict[int, float] = {}  # the loss of every step that has been reported
+        self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
+        self._announced_s = -math.inf
+
+    def stop(self) -> bool:
+        """Finish the running step, collect the weights, end. False when nothing runs yet."""
+        if self._owner is None:
+            return False
+        self._owner.stop()
+        return True
+
+    async def run(self) -> None:
+        try:
+            if self._captured is None:
+                self._captured = await asyncio.to_thread(capture, self._job)
+            if self._resume is not None:
+                await asyncio.to_thread(self._go_on, self._resume, self._captured)
+            await self._epochs()
+            if self._run is not None:
+                self._run.end("stopped" if self.result.stopped else "done")
+            await self._reports.put(None)
+        except MeshceeError as error:
+            if self._run is not None:
+                self._run.end("failed", error=str(error))
+            await self._reports.put(error)
+        except BaseException as error:
+            if self._run is not None:
+                self._run.end("aborted", error=repr(error))
+            raise
+        finally:
+            self._owner = None
+            await self._agent.announce_run(None)
+
+    # -- resuming ------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, wanted: str, captured: Capture) -> None:
+        """Find the run and its checkpoint, see that they fit this job, take up what was reported."""
+        if self._home is None:
+            raise UsageError("only a run that this machine keeps can be resumed; join a mesh, or use the command line")
+        run_id, _, step = wanted.partition("@")
+        run = self._home.run(run_id)
+        if run.state == "running":
+            raise UsageError(f"run {run.id} is still running; stop it with `meshcee run stop {run.id}`")
+        base = CheckpointStore(run.checkpoints).find(step, run.id)
+        base.check(self._job, captured)
+        if base.next_step >= self._job.steps:
+            raise UsageError(
+                f"run {run.id} has done its {base.next_step} steps; raise `steps` of the job to train on, or use "
+                f"`meshcee checkpoint export {run.id}`"
+            )
+        base.verify()
+        self._base = base
+        self._job = replace(self._job, micro_batch_size=base.micro_batch)
+        self._captured = replace(captured, state=base.weights(captured.state))
+        for line in run.reports():
+            self._known[line["step"]] = line["loss"]
+            if line.get("metrics") and line["step"] < base.next_step:
+                self.result.metrics.append((line["step"], line["metrics"]))
+        self.result.losses = [self._known.get(s, math.nan) for s in range(base.next_step)]
+        self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
+        self._run = run
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    async def _epochs(self) -> None:
+        captured = self._captured
+        assert captured is not None
+        for attempt in range(REPLANS + 1):
+            plan, term = await ask_plan(self._agent, self._job, captured, self._stages, self._lent)
+            check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
+            try:
+                await self._epoch(captured, plan, term)
+            except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
+                if attempt == REPLANS:
+                    raise
+            else:
+                return
+
+    async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
+        """Offer this plan, feed it to the end."""
+        names = self._agent.names()
+        self.result.plan, self.result.names = plan, names
+        if self._on_plan is not None:
+            self._on_plan(plan, names)
+        self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
+        self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
+        epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
+        store = await asyncio.to_thread(self._keep, captured, plan, names)
+
+        async def hear(report: Report) -> None:
+            await self._hear(report, plan, epoch)
+
+        self._owner = own(self._agent, self._job, captured, plan, term, epoch, base=self._base, store=store)
+        start = self._base.next_step if self._base is not None else 0
+        self.result.state_dict = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
+        self.result.stopped = self._owner.was_stopped
+
+    def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
+        """The run's folder, made or taken over by this process, and its checkpoints."""
+        if self._home is None:
+            return None
+        info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
+        if self._run is None:
+            self._run = self._home.new_run(self._job.name, **info)
+        elif self._owner is None:
+            self._run.take_over(**info)
+        self.result.run = self._run.id
+        folder, devices = self._run.checkpoints, sorted(self._kinds)
+        store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices)
+        if self._base is not None:
+            store.forget_after(self._base)
+        return store
+
+    async def _hear(self, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
+        """Tell of a step once; hold a step that was computed again against what was told of it."""
+        again = report.step in self._known
+        if again:
+            self._compare(report, plan)
+        if report.step == len(self.result.losses):
+            self.result.losses.append(report.loss)
+            if report.metrics:
+                self.result.metrics.append((report.step, dict(report.metrics)))
+        now_s = time.monotonic()
+        if now_s - self._announced_s > self._agent.timeouts.announce_every_s:
+            self._announced_s = now_s
+            record = run_record(self._agent.peer_id, self._job.name, epoch, report.step, report.loss, plan)
+            await self._agent.announce_run(record)
+        if again:
+            return
+        self._known[report.step] = report.loss
+        if self._run is not None:
+            self._run.report(report_json(report))
+        await self._reports.put(report)
+
+    def _compare(self, report: Report, plan: Plan) -> None:
+        before = self._known[report.step]
+        if report.loss == before:
+            return
+        stages = plan.pipelines[0].stages
+        lossy = any(s.codec_out != "none" or s.codec_back != "none" for s in stages)
+        alike = len(self._kinds) == 1 and all(len(s.members) == 1 for s in stages)
+        told = f"step {report.step} had loss {before!r} and has {report.loss!r} now that it is computed again"
+        if not lossy and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
+            raise MeshceeError(
+                f"{told}: the state that training went on from was not that of the run; please report it"
+            )
+        log.warning(told + ": the peers' devices or codecs round differently")

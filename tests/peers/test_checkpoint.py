@@ -1,0 +1,283 @@
+"""Checkpoints do not depend on the plan: a run that was cut off goes on with other stages as if nothing had happened."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshcee.capture import Capture, capture
+from meshcee.eager import eager
+from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError
+from meshcee.job import PER_PARAMETER, Job, Optimizer
+from peers import messages
+from peers.assemble import JoinOptions, join
+from peers.checkpoint import CheckpointStore
+from peers.commands.session import unwrap
+from peers.home import Home, Run
+from peers.offer import Offer, Terms
+from peers.owner import Owner
+from peers.snapshot import Image, optimizer_layout, parse_header
+from peers.snapshots import Cadence, Snapshots
+from peers.training import Result
+from peers.transport.base import Frame
+from tests.peers.mesh_fixture import even_plan
+from tests.peers.test_training import make_job
+from tests.reference import reference
+
+STEPS = 9
+
+
+def job_of(**changes: object) -> Job:
+    return make_job(**{"steps": STEPS, "micro_batch_size": 6, "checkpoint_every": 3, **changes})
+
+
+@pytest.fixture(autouse=True)
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is complete before the next step is fed: these steps are too short to wait for none."""
+    ask = Owner._snapshot
+
+    async def ask_and_wait(self: Owner, next_step: int) -> None:
+        await ask(self, next_step)
+        assert self._snapshots is not None
+        await self._snapshots.settled.wait()
+
+    monkeypatch.setattr(Owner, "_snapshot", ask_and_wait)
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+async def run(
+    job: Job,
+    home: Home,
+    stages: int,
+    *,
+    captured: Capture | None = None,
+    until: int | None = None,
+    resume: str | None = None,
+) -> Result:
+    """Train in this process; `until` abandons the run, as a crash would, once that step is reported."""
+    try:
+        async with join(JoinOptions(local=stages), home) as mesh:
+            async for report in mesh.train(job, resume=resume, captured=captured or capture(job)):
+                if report.step == until:
+                    break
+            return mesh.result
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def crashed(job: Job, home: Home, *, captured: Capture | None = None, until: int = 4) -> Run:
+    """A run on three stages that was cut off, with the checkpoint of step 3."""
+    await run(job, home, 3, captured=captured, until=until)
+    cut = home.run("last")
+    assert CheckpointStore(cut.checkpoints).complete()[-1].next_step == 3
+    return cut
+
+
+def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_path: Path, stages: int) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job())
+    result = await run(job_of(), home, stages, captured=captured_job(), resume=f"{cut.id}@3")
+    losses, model = eager(job_of(), STEPS, 6)
+    assert result.losses == losses
+    assert_equal(result.state_dict, model.state_dict())
+    told = [line["step"] for line in cut.reports()]
+    assert told == list(range(STEPS))  # each once, although steps 3 and 4 were computed twice
+    assert [line["loss"] for line in cut.reports()] == losses
+    assert [c.next_step for c in CheckpointStore(cut.checkpoints).complete()] == [9, 6]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (Optimizer("SGD", lr=0.05, momentum=0.9, groups={"*.bias": {"momentum": 0.0}}), "fp32"),
+        (Optimizer("Adagrad", lr=1e-2), "fp32"),
+        (Optimizer("AdamW", lr=1e-2, amsgrad=True), "bf16"),
+    ],
+)
+async def test_every_kind_of_optimizer_state_is_kept(tmp_path: Path, optimizer: Optimizer, precision: str) -> None:
+    job = job_of(optimizer=optimizer, precision=precision, schedule=None)
+    home, captured = Home(tmp_path), capture(job)
+    cut = await crashed(job, home, captured=captured)
+    result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
+    expected = reference(job)
+    assert result.losses == [sum(float(loss) * (6 / 24) for loss in step) for step in expected.losses]
+    assert_equal(result.state_dict, expected.state)
+
+
+@pytest.mark.parametrize("name", sorted(PER_PARAMETER))
+def test_the_layout_of_an_optimizer_is_what_torch_keeps(name: str) -> None:
+    optimizer = Optimizer(name, lr=0.1)
+    parameter = nn.Parameter(torch.ones(4, 5))
+    built = optimizer.build({"layer.weight": parameter})
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 5)
+        built.step()
+    kept = {f"layer.weight/{k}": (v.dtype, tuple(v.shape)) for k, v in built.state[parameter].items() if v is not None}
+    assert optimizer_layout(optimizer, {"layer.weight": (torch.float32, (4, 5))}) == kept
+
+
+async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> None:
+    def job(seed: int) -> Job:
+        made = job_of()
+        torch.manual_seed(seed)
+        nn.init.normal_(made.model.embed.weight)
+        made.model.embed.weight.requires_grad_(False)
+        return made
+
+    home = Home(tmp_path)
+    cut = await crashed(job(1), home)
+    result = await run(job(2), home, 2, resume=cut.id)  # a job file that draws other weights each time
+    losses, model = eager(job(1), STEPS, 6)
+    assert result.losses == losses
+    assert_equal(result.state_dict, model.state_dict())
+
+
+async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> None:
+    job = job_of(eval_data=job_of().data, eval_every=3)
+    home, captured = Home(tmp_path), capture(job)
+    cut = await crashed(job, home, captured=captured, until=5)
+    result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
+    assert [step for step, _ in result.metrics] == [2, 5, 8]
+    assert [line["step"] for line in cut.reports() if line["metrics"]] == [2, 5, 8]
+
+
+async def test_a_loss_that_differs_when_computed_again_ends_the_run(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job())
+    lines = cut.reports()
+    lines[4]["loss"] += 1e-6
+    (cut.folder / "reports.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(MeshceeError, match=r"step 4 had loss .* computed again"):
+        await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
+
+
+async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job(), until=7)
+
+    async def fails(error: type[Exception], match: str, resume: str | None = None, **changes: object) -> None:
+        captured = captured_job() if "model" not in changes else None
+        with pytest.raises(error, match=match):
+            await run(job_of(**changes), home, 2, captured=captured, resume=resume or cut.id)
+
+    await fails(UsageError, "0 runs match", resume="nope")
+    await fails(UsageError, "no checkpoint of step 4", resume=f"{cut.id}@4")
+    await fails(UsageError, "seed 3, the job says 4", seed=4)
+    await fails(UsageError, "another model", model=nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)))
+    await fails(UsageError, "micro-batches of 6", micro_batch_size=12)
+    await fails(UsageError, "raise `steps`", steps=6)
+    newest = CheckpointStore(cut.checkpoints).complete()[0].folder / "model-1.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    await fails(CheckpointError, r"model-1.safetensors is not what was written; resume from the one before")
+    result = await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
+    assert result.losses == eager(job_of(), STEPS, 6)[0]
+    await fails(UsageError, "raise `steps`")
+
+
+async def test_the_end_of_a_run_keeps_the_weights_whatever_the_cadence(tmp_path: Path) -> None:
+    result = await run(job_of(checkpoint_every=0), Home(tmp_path), 2, captured=captured_job())
+    newest = CheckpointStore(Home(tmp_path).run("last").checkpoints).complete()[0]
+    newest.verify()
+    assert newest.next_step == STEPS
+    kept = newest.weights(newest.manifest["persistent"])
+    assert_equal(kept, {name: result.state_dict[name] for name in kept})
+    plain = safetensors.torch.load_file(newest.folder / "model-0.safetensors")  # any reader of the format will do
+    assert torch.equal(plain["embed.weight"], result.state_dict["embed.weight"])
+
+
+def test_snapshots_are_due_by_steps_or_by_their_cost() -> None:
+    by_steps, by_cost = Cadence(4), Cadence()
+    by_steps.start(6, 0.0)
+    assert next(s for s in range(7, 17) if by_steps.is_due(s, 0.0)) == 8
+    by_steps.begun(9, 0.0)  # late, because the one before was still under way
+    assert not by_steps.is_due(11, 0.0)
+    assert by_steps.is_due(12, 0.0)
+    by_cost.begun(1, 10.0)
+    by_cost.ended(11.0)
+    assert not by_cost.is_due(2, 29.0)  # one second in twenty
+    assert by_cost.is_due(2, 30.1)
+
+
+@given(st.data())
+def test_an_image_is_the_file_that_safetensors_reads(data: st.DataObject) -> None:
+    dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16])
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    tensors = {
+        f"p{i}": torch.arange(max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+        for i, (dtype, shape) in enumerate(data.draw(st.lists(st.tuples(dtypes, shapes), max_size=6)))
+    }
+    image = Image(tensors)
+    cut = data.draw(st.integers(0, image.data_bytes))
+    whole = image.read(0, cut) + image.read(cut, image.data_bytes - cut)
+    read = safetensors.torch.load(image.header + whole)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[n], tensors[n]) and read[n].dtype == tensors[n].dtype for n in tensors)
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    assert parse_header(image.header, layout, partial=False) == image.data_bytes
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not the header"):
+        parse_header(len(data).to_bytes(8, "little") + data + b"!", {"p": (torch.float32, (2,))}, partial=False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"q": torch.zeros(2)}, "'q' was not expected"),
+        ({"p": torch.zeros(1 << 20)}, "'p' is F32"),
+        ({"p": torch.zeros(2, dtype=torch.float64)}, "'p' is F64"),
+        ({}, "'p' is missing"),
+    ],
+)
+def test_a_snapshot_of_something_else_is_refused_before_it_costs_anything(
+    tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        parse_header(Image(tensors).header, {"p": (torch.float32, (2,))}, partial=False)
+
+
+async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: Path) -> None:
+    job = job_of()
+    captured = capture(job)
+    plan = even_plan(captured.train.num_blocks, 1, 24, 6)
+    offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    snapshots = Snapshots(CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1), [offer], captured.state)
+    part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
+    with pytest.raises(ProtocolError, match="nobody asked for"):
+        snapshots.take(0, part)
+    await snapshots.begin(1)
+    with pytest.raises(ProtocolError, match="not awaited"):
+        snapshots.take(0, part)
+    model = {name: captured.state[name] for name in offer.changed_state}
+    announced = Frame(messages.SNAPSHOT, {"next_step": 1}, [Image(model).header, Image({}).header])
+    asked = snapshots.take(0, announced)
+    assert [f.header["start"] for f in asked] == [0]
+    with pytest.raises(ProtocolError, match="wrong size"):
+        snapshots.take(0, part)
+    with pytest.raises(ProtocolError, match="twice"):
+        snapshots.take(0, announced)
+    snapshots.close()
+    assert not list(tmp_path.iterdir())
