@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -130,7 +131,7 @@ def real(title: str, build: Callable[[], Job]) -> dict[str, Any]:
     began = time.perf_counter()
     captured = capture(job)
     row = described(captured, time.perf_counter() - began)
-    parameters = sum(captured.state[n].numel() for n in captured.param_order)
+    parameters = sum(math.prod(captured.layout[n][1]) for n in captured.param_order)
     flops = sum(c.flops for c in captured.costs)
     return {"model": title, "parameters_millions": round(parameters / 1e6, 1), "gflops": round(flops / 1e9, 1), **row}
 

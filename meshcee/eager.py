@@ -18,6 +18,7 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.job import Job, seeded
 from meshcee.sampling import draw
+from meshcee.tensor_files import Checkpoint
 
 __all__ = ["eager"]
 
@@ -47,11 +48,24 @@ def _weights(job: Job, targets: list[Any]) -> list[float]:
     return [w / sum(own) for w in own]
 
 
+def _built(job: Job) -> torch.nn.Module:
+    """A model of our own, with the values that training starts from."""
+    if isinstance(job.model, torch.nn.Module):
+        model = copy.deepcopy(job.model)
+    else:
+        torch.manual_seed(job.seed)
+        model = job.model()
+    if job.weights is not None:
+        # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
+        model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
+    return model
+
+
 def eager(job: Job, steps: int, micro_batch: int) -> tuple[list[float], torch.nn.Module]:
     """Train `steps` steps; returns each step's loss and the model. fp32; micro-batches in ascending order."""
     if job.precision != "fp32":
         raise UsageError(f"the eager loop knows no precision {job.precision!r}; compare a job in fp32")
-    model = copy.deepcopy(job.model) if isinstance(job.model, torch.nn.Module) else job.model()
+    model = _built(job)
     model.train()
     optimizer = job.optimizer.build(dict(model.named_parameters()))
     schedule = job.schedule.build(optimizer) if job.schedule else None

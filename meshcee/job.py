@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,7 +104,10 @@ class Schedule:
 class Job:
     """One training run.
 
-    model      an nn.Module
+    model      an nn.Module; or a function that returns one, which is called after `torch.manual_seed(seed)` and whose
+               weights never exist all at once: every peer makes those of its stage, for models larger than any machine
+    weights    a safetensors checkpoint that the model starts from, as `model.load_state_dict` would load it: a file, or a
+               folder with model.safetensors or with shards and their index
     loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
@@ -139,6 +143,7 @@ class Job:
     name: str = "job"
     recompute: bool = False
     checkpoint_every: int = 0
+    weights: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:

@@ -6,6 +6,7 @@ its own: only a feed of one walk, and a place for the outputs.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,18 +71,18 @@ def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> C
     """The same graphs over these weights, as a `state_dict` names them; None keeps those of the model."""
     if state is None:
         return captured
-    found = dict(captured.state)
+    found: dict[str, torch.Tensor] = {}
     for name in captured.persistent:
         if name not in state:
             raise UsageError(f"the state has no entry {name!r}; give a whole state_dict of this model")
-        given, own = state[name].detach(), captured.state[name]
-        if given.shape != own.shape or given.dtype != own.dtype:
+        given, (dtype, shape) = state[name].detach(), captured.layout[name]
+        if given.dtype != dtype or tuple(given.shape) != shape:
             raise UsageError(
-                f"{name!r} is {given.dtype}{tuple(given.shape)} in the state and {own.dtype}{tuple(own.shape)} in the "
+                f"{name!r} is {given.dtype}{tuple(given.shape)} in the state and {dtype}{shape} in the "
                 "model; give a state_dict of this model"
             )
         found[name] = given
-    return replace(captured, state=found)
+    return replace(captured, state=ChainMap(found, captured.state))  # type: ignore[arg-type]
 
 
 class Predictions:

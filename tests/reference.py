@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -49,10 +51,26 @@ def halved(x: Any) -> Any:
     return x.bfloat16() if x.is_floating_point() else x
 
 
+def built(job: Job) -> nn.Module:
+    """A copy of the job's model, or what its function returns after the job's seed; with the job's weights, if any."""
+    if isinstance(job.model, nn.Module):
+        model = copy.deepcopy(job.model)
+    else:
+        torch.manual_seed(job.seed)
+        model = job.model()
+    if job.weights is not None:
+        files = sorted(Path(job.weights).glob("*.safetensors")) if Path(job.weights).is_dir() else [Path(job.weights)]
+        loaded = {n: t for file in files for n, t in safetensors.torch.load_file(file).items()}
+        absent, unexpected = model.load_state_dict(loaded, strict=False)
+        tied = {n for n, p in model.named_parameters(remove_duplicate=False) if n not in dict(model.named_parameters())}
+        assert not unexpected
+        assert set(absent) <= tied
+    return model
+
+
 def reference(job: Job, steps: int | None = None) -> Reference:
     """Train a copy of the job's model eagerly."""
-    model = copy.deepcopy(job.model)
-    assert isinstance(model, nn.Module)
+    model = built(job)
     model.train()
     bf16 = job.precision == "bf16"
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}

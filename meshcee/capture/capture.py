@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -18,12 +19,15 @@ from torch import nn
 
 from meshcee.capture import data as data_rules
 from meshcee.capture.analysis import Analysis, analyse, find_recomputed
+from meshcee.capture.construct import InitialState, construct
 from meshcee.capture.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export import Exported, export_module
+from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Node, Program
-from meshcee.errors import CaptureError, UsageError
+from meshcee.errors import CaptureError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
+from meshcee.tensor_files import Checkpoint, Layout
 
 __all__ = ["Capture", "capture"]
 
@@ -33,16 +37,25 @@ _PROBED = 16  # samples whose shapes are compared, to find sizes that vary
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """A captured job. `state` holds full-precision tensors, each once; `aliases` names the other names of tied ones."""
+    """A captured job. `state` holds full-precision tensors, each once; `aliases` names the other names of tied ones.
+
+    `state` may make or read a tensor when it is asked for it: take one at a time, and sizes from `layout`.
+    """
 
     train: Program
     evaluate: Program | None
     costs: tuple[BlockCost, ...]
-    state: dict[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+    layout: Layout  # name in `state` -> type and shape
     aliases: dict[str, str]  # other name -> the name in `state`
     param_order: tuple[str, ...]
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
+
+    @property
+    def state_bytes(self) -> int:
+        """Of parameters and buffers, in full precision."""
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.layout.values())
 
     @staticmethod
     def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
@@ -136,15 +149,18 @@ def _as_in_eager() -> Iterator[None]:
 
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
-    model = job.model if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(model, nn.Module):
-        raise UsageError("Job.model must be an nn.Module, or a function that returns one")
+    model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else construct(job.model, job.seed)
     modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
-    state = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
+    state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
+    if job.weights is not None:
+        state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
     example = data_rules.stack([job.data[0]] * _EXAMPLES)
     varying = data_rules.varying([job.data[i * len(job.data) // _PROBED] for i in range(_PROBED)])
-    work = model if job.precision == "fp32" else copy.deepcopy(model).to(torch.bfloat16)
+    work = model if job.precision == "fp32" else _rounded(model)
     try:
         model.train()
         work.train()
@@ -161,15 +177,15 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    persistent = {n for n in model.state_dict(keep_vars=True) if n not in aliases}
     return Capture(
         train=program,
         evaluate=evaluation,
         costs=_costs(program, analysis),
         state=state,
+        layout=layout,
         aliases=aliases,
         param_order=tuple(n for n, _ in model.named_parameters()),
-        persistent=tuple(n for n in state if n in persistent),
+        persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
     )
 
@@ -179,6 +195,16 @@ def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
+
+
+def _rounded(model: nn.Module) -> nn.Module:
+    """A copy in bf16, as `.to(torch.bfloat16)` makes it; fake tensors, which that refuses, stay fake."""
+    memo: dict[int, Any] = {}
+    for _, tensor in _entries(model):
+        value = tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(model, memo)
 
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:

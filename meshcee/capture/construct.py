@@ -10,6 +10,7 @@ its turn. What nobody can make again (a draw without a generator argument) is ke
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshcee.capture.recipe import Call, Const, Recipe, View, covers
+from meshcee.capture.recipe import Call, Const, Recipe, View, covers, fresh
 from meshcee.errors import CaptureError, MeshceeError, UsageError
+from meshcee.memory import large_apart
 
 __all__ = ["InitialState", "construct"]
 
@@ -45,24 +47,24 @@ class _Storage:
     """A large storage: how large, its stand-in, and its bytes while they are in the cache."""
 
     nbytes: int
-    fake: FakeTensor
+    fake: torch.Tensor
     real: torch.UntypedStorage | None
     writes: list[int]  # calls that wrote it, ascending
     pinned: bool = False  # it cannot be made again
 
 
-class _Fakes(FakeTensorMode):
+class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """One for a whole construction: modules that copy themselves copy tensors and all that these refer to."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Fakes:
         return self
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator, shows large results as fake tensors, writes the tape."""
 
     def __init__(self, small_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._small_bytes = small_bytes
         self._fakes = _Fakes(allow_non_fake_inputs=True)
         self._storages: list[_Storage] = []
@@ -106,7 +108,8 @@ class _Recorder(TorchDispatchMode):
         shown = [self._shown(r, same, owner, made) if isinstance(r, torch.Tensor) else r for r in results]
         touched = {slot for tensor in writes if (slot := self.slot_of(tensor)) is not None}
         if (touched or any(made)) and name not in _EMPTY:  # a storage that no call makes is blank anyway
-            self._record(func, name, *tree_unflatten(recorded, spec), made, touched, state)
+            taken = tree_unflatten(recorded, spec)
+            self._record(func, name, taken[0], taken[1], made, touched, state)
         self._evict()
         return tree_unflatten(shown, out_spec)
 
@@ -187,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         """Have a storage's bytes at hand; `blank` if they are about to be written anyway."""
         storage = self._storages[slot]
         if storage.real is None:
-            storage.real = torch.UntypedStorage(storage.nbytes) if blank else self.recipe(slot).run_storage()
+            storage.real = fresh(storage.nbytes, zeros=False) if blank else self.recipe(slot).run_storage()
         self._keep(slot)
 
     def _keep(self, slot: int) -> None:
@@ -278,7 +281,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 class InitialState(Mapping[str, torch.Tensor]):
     """The values of a constructed model by name. Item access makes that tensor alone; nothing is kept."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], recorder: _Recorder) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], recorder: Recorder) -> None:
         self._tensors = dict(tensors)
         self._recorder = recorder
 
@@ -297,24 +300,16 @@ class InitialState(Mapping[str, torch.Tensor]):
         return None if found is None else found[0].encode(found[1])
 
 
-@dataclass(frozen=True)
-class Constructed:
-    """A module whose large tensors are fake, and what makes them."""
-
-    module: nn.Module
-    recorder: _Recorder
-
-    def state(self, tensors: Mapping[str, torch.Tensor]) -> InitialState:
-        return InitialState(tensors, self.recorder)
-
-
-def construct(factory: Callable[[], nn.Module], seed: int, small_bytes: int | None = None) -> Constructed:
+def construct(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder]:
     """`torch.manual_seed(seed)`, then `factory()`: the same values as in a plain loop, at no time all of them.
 
-    Storages below `small_bytes` are ordinary tensors. The process's generator is left as it was.
+    Returns the module, whose large tensors are fake, and what makes them: see `InitialState`. The process's generator
+    is left as it was.
     """
-    recorder = _Recorder(SMALL_BYTES if small_bytes is None else small_bytes)
-    with torch.random.fork_rng(devices=[]):
+    recorder = Recorder(SMALL_BYTES)
+    with torch.random.fork_rng(devices=[]), large_apart(), warnings.catch_warnings():
+        # Modules that copy themselves ask fake tensors for their address, which torch thinks nobody should.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         torch.manual_seed(seed)
         try:
             with recorder:
@@ -335,4 +330,4 @@ def construct(factory: Callable[[], nn.Module], seed: int, small_bytes: int | No
         for name, value in list(vars(part).items()):
             if recorder.slot_of(value) is not None:
                 setattr(part, name, recorder.value(value))
-    return Constructed(module, recorder)
+    return module, recorder

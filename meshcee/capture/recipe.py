@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from meshcee.capture.analysis import quiet
 from meshcee.errors import CaptureError, GraphError
 
-__all__ = ["Call", "Const", "Recipe", "View", "covers"]
+__all__ = ["Call", "Const", "Recipe", "View", "covers", "decode", "fresh"]
 
 VERSION = 1
 MAX_BYTES = 4 << 20
@@ -91,7 +91,7 @@ class View:
         return (last + 1) * self.dtype.itemsize
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ def covers(view: View, nbytes: int) -> bool:
     return math.prod(view.size) * view.dtype.itemsize == nbytes and not view.offset and view.end_bytes() == nbytes
 
 
+def fresh(nbytes: int, *, zeros: bool) -> torch.UntypedStorage:
+    """A new storage on the CPU."""
+    make = torch.zeros if zeros else torch.empty
+    return make(nbytes, dtype=torch.uint8).untyped_storage()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Storages by number with their bytes, calls in order, and the storage that is wanted of it all.
@@ -143,23 +149,17 @@ class Recipe:
         live: dict[int, torch.UntypedStorage] = {}
         for i, call in enumerate(self.calls):
             for slot in call.slots - live.keys() - set(call.makes):
-                live[slot] = self._fresh(slot, zeros=slot not in call.replaces)
+                live[slot] = fresh(self.storages[slot], zeros=slot not in call.replaces)
             kwargs = {name: _given(a, live) for name, a in call.kwargs.items()}
             if call.state is not None:
                 kwargs["generator"] = torch.Generator().set_state(call.state)
             out = call.function(*(_given(a, live) for a in call.args), **kwargs)
-            for slot, tensor in zip(call.makes, _tensors(out), strict=True):
-                if slot is not None:
-                    live[slot] = tensor.untyped_storage()
+            live |= {s: t.untyped_storage() for s, t in zip(call.makes, _tensors(out), strict=True) if s is not None}
             del out, kwargs
             for slot in call.slots:
                 if last[slot] == i and slot != self.result:
                     del live[slot]
-        return live[self.result] if self.result in live else self._fresh(self.result, zeros=True)
-
-    def _fresh(self, slot: int, *, zeros: bool) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(self.storages[slot])
-        return storage.fill_(0) if zeros else storage
+        return live[self.result] if self.result in live else fresh(self.storages[self.result], zeros=True)
 
     def tensor(self, view: View) -> torch.Tensor:
         """Replay, and take what is wanted. Raises GraphError if a call refuses its arguments."""
@@ -179,7 +179,9 @@ class Recipe:
                 return None
             try:
                 args = [_encoded(a, number) for a in call.args]
-                kwargs = {k: _encoded(a, number) for k, a in call.kwargs.items() if k not in _LEFT_OUT and a is not None}
+                kwargs = {
+                    k: _encoded(a, number) for k, a in call.kwargs.items() if k not in _LEFT_OUT and a is not None
+                }
             except ValueError:
                 return None
             makes = [None if slot is None else number[slot] for slot in call.makes]
@@ -335,7 +337,9 @@ def _view(encoded: Any, storages: Mapping[int, int]) -> View:
     slot, dtype, size, stride, offset = encoded
     if len(size) > MAX_DIMS or len(size) != len(stride):
         raise GraphError("a recipe for weights holds an impossible shape")
-    view = View(_slot(slot, storages), _DTYPES[dtype], tuple(map(_count, size)), tuple(map(_count, stride)), _count(offset))
+    view = View(
+        _slot(slot, storages), _DTYPES[dtype], tuple(map(_count, size)), tuple(map(_count, stride)), _count(offset)
+    )
     if max(view.end_bytes(), math.prod(view.size) * view.dtype.itemsize) > storages[view.slot]:
         raise GraphError("a recipe for weights reaches outside of its storage")
     return view
@@ -371,7 +375,9 @@ def _given(argument: Any, live: Mapping[int, torch.UntypedStorage]) -> Any:
             return a.on(live[a.slot])
         if isinstance(a, Const):
             if a.version not in (-1, a.tensor._version):
-                raise CaptureError("Job.model() changed a large tensor that it had copied; give the built module instead")
+                raise CaptureError(
+                    "Job.model() changed a large tensor that it had copied; give the built module instead"
+                )
             return a.tensor
         return a
 

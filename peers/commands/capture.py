@@ -27,7 +27,6 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
     captured = capture(job)
     seconds = time.perf_counter() - start_s
     costs = captured.costs
-    state_bytes = sum(t.nbytes for t in captured.state.values())
     if html is not None:
         try:
             html.write_text(page(costs, f"meshcee capture: {job.name}"), encoding="utf-8")
@@ -38,7 +37,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
             "job": job.name,
             "seconds": seconds,
             "flops": sum(c.flops for c in costs),
-            "state_bytes": state_bytes,
+            "state_bytes": captured.state_bytes,
             "random": captured.train.uses_random,
             "blocks": [dataclasses.asdict(c) for c in costs],
         }
@@ -46,7 +45,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
         return
     print(
         f"{job.name}: {len(costs)} blocks, {amount(sum(c.flops for c in costs))} FLOPs forward per sample, "
-        f"{size(state_bytes)} of parameters and buffers; captured in {seconds:.1f} s"
+        f"{size(captured.state_bytes)} of parameters and buffers; captured in {seconds:.1f} s"
     )
     print(_table(costs))
     if html is not None:

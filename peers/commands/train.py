@@ -111,9 +111,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
 async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View, current: list[Mesh]) -> Result | None:
     start_s = time.perf_counter()
     captured = capture(job)
-    size = sum(t.nbytes for t in captured.state.values())
     view.note(
-        f"captured {job.name}: {len(captured.costs)} blocks, {size / 2**20:.1f} MiB of weights "
+        f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
         f"in {time.perf_counter() - start_s:.1f} s"
     )
     async with join(where, Home()) as mesh:

@@ -1,0 +1,33 @@
+"""Memory that goes back to the system when it is freed.
+
+The idea: glibc gives a large allocation pages of its own, until the first of them is freed; from then on it puts
+allocations of up to 32 MiB between small ones, where what is freed is often too narrow to be used again. Work that holds
+one large tensor after the other would so end up with most of them resident.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["large_apart"]
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_LARGE_BYTES = 1 << 20
+_USUAL_BYTES = 32 << 20  # where glibc's own adjustment ends up in a process that frees large tensors
+
+
+@contextmanager
+def large_apart() -> Iterator[None]:
+    """While this is entered, allocations of a MiB and more get pages of their own. Does nothing where there is no glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
