@@ -41,7 +41,7 @@ FROZEN = "frozen.safetensors"
 
 def description(job: Job, captured: Capture) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
-    tensors = {name: [str(t.dtype), list(t.shape)] for name, t in sorted(captured.state.items())}
+    tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
     return {
         "model": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.to_json(),
