@@ -65,9 +65,16 @@ class KindTimes:
         b_s: npt.ArrayLike,
         w_s: npt.ArrayLike,
         optimizer_s: npt.ArrayLike,
+        call_s: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
-        """f_s, b_s and w_s have a row per size and a column per block; optimizer_s has one entry per block."""
+        """f_s, b_s and w_s have a row per size and a column per block; optimizer_s has one entry per block.
+
+        call_s  what F, B and W of a stage cost beside its blocks, however many these are
+        """
         self.sizes = tuple(sizes)
+        self.call_s = call_s
+        if any(not 0 <= s < math.inf for s in call_s):
+            raise UsageError("seconds of a call must be finite and not negative; profile that device again")
         tables = [np.asarray(t, dtype=np.float64) for t in (f_s, b_s, w_s)]
         self.optimizer = np.concatenate([[0.0], np.cumsum(np.asarray(optimizer_s, dtype=np.float64))])
         if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
@@ -103,7 +110,9 @@ class KindTimes:
         f_s = float(f[end] - f[first])
         again_s = f_s if recompute else 0.0
         optimizer_s = float(self.optimizer[end] - self.optimizer[first])
-        return StageTimes(f_s, float(b[end] - b[first]) + again_s, float(w[end] - w[first]), optimizer_s)
+        f_call, b_call, w_call = self.call_s
+        b_s, w_s = float(b[end] - b[first]), float(w[end] - w[first])
+        return StageTimes(f_s + f_call, b_s + again_s + b_call, w_s + w_call, optimizer_s)
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,9 @@ class Workload:
     element_bytes: int = 2  # of a boundary's elements before any codec
     micro_batch: int | None = None  # when the job fixes it
     default_codec: str = "bf16"  # what boundaries travel as when nothing is gained by another
+    message_bytes: tuple[int, int] = (0, 0)  # what a message has beside its samples: to the next stage, and back
+    fused_first: bool = False  # the first stage runs B and W as one, as the executor does
+    tied: tuple[tuple[int, int, int], ...] = ()  # (first block, last block, bytes) of shared parameters' gradients
     _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,9 @@ from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
 from meshcee.plan import Plan
+from meshcee.planner.live import Measured
 from meshcee.profile import DeviceProfile, LinkProfile
+from peers.block_profiler import BlockProfiler
 from peers.compute import Compute
 from peers.coordinator import PlanService
 from peers.gossip import GossipService
@@ -40,6 +42,8 @@ __all__ = ["Agent", "AgentOptions"]
 log = structlog.get_logger()
 
 PROBE_EVERY_S = 60.0  # each link is measured again after this long
+LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
+LINKS_AWAITED_S = 6.0  # that a plan waits for links which nobody has measured yet
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,14 @@ class Agent:
                 limits=self.limits,
                 accept=lambda owner, term: self.elector.accept(term),
             )
+            member = self._member
+            profiler = BlockProfiler(
+                self._compute,
+                memory_bytes=self._device.memory_bytes,
+                limits=self.limits,
+                is_busy=lambda: member.is_busy,
+            )
+            self.transport.serve("profile", profiler.serve)
         await self._group.__aenter__()
         await self._announce()
         running = [
@@ -220,6 +232,33 @@ class Agent:
         """Devices of the peers that are idle."""
         return {p: r.device for p, r in self.directory.peers.items() if r.device is not None and not r.busy}
 
+    def busy(self) -> tuple[str, ...]:
+        """Peers whose devices are taken."""
+        return tuple(p for p, r in self.directory.peers.items() if r.device is not None and r.busy)
+
+    def links(self) -> dict[tuple[str, str], LinkProfile]:
+        """What peers measured of the links between idle devices, as far as it is not too old."""
+        idle, now = self.devices(), time.time()
+        return {
+            (source, target): link
+            for source, record in self.directory.links.items()
+            for target, link in record.links
+            if source in idle and target in idle and source != target and now - link.measured_at < LINK_TTL_S
+        }
+
+    def measured(self) -> Measured:
+        """Everything that a plan may be made from, but the job's own profiles."""
+        hints = {p: r.region for p, r in self.directory.peers.items() if r.region is not None}
+        return Measured(self.devices(), self.links(), {}, hints)
+
+    async def wait_for_links(self) -> None:
+        """A moment for links between idle devices that are being measured; who is too slow is planned by defaults."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINKS_AWAITED_S):
+                while len(self.links()) < (count := len(self.devices())) * (count - 1):
+                    await asyncio.sleep(self.timeouts.directory_poll_s / 2)
+                    await self.directory.refresh()
+
     async def wait_for_devices(self, count: int) -> None:
         """Until so many idle devices are known. Raises JoinError after join_s."""
         try:
@@ -237,6 +276,15 @@ class Agent:
         except TimeoutError as error:
             missing = sorted(wanted - self.directory.peers.keys())
             raise JoinError(f"the plan uses peers that this one cannot see: {', '.join(missing)}; try again") from error
+
+    async def see_the_mesh(self, wanted: Iterable[str] = ()) -> None:
+        """Until somebody coordinates and `wanted` are seen, and a moment for the busy: a newcomer knows nobody at first."""
+
+        async with asyncio.timeout(self.timeouts.join_s):
+            await self.coordinator()
+        await self.directory.refresh()
+        await self.wait_for_peers(wanted)
+        await self.wait_for_idle()
 
     async def wait_for_idle(self) -> None:
         """A moment for peers whose job has just ended to say so; whoever is busy for longer is planned around."""

@@ -121,7 +121,9 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
     compute: Annotated[bool, typer.Option("--compute", help="Let this machine hold a stage too.")] = False,
-    stages: Annotated[int | None, typer.Option(min=1, help="Use at most this many stages.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[

@@ -1,24 +1,26 @@
 """The coordinator's work: answer owners who ask for a plan.
 
-The idea: whoever holds the lease plans, from the records that every peer publishes; nobody else does. A plan carries
-the term under which it was made, and members refuse terms older than the newest that they have accepted.
+The idea: whoever holds the lease plans, from the records that every peer publishes and what the owner found out about its
+job; nobody else does. A plan carries the term under which it was made, and members refuse terms older than the newest
+that they have accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgpack
 import structlog
 
-from meshcee.errors import JoinError, MeshceeError, PlanError, ProtocolError
-from meshcee.job import Job
-from meshcee.plan import Plan
-from meshcee.planner.proportional import proportional
-from meshcee.profile import BlockCost, DeviceProfile
+from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.plan import LeftOut, Plan
+from meshcee.planner.live import JobCosts, Measured, plan_job
+from meshcee.profile import BlockCost
+from meshcee.timing import BlockTimes
 from peers import messages
 from peers.messages import need
 from peers.transport.base import Frame, Stream, StreamClosed
@@ -26,59 +28,79 @@ from peers.transport.base import Frame, Stream, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["PlanRequest", "PlanService", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "request_plan"]
 
 log = structlog.get_logger()
 
 MAX_BLOCKS = 4096
 MAX_WANTED = 16
 MAX_BATCH = 1 << 24
-REQUEST_BYTES = 4 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
+MAX_PROFILES = 1024
+MAX_NOTES = 64
+REQUEST_BYTES = 8 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
+PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
+
+
+class Planned(NamedTuple):
+    """A plan, the term under which it was made, and what people should know of the figures behind it."""
+
+    plan: Plan
+    term: tuple[int, str]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a planner must know of a job: no tensor, no code."""
+    """What an owner asks: its job's costs, what devices measured of it, and how it wants it."""
 
-    costs: Sequence[BlockCost]
-    batch_size: int
-    micro_batch: int | None
-    stages: int | None  # at most so many; None leaves it to the planner
+    job: JobCosts
+    times: Mapping[str, BlockTimes] = field(default_factory=dict)  # peer -> seconds of the job's blocks
+    stages: int | None = None  # exactly so many; None leaves it to the planner
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
 
-    @classmethod
-    def of(cls, job: Job, costs: Sequence[BlockCost], stages: int | None, wanted: tuple[str, ...] = ()) -> PlanRequest:
-        return cls(costs, job.batch_size, job.micro_batch_size, stages, wanted)
-
-    def header(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.batch_size,
-            "micro_batch": self.micro_batch,
+    def frame(self) -> Frame:
+        job = self.job
+        body = {
+            "costs": [{**asdict(cost), "parameters": []} for cost in job.blocks],
+            "alike": list(job.alike),
+            "tied": [list(t) for t in job.tied],
+            "times": {peer: times.to_json() for peer, times in self.times.items()},
+        }
+        header = {
+            "batch_size": job.batch_size,
+            "micro_batch": job.micro_batch,
+            "recompute": job.recompute,
+            "element_bytes": job.element_bytes,
+            "message_bytes": list(job.message_bytes),
             "stages": self.stages,
             "wanted": list(self.wanted),
         }
-
-    def frame(self) -> Frame:
-        import msgpack
-
-        costs = [{**asdict(cost), "parameters": []} for cost in self.costs]
-        return Frame(messages.PLAN_REQUEST, self.header(), [msgpack.packb(costs)])
+        return Frame(messages.PLAN_REQUEST, header, [msgpack.packb(body)])
 
     @classmethod
     def from_frame(cls, frame: Frame) -> PlanRequest:
-        import msgpack
-
         if frame.kind != messages.PLAN_REQUEST or len(frame.payloads) != 1:
             raise ProtocolError(f"expected a request for a plan, got a frame of kind {frame.kind!r}")
         try:
-            raw = msgpack.unpackb(frame.payloads[0], raw=False)
-            if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_BLOCKS:
-                raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks")
+            body = msgpack.unpackb(frame.payloads[0], raw=False)
+            if not isinstance(body, dict):
+                raise ProtocolError("a request for a plan is a mapping")
+            raw, times = need(body, "costs", list), need(body, "times", dict)
+            if not 1 <= len(raw) <= MAX_BLOCKS or len(times) > MAX_PROFILES:
+                raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks and at most {MAX_PROFILES} profiles")
             if not all(_sensible(n, value) for cost in raw for n, value in cost.items()):
                 raise ProtocolError("a block's costs are its name and finite numbers")
             costs = [BlockCost(**{**cost, "parameters": ()}) for cost in raw]
+            alike, tied = need(body, "alike", list), need(body, "tied", list)
+            if len(alike) not in (0, len(costs)) or not all(
+                type(k) is int and 0 <= k <= i for i, k in enumerate(alike)
+            ):
+                raise ProtocolError("each block is like itself or an earlier one")
+            if len(tied) > MAX_BLOCKS or not all(_is_tie(t, len(costs)) for t in tied):
+                raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
+            found = {str(peer): BlockTimes.from_json(data) for peer, data in times.items()}
         except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"this is not a list of block costs: {error}") from error
+            raise ProtocolError(f"this is not a request for a plan: {error}") from error
         header = frame.header
         optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
         batch_size = need(header, "batch_size", int)
@@ -87,22 +109,42 @@ class PlanRequest:
             raise ProtocolError(f"a batch has 1 to {MAX_BATCH} samples in equal micro-batches")
         if stages is not None and stages < 1:
             raise ProtocolError("a plan has at least one stage")
+        extra = need(header, "message_bytes", list)
+        if len(extra) != 2 or not all(type(x) is int and 0 <= x < 1 << 30 for x in extra):
+            raise ProtocolError("a message has bytes beside its samples, out and back")
+        if (element_bytes := need(header, "element_bytes", int)) not in (2, 4):
+            raise ProtocolError("an element has 2 or 4 bytes")
+        job = JobCosts(
+            costs,
+            batch_size,
+            micro,
+            need(header, "recompute", bool),
+            element_bytes,
+            (extra[0], extra[1]),
+            tuple(alike),
+            tuple((first, last, size) for first, last, size in tied),
+        )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
-        return cls(costs, batch_size, micro, stages, wanted)
+        return cls(job, found, stages, wanted)
 
-    def plan(self, devices: Mapping[str, DeviceProfile]) -> Plan:
-        if not devices:
-            raise PlanError(
-                "no peer of the mesh has a free device: start one with `meshcee peer --join TOKEN`, or wait until the "
-                "running job is over (`meshcee status`)"
-            )
-        return proportional(devices, self.costs, self.batch_size, self.micro_batch, self.stages)
+    def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
+        """The best plan and notes on its figures. Raises PlanError in a sentence."""
+        measured = replace(measured, times={p: t for p, t in self.times.items() if p in measured.devices})
+        plan, notes = plan_job(measured, self.job, self.stages)
+        left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
+        return replace(plan, left_out=left_out), tuple(notes)
 
 
 def _sensible(name: str, value: Any) -> bool:
     if name in ("name", "parameters"):
         return True
     return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_tie(value: Any, blocks: int) -> bool:
+    if not isinstance(value, list) or len(value) != 3 or not all(type(x) is int for x in value):
+        return False
+    return bool(0 <= value[0] < value[1] < blocks and 0 <= value[2] < 1 << 50)
 
 
 class PlanService:
@@ -116,40 +158,50 @@ class PlanService:
         stream.max_payload_bytes = REQUEST_BYTES
         try:
             async with asyncio.timeout(self._agent.timeouts.join_s):
-                request = PlanRequest.from_frame(await stream.recv())
+                frame = await stream.recv()
+            request = await asyncio.to_thread(PlanRequest.from_frame, frame)
             lease = self._agent.lease
             if lease is None or lease.peer_id != self._agent.peer_id:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
-            await self._agent.wait_for_peers(request.wanted)
-            await self._agent.wait_for_idle()
-            plan = await asyncio.to_thread(request.plan, self._agent.devices())
+            plan, notes = await answer(self._agent, request)
             log.info("planned", stages=len(plan.pipelines[0].stages), owner=stream.peer_id, term=lease.term)
-            await stream.send(Frame(messages.PLAN, {"plan": plan.to_json(), "term": list(lease.term)}))
+            header = {"plan": plan.to_json(), "term": list(lease.term), "notes": list(notes[:MAX_NOTES])}
+            await stream.send(Frame(messages.PLAN, header))
         except MeshceeError as error:
             log.warning("no plan", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
 
 
-async def request_plan(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[int, str]]:
+async def answer(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+    """Plan with what this peer knows of the mesh, once it knows enough."""
+    await agent.wait_for_peers(request.wanted)
+    await agent.wait_for_idle()
+    await agent.wait_for_links()
+    return await asyncio.to_thread(request.plan, agent.measured(), agent.busy())
+
+
+async def request_plan(agent: Agent, request: PlanRequest) -> Planned:
     """Ask whoever holds the lease, waiting for an election if need be. Raises PlanError or JoinError."""
     last = "nobody holds the coordinator's lease"
     try:
-        async with asyncio.timeout(agent.timeouts.join_s):
+        async with asyncio.timeout(agent.timeouts.join_s + PLANNING_S):
             while True:
-                lease = await agent.coordinator()
+                async with asyncio.timeout(agent.timeouts.join_s):
+                    lease = await agent.coordinator()
                 if lease.peer_id == agent.peer_id:
-                    return await asyncio.to_thread(request.plan, agent.devices()), lease.term
+                    plan, notes = await answer(agent, request)
+                    return Planned(plan, lease.term, notes)
                 try:
                     return await _ask(agent, lease.peer_id, request)
                 except (JoinError, StreamClosed) as error:
                     last = str(error)
                     await asyncio.sleep(agent.timeouts.directory_poll_s)
     except TimeoutError as error:
-        raise JoinError(f"no coordinator answered within {agent.timeouts.join_s:.0f} s: {last}") from error
+        raise JoinError(f"no coordinator answered in time: {last}; try again, or look at `meshcee status`") from error
 
 
-async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> tuple[Plan, tuple[int, str]]:
+async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> Planned:
     stream = await agent.transport.open(peer_id, "plan", agent.addresses_of([peer_id]).get(peer_id, ()))
     stream.max_payload_bytes = 0  # a plan travels in the header
     try:
@@ -160,4 +212,5 @@ async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> tuple[Plan, 
     if reply.kind == messages.REFUSED:
         raise messages.error_from(reply.header)
     term = need(reply.header, "term", list)
-    return Plan.from_json(need(reply.header, "plan", dict)), (int(term[0]), str(term[1]))
+    notes = tuple(str(note)[:500] for note in need(reply.header, "notes", list)[:MAX_NOTES])
+    return Planned(Plan.from_json(need(reply.header, "plan", dict)), (int(term[0]), str(term[1])), notes)

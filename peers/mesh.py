@@ -18,6 +18,7 @@ from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent
+from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.home import Home
 from peers.owner import Report
@@ -43,8 +44,8 @@ class Mesh:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
         return self._training is not None and self._training.stop()
 
-    async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> tuple[Plan, tuple[int, str]]:
-        """Ask the mesh's coordinator for a plan, with the term under which it was made."""
+    async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> Planned:
+        """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given."""
         return await ask_plan(self.agent, job, captured, stages, self._lent)
 
     async def evaluate(
@@ -98,7 +99,7 @@ class Mesh:
         captured = with_state(captured, state)
         predictions = Predictions(captured) if predicts else None
         for attempt in range(REPLANS + 1):
-            plan, term = await self.plan(job, captured, stages)
+            plan, term, _ = await self.plan(job, captured, stages)
             epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
             owner = own(self.agent, job, captured, plan, term, epoch)
             feed = EvaluationFeed(job, captured, plan.micro_batch)
@@ -120,7 +121,7 @@ class Mesh:
         resume: str | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
     ) -> AsyncIterator[Report]:
-        """Train on at most `stages` stages; yields one report a step. `resume` goes on with a run of this machine.
+        """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
         Raises the cause of a failure; leaving the loop early aborts the job.
         """

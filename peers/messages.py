@@ -8,6 +8,7 @@ Purposes of streams, and the frames on them:
     join    (joiner -> seed)            HELLO, WELCOME                 clocks, versions, a second peer with our identity
     probe   (peer -> peer)              PING, PONG                     latency and bandwidth
     gossip  (peer -> peer)              NEWS                           sealed records that have just changed
+    profile (owner -> peer)             PROFILE, PROFILED | WANTED, GRAPH, PROFILED; REFUSED at any time
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
     job     (owner -> member)           OFFER, STATE*, STATE_END (the optimizer's too when resuming), READY | REFUSED
                                         STEP, INPUT*   ->  LOSS*, APPLIED
@@ -34,6 +35,7 @@ T = TypeVar("T")
 HELLO, WELCOME = "hello", "welcome"
 PING, PONG = "ping", "pong"
 NEWS = "news"
+PROFILE, WANTED, GRAPH, PROFILED = "profile?", "wanted", "graph", "profiled"
 PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, STATE_END, READY = "offer", "state", "state_end", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,10 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent, run_record
 from peers.checkpoint import Checkpoint, CheckpointStore
-from peers.coordinator import PlanRequest, request_plan
+from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.feed import Feed
 from peers.home import Home, Run
+from peers.job_costs import costs_of, profile
 from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.view import report_json
@@ -50,6 +52,13 @@ class Result:
     names: dict[str, str] = field(default_factory=dict)
     stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
     run: str | None = None  # its folder under MESHCEE_HOME, where there is one
+    notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
+    steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
+
+    @property
+    def step_s(self) -> float | None:
+        """The median step, without the first, in which the pipeline fills and kernels warm up."""
+        return statistics.median(self.steps_s[1:]) if len(self.steps_s) > 1 else None
 
     @property
     def micro_batch_size(self) -> int:
@@ -57,13 +66,14 @@ class Result:
         return self.plan.micro_batch
 
 
-async def ask_plan(
-    agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...]
-) -> tuple[Plan, tuple[int, str]]:
-    """The coordinator's plan, whose peers are all known here, with the term under which it was made."""
-    plan, term = await request_plan(agent, PlanRequest.of(job, captured.costs, stages, lent))
-    await agent.wait_for_peers(plan.peers)
-    return plan, term
+async def ask_plan(agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...]) -> Planned:
+    """The coordinator's plan, whose peers are all known here, after they have timed the job's blocks."""
+    await agent.see_the_mesh(lent)
+    costs = await asyncio.to_thread(costs_of, job, captured)
+    times = await profile(agent, job, captured, costs)
+    planned = await request_plan(agent, PlanRequest(costs, times, stages, lent))
+    await agent.wait_for_peers(planned.plan.peers)
+    return planned
 
 
 def own(
@@ -188,7 +198,8 @@ class Training:
         captured = self._captured
         assert captured is not None
         for attempt in range(REPLANS + 1):
-            plan, term = await ask_plan(self._agent, self._job, captured, self._stages, self._lent)
+            plan, term, notes = await ask_plan(self._agent, self._job, captured, self._stages, self._lent)
+            self.result.notes = notes
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
                 await self._epoch(captured, plan, term)
@@ -201,7 +212,7 @@ class Training:
     async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
         """Offer this plan, feed it to the end."""
         names = self._agent.names()
-        self.result.plan, self.result.names = plan, names
+        self.result.plan, self.result.names, self.result.steps_s = plan, names, []
         if self._on_plan is not None:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
@@ -235,6 +246,7 @@ class Training:
 
     async def _hear(self, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
+        self.result.steps_s.append(report.step_s)
         again = report.step in self._known
         if again:
             self._compare(report, plan)

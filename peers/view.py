@@ -19,7 +19,7 @@ from meshcee.plan import Plan
 from peers.owner import Report
 from peers.strict_json import dumps
 
-__all__ = ["JsonView", "LineView", "RichView", "View", "plan_table", "report_json", "view_for"]
+__all__ = ["JsonView", "LineView", "RichView", "View", "named", "plan_table", "report_json", "view_for"]
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -155,15 +155,26 @@ def view_for(*, as_json: bool) -> View:
     return RichView(console) if sys.stdout.isatty() else LineView(console)
 
 
+def named(text: str, names: Mapping[str, str]) -> str:
+    """The text with peers' names in place of their ids."""
+    for peer, name in names.items():
+        text = text.replace(peer, name)
+    return text
+
+
 def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
-    """The plan as a table: one row a stage."""
-    table = Table(title=f"plan: micro-batches of {plan.micro_batch}", title_justify="left")
+    """The plan as a table: one row a stage, and one for each device left out, with the reason."""
+    title = f"plan: micro-batches of {plan.micro_batch}"
+    if plan.predicted is not None:
+        title += f", {plan.predicted.step_s:.3g} s a step expected ({plan.predicted.samples_per_s:.4g} samples/s)"
+    table = Table(title=title, title_justify="left")
     for column in ("stage", "blocks", "peers", "window", "codec"):
         table.add_column(column)
     for pipeline in plan.pipelines:
         for i, stage in enumerate(pipeline.stages):
             members = ", ".join(f"{names.get(m.peer, m.peer[-8:])} x{m.samples}" for m in stage.members)
-            table.add_row(str(i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), stage.codec_out)
+            codec = stage.codec_out + (", recomputes" if stage.recompute else "")
+            table.add_row(str(i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
     for left in plan.left_out:
-        table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {left.why}")
+        table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {named(left.why, names)}")
     return table

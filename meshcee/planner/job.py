@@ -1,29 +1,41 @@
 """The front of the planner: a cluster and a workload in, the best plan found out, with every device accounted for.
 
-The idea: pure functions of values. What a file says and what a live mesh measured arrive here in the same form.
+The idea: pure functions of values. What a file says and what a live mesh measured (planner/live.py) arrive here in the
+same form; what the software that is to run the plan can do is a value too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, permutations
+from math import inf, perm
 
 from meshcee.errors import PlanError
 from meshcee.plan import LeftOut, Pipeline, Plan, Predicted
 from meshcee.planner.bounds import lower_bound_s
 from meshcee.planner.chain import Chain, ChainStage, Codecs, to_plan
-from meshcee.planner.memory import STATE_FACTOR, shortages
+from meshcee.planner.memory import shortages
 from meshcee.planner.reasons import shortage, why_left_out
-from meshcee.planner.regions import cluster_of
 from meshcee.planner.search import Effort, Search
-from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
+from meshcee.profile import Cluster
 from meshcee.simulator import period_s
-from meshcee.workload import KindTimes, Workload
+from meshcee.workload import Workload
 
-__all__ = ["Choice", "plan_cluster", "plan_job", "plans", "workload_of"]
+__all__ = ["Choice", "Runs", "plan_cluster", "plans"]
 
-BACKWARD = 1.0  # B and W each cost as many operations as F
-UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
+ROWS = 40  # orders of devices that a search for an exact number of stages begins with
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What those who run a plan can run. None: no bound."""
+
+    group: int | None = None  # members of a stage
+    stages: int | None = None  # exactly so many
+    recompute_last: bool = True  # whether the last stage may recompute
+    recompute: bool = False  # whether all others must
 
 
 class Choice:
@@ -57,30 +69,126 @@ def plans(
     codecs: Sequence[str] = ("bf16",),
     start: Plan | None = None,
     effort: Effort | None = None,
-    max_stages: int | None = None,
+    runs: Runs | None = None,
 ) -> Choice:
-    """As `plan_cluster`, with the runner-ups and the best single device."""
+    """As `plan_cluster`, with the runner-ups and the best single device; nothing that `runs` excludes."""
+    runs = runs or Runs()
     for device in cluster.devices.values():
         if device.kind not in workload.times:
             raise PlanError(f"device {device.name} is a {device.kind}, which is in no profile; profile it first")
     effort = effort or Effort()
-    search = Search(cluster, workload, codecs, replace(effort, max_stages=max_stages or effort.max_stages))
+    if runs.stages is not None:
+        _check_count(runs.stages, cluster, workload)
+        effort = replace(effort, max_stages=runs.stages)
+    search = Search(cluster, workload, codecs, effort, lambda chain: _may_run(chain, runs))
     old = None if start is None else _reprice(start, cluster, workload)
     chain = None if old is None else _chain_of(old[1])
-    found = search.run([] if chain is None else [chain])
+    if chain is not None and not _may_run(chain, runs):
+        old = chain = None
+    found = search.run([*([] if chain is None else [chain]), *_exactly(search, runs.stages)])
     priced = [(p, plan) for p, c in found if (plan := to_plan(c, cluster, workload)) is not None]
+    priced = sorted((_as_run(p, plan, cluster, workload, runs) for p, plan in priced), key=lambda x: x[0])
     if old is not None:
         priced.append(old)
         priced.sort(key=lambda x: x[0])
     if not priced:
-        raise shortage(cluster, workload, search.classes)
+        missing = shortage(cluster, workload, search.classes)
+        if runs.stages is None:
+            raise missing
+        raise PlanError(f"no plan of exactly {runs.stages} stages fits; ask for another number: {missing}")
     period, best = priced[0]
     chain = found[0][1] if found else _chain_of(best)
-    left = [] if chain is None else _left_out(search, chain, best, period)
+    left = [] if chain is None else _left_out(search, chain, best, period, runs)
     bound = lower_bound_s(cluster, workload)
     done = [replace(p, predicted=_predicted(s, workload, bound)) for s, p in priced]
     single = search.best_single()
     return Choice(replace(done[0], left_out=tuple(left)), done[1:], single)
+
+
+def _may_run(chain: Chain, runs: Runs) -> bool:
+    if runs.stages is not None and len(chain.stages) != runs.stages:
+        return False
+    return runs.group is None or all(len(s.peers) <= runs.group for s in chain.stages)
+
+
+def _check_count(stages: int, cluster: Cluster, workload: Workload) -> None:
+    if stages > len(cluster.devices):
+        raise PlanError(
+            f"{stages} stages were asked for and there are {len(cluster.devices)} devices: join more peers, or ask for "
+            "fewer stages"
+        )
+    if stages > workload.num_blocks:
+        raise PlanError(
+            f"{stages} stages were asked for and the model has {workload.num_blocks} blocks: ask for fewer stages"
+        )
+
+
+def _exactly(search: Search, stages: int | None) -> Iterator[Chain]:
+    """Rows of so many devices, each with its best cut: all orders of few devices, else the fastest and a sample."""
+    if stages is None:
+        return
+    names = sorted(search.cluster.devices, key=lambda p: search.seconds_alone(p))
+    rows: list[tuple[str, ...]] = []
+    if perm(len(names), stages) <= ROWS:
+        rows = list(permutations(names, stages))
+    else:
+        chance = random.Random(0)
+        rows = [tuple(names[:stages]), *islice(permutations(names[:stages]), 1, ROWS // 4)]
+        rows += [tuple(chance.sample(names, stages)) for _ in range(ROWS - len(rows))]
+    rows = list(dict.fromkeys(rows))
+    for size in search.sizes():
+        found = [c for row in rows if (c := search.rows.best(tuple((p,) for p in row), size, search.codecs[0]))]
+        yield from (chain for _, chain in found)
+        if not found:  # a device may be so slow that the search looks at no such period
+            yield from (chain for row in rows[: ROWS // 4] if (chain := _balanced(search, row, size)) is not None)
+
+
+def _balanced(search: Search, row: Sequence[str], size: int) -> Chain | None:
+    """The cut with the least time of the slowest stage, by dynamic programming; None when sizes or memory do not fit."""
+    work, count = search.workload, search.workload.num_blocks
+    best, choices = [0.0] + [inf] * count, []
+    for peer in row:
+        device = search.cluster.devices[peer]
+        times = work.times[device.kind]
+        if not times.sizes[0] <= size <= times.largest:
+            return None
+        f, b, w = times.cumulated(size)
+        total = f + b + w
+        now, choice = [inf] * (count + 1), [0] * (count + 1)
+        for end in range(1, count + 1):
+            for first in range(end - 1, -1, -1):
+                seconds = float(total[end] - total[first])
+                if seconds >= now[end] or work.stage_bytes(first, end, size, 1) > device.memory_bytes:
+                    break  # longer stages only get slower and larger
+                if (slowest := max(best[first], seconds)) < now[end]:
+                    now[end], choice[end] = slowest, first
+        best = now
+        choices.append(choice)
+    if best[count] == inf:
+        return None
+    bounds = [count]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    bounds.reverse()
+    stages = tuple(ChainStage(a, b, (p,)) for a, b, p in zip(bounds, bounds[1:], row))
+    codecs = (Codecs(search.codecs[0], search.codecs[0]),) * (len(stages) - 1)
+    return Chain(size, work.global_batch // size, stages, codecs)
+
+
+def _as_run(period: float, plan: Plan, cluster: Cluster, workload: Workload, runs: Runs) -> tuple[float, Plan]:
+    """Recomputation as it will be run: the last stage may not, and runs its W's at once instead; others may have to."""
+    if runs.recompute_last and not runs.recompute:
+        return period, plan
+    changed = []
+    for pipeline in plan.pipelines:
+        *others, last = pipeline.stages
+        if runs.recompute:
+            others = [replace(s, recompute=True) for s in others]
+        if last.recompute and not runs.recompute_last:
+            last = replace(last, recompute=False, window=1, live_cap=1)
+        changed.append(replace(pipeline, stages=(*others, last)))
+    other = replace(plan, pipelines=tuple(changed))
+    return (period, plan) if other == plan else (period_s(other, cluster, workload), other)
 
 
 def _predicted(period: float, workload: Workload, bound: float) -> Predicted:
@@ -107,91 +215,17 @@ def _chain_of(plan: Plan) -> Chain | None:
     return Chain(plan.micro_batch, pipeline.num_micro, stages, codecs)
 
 
-def _left_out(search: Search, best: Chain, plan: Plan, period: float) -> list[LeftOut]:
+def _left_out(search: Search, best: Chain, plan: Plan, period: float, runs: Runs) -> list[LeftOut]:
     used = set(plan.peers)
     left = []
     for of in search.classes:
         rest = [p for p in of.peers if p not in used]
         if not rest:
             continue
-        why = why_left_out(of, search.best_with(rest), period, best, search.cluster, search.workload)
+        with_one = search.best_with(rest)
+        why = why_left_out(of, with_one, period, best, search.cluster, search.workload)
+        if with_one is None and runs.stages == len(best.peers):
+            why = f"{runs.stages} stages of one device each were asked for"
         left += [LeftOut(p, why) for p in rest]
     order = {p: i for i, p in enumerate(search.cluster.devices)}
     return sorted(left, key=lambda x: order[x.peer])
-
-
-def workload_of(
-    devices: Mapping[str, DeviceProfile],
-    kinds: Mapping[str, str],
-    costs: Sequence[BlockCost],
-    batch_size: int,
-    micro_batch: int | None = None,
-    *,
-    times: Mapping[str, KindTimes] | None = None,
-    element_bytes: int = 4,
-) -> Workload:
-    """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
-
-    devices  peer -> profile; kinds: peer -> kind, as in the cluster; times: kind -> measured
-    """
-    found: dict[str, KindTimes] = {}
-    for peer, kind in kinds.items():
-        if times and kind in times:
-            found[kind] = times[kind]
-            continue
-        speed = devices[peer].speed_flops_per_s
-        # a kind is as fast as its slowest member
-        if kind in found and found[kind].optimizer[-1] >= _update_s(costs, speed):
-            continue
-        flops = [max(c.flops, 1.0) for c in costs]
-        rows = [[n * x / speed for x in flops] for n in (1, max(2, batch_size))]
-        back = [[BACKWARD * x for x in row] for row in rows]
-        update = [UPDATE_FLOPS_PER_BYTE * c.trainable_bytes / speed for c in costs]
-        found[kind] = KindTimes((1, max(2, batch_size)), rows, back, back, update)
-    return Workload(
-        names=tuple(c.name for c in costs),
-        global_batch=batch_size,
-        times=found,
-        state_bytes=tuple(STATE_FACTOR * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes) for c in costs),
-        gradient_bytes=tuple(c.trainable_bytes for c in costs),
-        activation_bytes=tuple(c.activation_bytes for c in costs),
-        boundary_bytes=(*(c.boundary_bytes for c in costs[:-1]), 0),
-        boundary_back_bytes=(*(c.boundary_grad_bytes for c in costs[:-1]), 0),
-        element_bytes=element_bytes,
-        micro_batch=micro_batch,
-        default_codec="none",
-    )
-
-
-def _update_s(costs: Sequence[BlockCost], speed: float) -> float:
-    return sum(UPDATE_FLOPS_PER_BYTE * c.trainable_bytes / speed for c in costs)
-
-
-def plan_job(
-    devices: Mapping[str, DeviceProfile],
-    links: Mapping[tuple[str, str], LinkProfile],
-    costs: Sequence[BlockCost],
-    batch_size: int,
-    micro_batch: int | None = None,
-    *,
-    max_stages: int | None = None,
-    codecs: Sequence[str] = ("none",),
-    hints: Mapping[str, str] | None = None,
-    times: Mapping[str, KindTimes] | None = None,
-    start: Plan | None = None,
-    effort: Effort | None = None,
-    element_bytes: int = 4,
-) -> Plan:
-    """For a live mesh: from measured devices and links, and the costs of a job's blocks.
-
-    links      ordered pairs; those that nobody measured are guessed from their regions
-    times      peer -> seconds of the job's blocks on its device, where they were profiled
-    """
-    if not costs:
-        raise PlanError("the job has no blocks; capture it first")
-    tensor = max((c.boundary_bytes for c in costs[:-1]), default=0) * (micro_batch or 1)
-    cluster = cluster_of(devices, links, max(tensor, 1), hints)
-    kinds = {p: d.kind for p, d in cluster.devices.items()}
-    by_kind = {kinds[p]: t for p, t in (times or {}).items() if p in kinds}
-    workload = workload_of(devices, kinds, costs, batch_size, micro_batch, times=by_kind, element_bytes=element_bytes)
-    return plans(cluster, workload, codecs=codecs, start=start, effort=effort, max_stages=max_stages).best

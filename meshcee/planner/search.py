@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,9 +63,18 @@ class Effort:
 class Search:
     """One question: a cluster, a workload, codecs that may be used."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, codecs: Sequence[str], effort: Effort) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        codecs: Sequence[str],
+        effort: Effort,
+        allowed: Callable[[Chain], bool] | None = None,
+    ) -> None:
+        """allowed: whether whoever runs the plan can run such a chain; None: any."""
         self.cluster, self.workload, self.effort = cluster, workload, effort
         self.codecs = tuple(codecs)
+        self.allowed = allowed
         self.classes = classes_of(cluster)
         self.large = len(self.classes) > effort.classes
         self.rows = Rows(cluster, workload, self.classes)
@@ -156,6 +165,7 @@ class Search:
         if chain not in self._known:
             self.events += 200
             allowed = len(chain.stages) <= (self.effort.max_stages or len(chain.stages))
+            allowed = allowed and (self.allowed is None or self.allowed(chain))
             plan = to_plan(chain, self.cluster, self.workload) if allowed else None
             if plan is None:
                 self._known[chain] = math.inf
@@ -252,6 +262,11 @@ class Search:
             * times.sizes[0]
             / max(times.stage(0, self.workload.num_blocks, times.sizes[0]).total_s, 1e-12)
         )
+
+    def seconds_alone(self, peer: str) -> float:
+        """Of one sample through all blocks, if the device could hold everything."""
+        times = self.workload.times[self.cluster.devices[peer].kind]
+        return times.stage(0, self.workload.num_blocks, times.sizes[0]).total_s / times.sizes[0]
 
     def _seconds(self, a: str, b: str, size: float) -> float:
         go, come = self.cluster.path(a, b), self.cluster.path(b, a)

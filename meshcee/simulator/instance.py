@@ -112,28 +112,37 @@ class _Builder:
         times = kind.stage(stage.first, stage.end, samples, stage.recompute)
         w = kind.cumulated(samples)[2]
         blocks = range(stage.end - 1, stage.first - 1, -1)
+        is_last = j == len(pipeline.stages) - 1
+        fused = self.fused or self._runs_fused(j, stage)
+        visits = is_last + (fused and not self.fused)  # to the device's thread, that are saved
         return Node(
             peer, p, j, pipeline.num_micro,
             f_s=times.f_s,
-            b_s=times.b_s + (times.w_s if self.fused else 0.0),
-            w_s=0.0 if self.fused else times.w_s,
+            b_s=max(0.0, times.b_s + (times.w_s if fused else 0.0) - visits * kind.call_s[1]),
+            w_s=0.0 if fused else times.w_s,
             optimizer_s=times.optimizer_s,
             window=stage.window, live_cap=stage.live_cap,
             first=stage.first, end=stage.end,
-            is_last=j == len(pipeline.stages) - 1,
-            weights_s=[0.0 if self.fused else float(w[k + 1] - w[k]) for k in blocks],
+            is_last=is_last,
+            weights_s=[0.0 if fused else float(w[k + 1] - w[k]) for k in blocks],
         )  # fmt: skip
 
-    def edge(self, source: int, target: int, size: float, codec: str) -> Edge:
+    def _runs_fused(self, j: int, stage: Stage) -> bool:
+        """As the executor does: where nobody waits for B, and where an earlier stage waits for W."""
+        work = self.workload
+        return (j == 0 and work.fused_first) or any(a < stage.first <= b < stage.end for a, b, _ in work.tied)
+
+    def edge(self, source: int, target: int, size: float, codec: str, extra: int = 0) -> Edge:
         a, b = self.nodes[source].peer, self.nodes[target].peer
         path = self.cluster.path(a, b)
         if path is None:
             raise PlanError(f"nothing joins {a} and {b}, which the plan makes neighbours; add a link or plan again")
-        wire = self.workload.wire_bytes(size, codec)
+        wire = self.workload.wire_bytes(size, codec) + extra
         lines = tuple((self.line(e), wire / self.cluster.bandwidth(e)) for e in path.lines)
         return Edge(source, target, wire, path.latency_s + self.workload.codec_s(size, codec), lines)
 
     def pipeline(self, p: int, pipeline: Pipeline) -> None:
+        start = len(self.nodes)
         before: list[tuple[int, int, int]] = []  # (node, first sample, end) of the previous stage
         last: Stage | None = None
         for j, stage in enumerate(pipeline.stages):
@@ -151,15 +160,27 @@ class _Builder:
                     for b, b0, b1 in now:
                         self._join(a, b, min(a1, b1) - max(a0, b0), forward, back, last.codec_out, stage.codec_back)
             before, last = now, stage
+        for first, end, size in self.workload.tied:
+            self._tie(start, first, end, size)
+
+    def _tie(self, start: int, first: int, last: int, size: int) -> None:
+        """A parameter on two stages: the earlier one's B (with its W) needs the later one's gradient."""
+        earlier = [n for n in range(start, len(self.nodes)) if self.nodes[n].first <= first < self.nodes[n].end]
+        later = [n for n in range(start, len(self.nodes)) if self.nodes[n].first <= last < self.nodes[n].end]
+        for b in later if earlier != later else ():
+            for a in earlier:
+                self.nodes[b].back.append(self.edge(b, a, size, "none", self.workload.message_bytes[1]))
+                self.nodes[a].gradients += 1
 
     def _join(self, a: int, b: int, samples: int, forward: int, back: int, out: str, returned: str) -> None:
         path = self.cluster.path(self.nodes[a].peer, self.nodes[b].peer)
         if path is not None:
             self.nodes[a].commits.append((b, path.latency_s))
         if samples > 0:
-            self.nodes[a].forward.append(self.edge(a, b, samples * forward, out))
+            extra_out, extra_back = self.workload.message_bytes
+            self.nodes[a].forward.append(self.edge(a, b, samples * forward, out, extra_out))
             self.nodes[b].inputs += 1
-            self.nodes[b].back.append(self.edge(b, a, samples * back, returned))
+            self.nodes[b].back.append(self.edge(b, a, samples * back, returned, extra_back))
             self.nodes[a].gradients += 1
 
     def rings(self) -> list[Ring]:

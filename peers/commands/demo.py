@@ -68,7 +68,7 @@ async def _demo(
             await mesh.agent.wait_for_devices(count)
             current.append(mesh)
             try:
-                async for report in mesh.train(job, captured=captured, on_plan=view.plan):
+                async for report in mesh.train(job, captured=captured, stages=count, on_plan=view.plan):
                     training_s += report.step_s
                     view.report(report)
             finally:

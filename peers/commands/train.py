@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.planner.live import situation
+from meshcee.planner.memory import needs
 from meshcee.tensor_files import TensorFile
 from peers.assemble import JoinOptions, join
 from peers.commands.session import configure_logging, run_async
 from peers.home import Home
+from peers.job_costs import costs_of
 from peers.jobfile import load_job
 from peers.mesh import Mesh, Result
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
-from peers.view import View, view_for
+from peers.view import View, named, view_for
 
 __all__ = ["TrainOptions", "run_train", "save_weights"]
 
@@ -86,12 +90,16 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         out = Path(f"{job.name}-stopped.safetensors")
     if out is not None:
         save_weights(out, result.state_dict)
+    plan, step_s = result.plan, result.step_s
+    expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
     summary = {
         "state": "stopped" if result.stopped else "done",
         "steps": len(result.losses),
         "first_loss": result.losses[0] if result.losses else None,
         "last_loss": result.losses[-1] if result.losses else None,
         "metrics": result.metrics[-1][1] if result.metrics else {},
+        "step_s": step_s,
+        "predicted_step_s": expected_s,
         "out": str(out) if out else None,
         "run": result.run,
     }
@@ -104,6 +112,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         f"{verb}: {len(result.losses)} steps, {losses}"
         + (f"; weights in {out}" if out else f"; weights in run {result.run} (`meshcee checkpoint export`)")
     )
+    if step_s is not None and expected_s is not None:
+        print(f"  {step_s:.3g} s a step (median), {expected_s:.3g} s were expected")
     for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
         print(f"  eval {name}: {value:.4f}")
 
@@ -117,14 +127,22 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
     )
     async with join(where, Home()) as mesh:
         if options.dry_run:
-            plan, _ = await mesh.plan(job, captured, options.stages)
-            view.plan(plan, mesh.agent.names())
-            _explain(job, captured, plan, mesh, view)
+            plan, _, notes = await mesh.plan(job, captured, options.stages)
+            names = mesh.agent.names()
+            view.plan(plan, names)
+            for line in (*_memory(job, captured, plan, mesh), *notes):
+                view.note(named(line, names))
             return None
         current.append(mesh)
+
+        def show(plan: Plan, names: Mapping[str, str]) -> None:
+            view.plan(plan, names)
+            for note in mesh.result.notes:
+                view.note(named(note, names))
+
         try:
             async for report in mesh.train(
-                job, captured=captured, stages=options.stages, resume=options.resume, on_plan=view.plan
+                job, captured=captured, stages=options.stages, resume=options.resume, on_plan=show
             ):
                 view.report(report)
         finally:
@@ -132,22 +150,12 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
         return mesh.result
 
 
-def _explain(job: Job, captured: Capture, plan: Plan, mesh: Mesh, view: View) -> None:
-    """Memory and expected time of each stage, for --dry-run."""
-    from meshcee.planner.memory import stage_bytes
-
-    names = mesh.agent.names()
-    slowest_s = 0.0
-    for stage in plan.pipelines[0].stages:
-        peer = stage.members[0].peer
-        device = mesh.agent.device_of(peer)
-        costs = captured.costs[stage.first : stage.end]
-        need = stage_bytes(costs, plan.micro_batch, stage.live_cap)
-        seconds = 3 * sum(c.flops for c in costs) * plan.micro_batch / device.speed_flops_per_s
-        slowest_s = max(slowest_s, seconds)
-        view.note(
-            f"{names.get(peer, peer)}: blocks {stage.first}..{stage.end - 1}, "
-            f"{need / 2**20:.1f} MiB of {device.memory_bytes / 2**20:.0f} MiB, {seconds * 1e3:.1f} ms a micro-batch"
-        )
-    step_s = slowest_s * (plan.pipelines[0].num_micro + len(plan.pipelines[0].stages) - 1)
-    view.note(f"expected: {step_s:.2f} s a step, {step_s * job.steps:.0f} s for {job.steps} steps")
+def _memory(job: Job, captured: Capture, plan: Plan, mesh: Mesh) -> Iterator[str]:
+    """Memory of each stage, and how long the job will take, for --dry-run."""
+    cluster, workload = situation(mesh.agent.measured(), costs_of(job, captured))
+    for peer, needed in needs(plan, cluster, workload).items():
+        have = mesh.agent.device_of(peer).memory_bytes
+        yield f"{peer} needs {needed / 2**20:.1f} MiB of {have / 2**20:.0f} MiB"
+    if plan.predicted is not None:
+        step_s = plan.predicted.step_s
+        yield f"expected: {step_s:.3g} s a step, {step_s * job.steps:.0f} s for {job.steps} steps"

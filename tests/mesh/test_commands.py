@@ -124,7 +124,8 @@ def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, t
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    done = meshcee("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--json", home=mesh.home)
+    arguments = ("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--stages", "3", "--json")
+    done = meshcee(*arguments, home=mesh.home)
     assert done.code == 0, done.err
     plan = next(line["plan"] for line in done.lines if "plan" in line)
     assert len(plan["pipelines"][0]["stages"]) == 3
@@ -139,9 +140,8 @@ def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> N
         daemon.wait(5)
 
         def trains_on_both() -> bool:
-            done = meshcee("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--json", home=home)
-            plans = [line["plan"] for line in done.lines if "plan" in line]
-            return done.code == 0 and len(plans[0]["pipelines"][0]["stages"]) == 2
+            arguments = ("train", str(write_job(tmp_path, steps=2)), "--join", mesh.token, "--stages", "2")
+            return meshcee(*arguments, home=home).code == 0
 
         wait_until("a job trains on both peers again", trains_on_both, 40)
         assert mesh.processes["peer-1"].poll() is None
@@ -149,8 +149,8 @@ def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> N
 
 def test_the_owner_may_compute_too(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1) as mesh:
-        arguments = ("train", str(write_job(tmp_path)), "--join", mesh.token, "--compute", "--device", "cpu", "--json")
-        done = meshcee(*arguments, home=mesh.home)
+        arguments = ("train", str(write_job(tmp_path)), "--join", mesh.token, "--compute", "--device", "cpu")
+        done = meshcee(*arguments, "--stages", "2", "--json", home=mesh.home)
     assert done.code == 0, done.err
     plan = next(line["plan"] for line in done.lines if "plan" in line)
     assert len(plan["pipelines"][0]["stages"]) == 2
@@ -291,7 +291,7 @@ def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) ->
 @pytest.mark.parametrize("victim", ["peer-1", "peer-2"])
 def test_a_killed_peer_is_named_with_the_step_within_ten_seconds(tmp_path: Path, victim: str) -> None:
     with peers(tmp_path / "home", 3) as mesh:
-        with training(mesh, write_job(tmp_path, steps=1_000_000)) as process:
+        with training(mesh, write_job(tmp_path, steps=1_000_000), "--stages", "3") as process:
             mesh.kill(victim)
             killed_s = time.monotonic()
             _, err = process.communicate(timeout=30)

@@ -93,7 +93,7 @@ def test_one_flipped_bit_of_one_gradient_is_noticed(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     with peers(tmp_path / "home", 1) as mesh:
         mesh.start("saboteur", entry=("-m", "tests.mesh.flip_one_bit"))
-        arguments = ("train", str(job_file), "--join", mesh.token, "--out", str(out), "--json")
+        arguments = ("train", str(job_file), "--join", mesh.token, "--stages", "2", "--out", str(out), "--json")
         done = command(*arguments, home=mesh.home, cwd=Path(__file__).parents[2])
     assert done.code == 0, done.err
     losses = [line["report"]["loss"] for line in done.lines if "report" in line]

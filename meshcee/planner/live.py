@@ -1,0 +1,235 @@
+"""Plans for a live mesh: from what its peers measured of devices, links and blocks.
+
+The idea: the search plans clusters and workloads; here a mesh becomes one. Measured figures count for more than claimed
+ones, figures that contradict each other are set aside, and what nobody has measured yet is filled in with a stated
+default, never silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from meshcee.errors import PlanError
+from meshcee.plan import Plan
+from meshcee.planner.job import Choice, Runs, plans
+from meshcee.planner.memory import STATE_FACTOR
+from meshcee.planner.regions import cluster_of
+from meshcee.planner.search import Effort
+from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
+from meshcee.timing import BlockTimes
+from meshcee.workload import KindTimes, Workload
+
+__all__ = [
+    "CODECS_RUN",
+    "DEFAULT_LINK",
+    "EFFORT",
+    "RUNS",
+    "JobCosts",
+    "Measured",
+    "choose",
+    "plan_job",
+    "situation",
+    "workload_of",
+]
+
+# What every member of a mesh can run. Peers of another protocol version cannot even join, so this is a matter of the
+# version alone: whoever teaches the executor more, widens it here.
+RUNS = Runs(group=1, recompute_last=False)
+CODECS_RUN = ("none",)
+
+EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
+DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
+BACKWARD = 1.0  # B and W each cost as many operations as F
+UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
+CLAIM = 3.0  # a device may claim so many times the speed that its blocks showed, compared with the others
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """What a planner must know of a job: no tensor, no code.
+
+    alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
+    tied   (first block, last block, bytes) of shared parameters
+    """
+
+    blocks: Sequence[BlockCost]
+    batch_size: int
+    micro_batch: int | None = None
+    recompute: bool = False
+    element_bytes: int = 4
+    message_bytes: tuple[int, int] = (0, 0)
+    alike: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a mesh's idle devices."""
+
+    devices: Mapping[str, DeviceProfile]
+    links: Mapping[tuple[str, str], LinkProfile]  # ordered pairs, each as measured by its first peer
+    times: Mapping[str, BlockTimes]  # of this job's blocks, where they were profiled
+    hints: Mapping[str, str]  # regions, as people said
+
+
+def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
+    """The cluster and the workload; `cluster.notes` says what was set aside or filled in."""
+    if not job.blocks:
+        raise PlanError("the job has no blocks; capture it first")
+    if not mesh.devices:
+        raise PlanError(
+            "no peer of the mesh has a free device: start one with `meshcee peer --join TOKEN`, or wait until the "
+            "running job is over (`meshcee status`)"
+        )
+    notes: list[str] = []
+    times = {p: t for p, t in mesh.times.items() if p in mesh.devices and set(job.alike) <= set(t.blocks)}
+    if not job.alike:
+        times = {}
+    devices = _by_their_blocks(mesh.devices, times, job, notes)
+    links = _all_joined(list(devices), mesh.links, notes)
+    tensor = max((c.boundary_bytes for c in job.blocks[:-1]), default=0) * (job.micro_batch or 1)
+    cluster = cluster_of(devices, links, max(tensor, 1), mesh.hints)
+    cluster.notes[:0] = notes
+    kinds = {p: d.kind for p, d in cluster.devices.items()}
+    known: dict[str, KindTimes] = {}
+    for peer, kind in kinds.items():  # a kind is as fast as its slowest member
+        if peer in times:
+            found = times[peer].kind_times(job.alike)
+            if kind not in known or _whole_s(found) > _whole_s(known[kind]):
+                known[kind] = found
+    work = workload_of(
+        devices, kinds, job.blocks, job.batch_size, job.micro_batch, times=known, element_bytes=job.element_bytes
+    )
+    return cluster, replace(work, message_bytes=job.message_bytes, fused_first=True, tied=job.tied)
+
+
+def choose(
+    mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
+) -> tuple[Choice, Cluster, Workload]:
+    """The best plans that the members can run, and what they were made from."""
+    cluster, workload = situation(mesh, job)
+    runs = replace(RUNS, stages=stages, recompute=job.recompute)
+    return plans(cluster, workload, codecs=CODECS_RUN, effort=effort or EFFORT, runs=runs), cluster, workload
+
+
+def plan_job(
+    mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
+) -> tuple[Plan, list[str]]:
+    """The best plan for a live mesh, of exactly so many stages if asked, and notes on the figures behind it.
+
+    Raises PlanError in a sentence when nothing fits.
+    """
+    choice, cluster, _ = choose(mesh, job, stages, effort)
+    return choice.best, list(cluster.notes)
+
+
+def _whole_s(times: KindTimes) -> float:
+    size = times.largest
+    return times.stage(0, len(times.optimizer) - 1, size).total_s / size
+
+
+def _by_their_blocks(
+    devices: Mapping[str, DeviceProfile], times: Mapping[str, BlockTimes], job: JobCosts, notes: list[str]
+) -> dict[str, DeviceProfile]:
+    """Speeds as the job's blocks showed them; of the others, what they claim, as far as claims were right elsewhere."""
+    if not times:
+        if job.alike:
+            notes.append("no device has profiled the job's blocks; claimed speeds stand in")
+        return dict(devices)
+    flops = [c.flops for c in job.blocks]
+    shown = {p: t.speed_flops_per_s(job.alike, flops) for p, t in times.items()}
+    share = median(shown[p] / devices[p].speed_flops_per_s for p in shown)
+    found = {}
+    for peer, device in devices.items():
+        if peer in shown:
+            if shown[peer] * CLAIM < share * device.speed_flops_per_s:
+                claimed = share * device.speed_flops_per_s / shown[peer]
+                notes.append(f"{peer} claims {claimed:.1f} times the speed that its blocks showed; its blocks count")
+            found[peer] = replace(device, speed_flops_per_s=shown[peer])
+        else:
+            notes.append(f"{peer} has not profiled the job's blocks; {share:.2g} of its claimed speed stands in")
+            found[peer] = replace(device, speed_flops_per_s=share * device.speed_flops_per_s)
+    return found
+
+
+def _all_joined(
+    peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], notes: list[str]
+) -> dict[tuple[str, str], LinkProfile]:
+    """Every measured link, and a default one between those that no measured link joins."""
+    here = set(peers)
+    found = {pair: link for pair, link in links.items() if set(pair) <= here and pair[0] != pair[1]}
+    root = {p: p for p in peers}
+
+    def top(peer: str) -> str:
+        while root[peer] != peer:
+            root[peer] = root[root[peer]]
+            peer = root[peer]
+        return peer
+
+    for a, b in found:
+        root[top(a)] = top(b)
+    alone = [p for p in peers if top(p) == p]
+    if len(alone) > 1:
+        notes.append(
+            f"nobody has measured the links between {len(alone)} parts of the mesh yet: "
+            f"{DEFAULT_LINK.bandwidth_bytes_per_s * 8 / 1e6:.0f} Mbit/s and {2e3 * DEFAULT_LINK.latency_s:.0f} ms there "
+            "and back stand in"
+        )
+        for a in alone:
+            for b in alone:
+                if a != b:
+                    found[a, b] = DEFAULT_LINK
+    return found
+
+
+def workload_of(
+    devices: Mapping[str, DeviceProfile],
+    kinds: Mapping[str, str],
+    costs: Sequence[BlockCost],
+    batch_size: int,
+    micro_batch: int | None = None,
+    *,
+    times: Mapping[str, KindTimes] | None = None,
+    element_bytes: int = 4,
+) -> Workload:
+    """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
+
+    devices  peer -> profile; kinds: peer -> kind, as in the cluster; times: kind -> measured
+    """
+    found: dict[str, KindTimes] = {}
+    for peer, kind in kinds.items():
+        if times and kind in times:
+            found[kind] = times[kind]
+            continue
+        speed = devices[peer].speed_flops_per_s
+        # a kind is as fast as its slowest member
+        if kind in found and found[kind].optimizer[-1] >= _update_s(costs, speed):
+            continue
+        flops = [max(c.flops, 1.0) for c in costs]
+        rows = [[n * x / speed for x in flops] for n in (1, max(2, batch_size))]
+        back = [[BACKWARD * x for x in row] for row in rows]
+        update = [UPDATE_FLOPS_PER_BYTE * c.trainable_bytes / speed for c in costs]
+        found[kind] = KindTimes((1, max(2, batch_size)), rows, back, back, update)
+    return Workload(
+        names=tuple(c.name for c in costs),
+        global_batch=batch_size,
+        times=found,
+        # 16 bytes a trainable parameter, whatever it computes in
+        state_bytes=tuple(
+            STATE_FACTOR * 4 // element_bytes * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes)
+            for c in costs
+        ),
+        gradient_bytes=tuple(c.trainable_bytes for c in costs),
+        activation_bytes=tuple(c.activation_bytes for c in costs),
+        boundary_bytes=(*(c.boundary_bytes for c in costs[:-1]), 0),
+        boundary_back_bytes=(*(c.boundary_grad_bytes for c in costs[:-1]), 0),
+        element_bytes=element_bytes,
+        micro_batch=micro_batch,
+        default_codec="none",
+    )
+
+
+def _update_s(costs: Sequence[BlockCost], speed: float) -> float:
+    return sum(UPDATE_FLOPS_PER_BYTE * c.trainable_bytes / speed for c in costs)

@@ -1,0 +1,195 @@
+"""Plans for a live mesh: from measured devices, links and blocks, within what its members can run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshcee.errors import PlanError, ProtocolError
+from meshcee.plan import Plan
+from meshcee.planner.live import JobCosts as Costs
+from meshcee.planner.live import Measured, choose, plan_job, situation
+from meshcee.planner.memory import shortages
+from meshcee.planner.search import Effort
+from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
+from meshcee.simulator import period_s
+from meshcee.timing import BlockTimes
+from tests.planner.test_regions import DEVICES, FAR, HOME, LINKS, NEAR, PEERS
+
+BLOCKS = 8
+COSTS = [BlockCost(f"h.{i}", 1e7, 10**6, 10**6, 10**5, 10**5, 10**5) for i in range(BLOCKS)]
+JOB = Costs(COSTS, 16, alike=(0,) * BLOCKS)
+QUICK = Effort(events=60_000, rows=3_000_000)
+
+
+def measured(
+    devices: Mapping[str, DeviceProfile] = DEVICES,
+    links: Mapping[tuple[str, str], LinkProfile] = LINKS,
+    times: Mapping[str, BlockTimes] | None = None,
+) -> Measured:
+    return Measured(devices, links, times or {}, {})
+
+
+def plan(mesh: Measured, job: Costs = JOB, stages: int | None = None) -> Plan:
+    return plan_job(mesh, job, stages, QUICK)[0]
+
+
+def block_times(speed: float, sizes: tuple[int, ...] = (1, 16), **changes: Any) -> BlockTimes:
+    """Of a device that computes so many FLOP/s on these blocks."""
+    rows = tuple(((n * 1e7 / speed,) * 3,) for n in sizes)
+    return replace(BlockTimes((0,), sizes, (rows, rows, rows), (1e-4,)), **changes)
+
+
+def test_a_live_mesh_is_planned() -> None:
+    found = plan(measured())
+    assert found.num_blocks == BLOCKS
+    assert found.global_batch == 16
+    assert {*found.peers, *(x.peer for x in found.left_out)} == set(PEERS)
+    assert all(x.why for x in found.left_out)
+    assert found.pipelines[0].stages[0].codec_out == "none"
+    assert all(len(s.members) == 1 for s in found.pipelines[0].stages)
+    assert found.predicted is not None
+
+
+def test_a_link_that_is_too_slow_is_not_crossed() -> None:
+    thin = {k: v if v is NEAR else LinkProfile(0.04, 1e5) for k, v in LINKS.items()}
+    assert {HOME[p] for p in plan(measured(links=thin)).peers} == {1}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 5])
+def test_exactly_so_many_stages(stages: int) -> None:
+    found = plan(measured(), replace(JOB, micro_batch=4), stages)
+    assert found.micro_batch == 4
+    assert len(found.pipelines[0].stages) == stages
+    assert len(found.left_out) == 5 - stages
+    assert all(x.why for x in found.left_out)
+
+
+def test_so_many_stages_of_many_alike_devices() -> None:
+    """Beyond a handful, devices that are alike are one kind, and orders are sampled."""
+    many = {f"p{i:02}": DeviceProfile("cpu", "test", 10**9, 1e9) for i in range(12)}
+    links = {(p, q): NEAR for p in many for q in many if p != q}
+    assert len(plan(measured(many, links), stages=7).pipelines[0].stages) == 7
+
+
+@pytest.mark.parametrize(("stages", "says"), [(6, "there are 5 devices"), (9, "there are 5 devices")])
+def test_too_many_stages_are_refused_in_a_sentence(stages: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(measured(), stages=stages)
+    short = replace(JOB, blocks=COSTS[:2], alike=(0, 0))
+    with pytest.raises(PlanError, match="the model has 2 blocks"):
+        plan(measured(), short, 3)
+
+
+def test_stages_that_do_not_fit_are_refused_with_the_missing_bytes() -> None:
+    small = {p: replace(d, memory_bytes=2 * 10**7) for p, d in DEVICES.items()}
+    assert len(plan(measured(small)).pipelines[0].stages) > 1
+    with pytest.raises(PlanError, match="no plan of exactly 1 stages fits"):
+        plan(measured(small), stages=1)
+
+
+def test_one_device_is_a_mesh() -> None:
+    assert plan(measured({"a": DEVICES["a"]}, {})).peers == ("a",)
+
+
+def test_no_device_and_too_little_memory_are_refused() -> None:
+    with pytest.raises(PlanError, match="no peer of the mesh has a free device"):
+        plan(measured({}, {}))
+    poor = {p: DeviceProfile("cpu", "test", 10**5, 1e9) for p in PEERS}
+    with pytest.raises(PlanError, match="bytes are missing"):
+        plan(measured(poor))
+
+
+def test_links_that_nobody_has_measured_are_filled_in_and_said_so() -> None:
+    known = {k: v for k, v in LINKS.items() if "a" not in k}
+    found, notes = plan_job(measured(links=known), JOB, 5, QUICK)
+    assert "a" in found.peers
+    assert any("100 Mbit/s" in note for note in notes)
+
+
+# -- what blocks showed ------------------------------------------------------------------------------------------------
+
+
+def test_measured_blocks_count_and_not_the_claimed_speed() -> None:
+    """e claims most, and its blocks are slowest: the note says so and the plan gives it least."""
+    times = {p: block_times(1e9) for p in PEERS} | {"e": block_times(1e8)}
+    claims = dict.fromkeys(PEERS, DEVICES["a"]) | {"e": replace(DEVICES["e"], speed_flops_per_s=1e15)}
+    mesh = measured(claims, dict.fromkeys(LINKS, NEAR), times)
+    found, notes = plan_job(mesh, JOB, 5, QUICK)
+    held = {s.peers[0]: s.end - s.first for s in found.pipelines[0].stages}
+    assert held["e"] == 1
+    assert any(note.startswith("e claims") for note in notes)
+
+
+def test_a_device_that_was_not_profiled_is_judged_by_what_claims_were_worth_elsewhere() -> None:
+    times = {p: block_times(d.speed_flops_per_s / 4) for p, d in DEVICES.items() if p != "c"}
+    cluster, workload = situation(measured(times=times), JOB)
+    of_c = workload.times["c"].stage(0, BLOCKS, 1).f_s
+    assert of_c == pytest.approx(BLOCKS * 1e7 / (DEVICES["c"].speed_flops_per_s / 4))
+    assert any(note.startswith("c has not profiled") for note in cluster.notes)
+
+
+def test_identical_blocks_take_the_time_of_their_first() -> None:
+    rows = (((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)),)
+    times = BlockTimes((0, 2), (4,), (rows, rows, rows), (0.1, 0.2), (0.5, 0.25, 0.0))
+    stage = times.kind_times((0, 0, 2, 0)).stage(1, 4, 4)
+    assert (stage.f_s, stage.b_s, stage.w_s) == (5.5, 5.25, 5.0)  # a call's own cost comes once
+    assert stage.optimizer_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sizes": [4, 2]},
+        {"seconds": [[[[1.0, 1.0, math.nan]]]] * 3},
+        {"seconds": [[[[1.0, 1.0, 1e9]]]] * 3},
+        {"seconds": [[[[0.0, 0.0, 0.0]]]] * 3},
+        {"seconds": [[[[2.0, 1.0, 3.0]]]] * 3},
+        {"seconds": [[[[-1.0, 1.0, 3.0]]]] * 3},
+        {"seconds": [[[[1.0, 1.0, 1.0]]]] * 2},
+        {"seconds": "fast"},
+        {"apply_s": [math.inf]},
+        {"call_s": [0.0, 0.0]},
+        {"blocks": [-1]},
+        {"blocks": [True]},
+    ],
+)
+def test_absurd_profiles_are_refused(wrong: dict[str, Any]) -> None:
+    good = block_times(1e9, (2,)).to_json()
+    assert BlockTimes.from_json(good) == block_times(1e9, (2,))
+    with pytest.raises(ProtocolError):
+        BlockTimes.from_json({**good, **wrong})
+
+
+# -- what members can run ----------------------------------------------------------------------------------------------
+
+
+def test_tight_memory_makes_stages_recompute_but_never_the_last() -> None:
+    heavy = [replace(c, activation_bytes=4 * 10**7, boundary_bytes=10**5) for c in COSTS]
+    room = {p: replace(d, memory_bytes=250 * 10**6) for p, d in DEVICES.items()}
+    mesh, job = measured(room, dict.fromkeys(LINKS, NEAR)), replace(JOB, blocks=heavy)
+    choice, cluster, workload = choose(mesh, job, 4, QUICK)
+    stages = choice.best.pipelines[0].stages
+    assert any(s.recompute for s in stages)
+    assert not stages[-1].recompute
+    assert not shortages(choice.best, cluster, workload)
+    assert choice.best.predicted is not None
+    assert choice.best.predicted.step_s == pytest.approx(period_s(choice.best, cluster, workload))
+
+
+def test_a_job_that_recomputes_does_so_everywhere_but_in_the_last_stage() -> None:
+    stages = plan(measured(), replace(JOB, recompute=True), 3).pipelines[0].stages
+    assert [s.recompute for s in stages] == [True, True, False]
+
+
+def test_a_tied_parameter_costs_its_gradient_in_every_micro_batch() -> None:
+    """The embedding that is also the head: its gradient would cross the slow link 4 times a step."""
+    far = dict.fromkeys(LINKS, FAR)
+    job = replace(JOB, micro_batch=4, tied=((0, BLOCKS - 1, 10**8),))
+    loose, tight = (plan(measured(links=far), j, 2).predicted for j in (replace(job, tied=()), job))
+    assert loose is not None
+    assert tight is not None
+    assert tight.step_s > loose.step_s + 3 * 10**8 / FAR.bandwidth_bytes_per_s
+    assert len(plan(measured(links=far), job).peers) == 1
