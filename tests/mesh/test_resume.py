@@ -28,7 +28,7 @@ def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path) -> N
     job_file, out, home = tmp_path / "job.py", tmp_path / "out.safetensors", Home(tmp_path / "home")
     job_file.write_text(JOB)
     with peers(home.folder, 3) as mesh:
-        with training(mesh, job_file, cwd=ROOT) as owner:
+        with training(mesh, job_file, "--stages", "3", cwd=ROOT) as owner:
             run = home.run("last")
             wait_until("a checkpoint is complete", lambda: CheckpointStore(run.checkpoints).complete(), 60)
             owner.kill()
