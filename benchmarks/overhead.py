@@ -31,12 +31,13 @@ from meshcee.plan import Member, Stage
 from meshcee.sampling import draw
 from peers import messages
 from peers.compute import Compute
-from peers.executor import Executor, Place, StageFlops
+from peers.executor import Executor
 from peers.hyper import HyperSchedule
 from peers.inbox import Inbox
 from peers.jobfile import load_job
 from peers.messages import Step
 from peers.outbox import Outbox
+from peers.place import Place, StageFlops
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
@@ -131,7 +132,7 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
     )
     stage = Stage(0, blocks, (Member("here", micro_batch),), window=2, live_cap=2)
     order = {name: i for i, name in enumerate(captured.param_order)}
-    place = Place(0, 1, stage, (1, 1), job.seed, job.clip_norm, order)
+    place = Place("here", (stage,), (1, 1), job.seed, job.clip_norm, order)
     inbox, owner = Inbox(limit=4 * num_micro + 16), Owner()
     async with Compute(device) as compute, asyncio.TaskGroup() as group:
         outbox = Outbox(owner)  # type: ignore[arg-type]

@@ -46,10 +46,11 @@ class Tape:
 class Deferral:
     """The deferred operators of a stage. `calls` replaces operators by value number when the stage is built.
 
-    `possible` is False when an operator cannot be deferred; then B and W must both walk the whole graph.
+    `possible` is False when an operator cannot be deferred (or is in `replaced`, so has another callable already); then B
+    and W must both walk the whole graph.
     """
 
-    def __init__(self, spec: StageSpec, device: torch.device) -> None:
+    def __init__(self, spec: StageSpec, device: torch.device, replaced: frozenset[int] = frozenset()) -> None:
         self.calls: dict[int, Callable[..., Any]] = {}
         self.possible = True
         self.weights: frozenset[int] = frozenset()
@@ -65,7 +66,7 @@ class Deferral:
             if reads_data and reads_weights:
                 if device.type == "cpu" and _is_composed_norm(node):
                     self.calls[number] = _NormCall(self, node, frozenset(data)).run
-                elif _can_wait(node):
+                elif _can_wait(node) and number not in replaced:
                     self.calls[number] = _Call(self, node, frozenset(data)).run
                 else:
                     self.possible = False

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from meshcee.capture import Batch, Capture
+from meshcee.capture.rows import divided
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from peers.feed import Feed
 from peers.messages import Step
 from peers.walk import Walk
 
-__all__ = ["EvaluationFeed", "Predictions", "averaged", "measured", "with_state"]
+__all__ = ["EvaluationFeed", "Predictions", "averaged", "joined", "measured", "with_state"]
 
 
 class EvaluationFeed(Feed):
@@ -30,10 +31,9 @@ class EvaluationFeed(Feed):
         super().__init__(job, capture, micro_batch)
         if job.eval_data is None:
             raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
-        self._count = -(-len(job.eval_data) // micro_batch)
 
     def walks(self) -> Iterator[Step]:
-        yield Step(0, 0, (1.0,) * self._count, forward_only=True)
+        yield self._evaluation(0, 0)
 
 
 def measured(
@@ -53,6 +53,34 @@ def measured(
         except Exception as error:
             raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
     return found
+
+
+def joined(
+    job: Job,
+    captured: Capture,
+    feed: Feed,
+    spec: Step,
+    micro: int,
+    parts: Sequence[Sequence[Any] | None],
+    rows: Sequence[tuple[int, int]],
+) -> list[Any]:
+    """[loss, *outputs] of a whole micro-batch from those of the members of a group; None for one without rows."""
+    found = [part for part in parts if part is not None]
+    if len(found) == 1:
+        return list(found[0])
+    assert captured.evaluate is not None
+    program = captured.evaluate
+    cuts = divided(program, program.outputs[1:])
+    columns = list(zip(*found, strict=True))
+    if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for part in found for v in part):
+        raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
+    shares = [s for s, part in zip(feed.parts(spec, micro, rows), parts) if part is not None]
+    values = [
+        sum(loss.double() * share for loss, share in zip(columns[0], shares) if share)
+    ]  # one without targets is NaN
+    for column, cut in zip(columns[1:], cuts):
+        values.append(column[0] if cut.dim is None else torch.cat(column, cut.dim))
+    return values
 
 
 def averaged(feed: Feed, walk: Walk) -> dict[str, float]:

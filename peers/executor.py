@@ -10,83 +10,46 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from meshcee.capture.program import Value
+from meshcee.capture import StageSpec, Value
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import seed_of
-from meshcee.plan import Stage
 from meshcee.schedule.actions import Kind
 from meshcee.schedule.zero_bubble import StageView, choose
 from peers import messages, tensors
 from peers.coding import Coding
 from peers.compute import Compute
-from peers.inbox import Activation, Collect, Inbox, TakeSnapshot
+from peers.inbox import Collect, Inbox, TakeSnapshot
+from peers.links import Links
 from peers.messages import Step
 from peers.outbox import Outbox
+from peers.place import Piece, Place, StageFlops
+from peers.recut import Boundaries
+from peers.settlement import Settlement
 from peers.snapshot import Held
-from peers.stage import StageRunner, clip_coefficient, global_norm
-from peers.state_frames import state_frames
+from peers.stage import StageRunner
+from peers.state_frames import hash_state, state_frames
 from peers.transport.base import Frame
 
-__all__ = ["Executor", "Place", "StageFlops"]
-
-
-@dataclass(frozen=True)
-class StageFlops:
-    """Work of one micro-batch, forward and input-gradient and weight-gradient, that emulated devices are paced by."""
-
-    f: float = 0.0
-    b: float = 0.0
-    w: float = 0.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this stage stands: its index, its plan entry, and with whom it shares parameters.
-
-    `partial_to` maps a shared parameter to the earlier stage that adds its own use; `partial_from` names the shared
-    parameters whose later uses must arrive first; `totals_to` maps a stage to the parameters whose total it needs;
-    `totals_from` names those that arrive.
-    """
-
-    index: int
-    count: int
-    stage: Stage
-    epoch: tuple[int, int]
-    seed: int
-    clip_norm: float | None
-    norm_order: Mapping[str, int]  # parameter -> its place in named_parameters
-    norm_dtype: torch.dtype = torch.float32  # in which norms are combined: what all gradients promote to
-    partial_to: Mapping[str, int] = field(default_factory=dict)
-    partial_from: frozenset[str] = frozenset()
-    totals_to: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    totals_from: frozenset[str] = frozenset()
-    arriving: Mapping[str, str] = field(default_factory=dict)  # F and B -> the codec that the neighbour sends by
-    limit_bytes: int = 1 << 30  # the most that one of its frames may unfold to
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
-
-    @property
-    def fused(self) -> bool:
-        """Split only where another stage waits for B: not on the first stage, nor where W feeds an earlier stage."""
-        return self.is_first or bool(self.partial_to)
+__all__ = ["Executor"]
 
 
 class Executor:
     """Runs the walks that the inbox receives, in order, until the owner's stream ends or something fails."""
 
     def __init__(
-        self, runner: StageRunner, place: Place, inbox: Inbox, compute: Compute, owner: Outbox, flops: StageFlops
+        self,
+        runner: StageRunner,
+        place: Place,
+        inbox: Inbox,
+        compute: Compute,
+        owner: Outbox,
+        flops: StageFlops,
+        boundaries: Boundaries | None = None,
+        eval_boundaries: Boundaries | None = None,
     ) -> None:
         self._runner = runner
         self._place = place
@@ -103,9 +66,11 @@ class Executor:
             limit_bytes=place.limit_bytes,
         )
         self.held = Held()  # snapshots, for whoever reads them
-        self.stages: dict[int, Outbox] = {}  # stage index -> its outbox; set before the first walk
+        self._boundaries = boundaries or Boundaries.uncut(runner.spec)
+        self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
+        self.links = Links(place.epoch)
+        self.settlement = Settlement(runner, place, inbox, compute, self.links, self._wait)
         self.seconds: dict[str, float] = {}
-        self._norm: float | None = None  # the last step's global gradient norm, known to the first stage
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -151,8 +116,7 @@ class Executor:
             else:
                 await self._weight_gradient(walk, w)
                 w += 1
-        await self._exchange_totals(walk)
-        clip = await self._settle(walk)
+        clip = await self.settlement.run(walk)
         applied_s = time.perf_counter()
         await self._compute.run(
             runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
@@ -161,14 +125,21 @@ class Executor:
         self._inbox.finish(walk.walk)
         coding_s, codecs = self.coding.take()
         seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
-        header = {"walk": walk.walk, "step": walk.step, "norm": self._norm, "seconds": seconds, "codecs": codecs}
+        header = {
+            "walk": walk.walk,
+            "step": walk.step,
+            "norm": self.settlement.norm,
+            "seconds": seconds,
+            "codecs": codecs,
+        }
         await self._owner.put(Frame(messages.APPLIED, header))
 
     def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
         """What the local rule sees; each kind in micro order, so only the next of each matters."""
         place, inbox, key = self._place, self._inbox, walk.walk
         input_here = f < walk.num_micro and self._input_ready(key, f)
-        gradient_here = b < f and (place.is_last or (key, b) in inbox.back)
+        wanted = {piece.peer for piece in place.targets(place.micro_batch)}
+        gradient_here = b < f and wanted <= inbox.back.get((key, b), {}).keys()
         if place.fused:
             gradient_here = gradient_here and self._partials_ready(key, b)
         return StageView(
@@ -184,8 +155,13 @@ class Executor:
         )
 
     def _input_ready(self, walk: int, micro: int) -> bool:
-        raw = not self._runner.spec.raw_inputs or (walk, micro) in self._inbox.raw
-        return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
+        return self._here(walk, micro, self._runner.spec, self._place.micro_batch)
+
+    def _here(self, walk: int, micro: int, spec: StageSpec, samples: int) -> bool:
+        """Whether all that F of this micro-batch needs has arrived, from the owner and from each source."""
+        raw = not spec.raw_inputs or (walk, micro) in self._inbox.raw
+        wanted = {piece.peer for piece in self._place.sources(samples)}
+        return raw and wanted <= self._inbox.forward.get((walk, micro), {}).keys()
 
     def _partials_ready(self, walk: int, micro: int) -> bool:
         return self._place.partial_from <= self._inbox.shared.get((walk, micro), {}).keys()
@@ -204,66 +180,93 @@ class Executor:
         self.seconds[kind[0]] += time.perf_counter() - start_s
         return result
 
-    def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Activation]:
-        raw = self._inbox.raw.pop((walk, micro), {})
-        return raw, self._inbox.forward.pop((walk, micro), Activation((), None))
+    def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
+        """Raw inputs, and by source what it sent."""
+        return self._inbox.raw.pop((walk, micro), {}), self._inbox.forward.pop((walk, micro), {})
+
+    def _joined(self, walk: Step, micro: int, parts: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Any], Any]:
+        """What F receives, and the generator's state or, in the first stage, its seed."""
+        place = self._place
+        if place.is_first:
+            return (), seed_of(place.seed, walk.step, micro)
+        size = place.micro_batch
+        return self._boundaries.before.join(parts, place.rows(size), place.sources(size))
 
     async def _forward(self, walk: Step, micro: int) -> None:
-        raw, activation = self._arrived(walk.walk, micro)
-        rng = self._rng(walk, micro, activation)
-        sent, rng_after, _ = await self._timed("f", self._runner.forward, micro, raw, activation.values, rng)
-        await self._send_forward(walk.walk, micro, self._runner.spec.sent, [*sent, rng_after])
+        raw, parts = self._arrived(walk.walk, micro)
+        place = self._place
+        targets = place.targets(place.micro_batch)
+
+        def work() -> list[list[Any]]:
+            sent, rng, _ = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
+            return self._boundaries.after.split(sent, rng, place.rows(place.micro_batch), targets)
+
+        await self._send_forward(targets, walk.walk, micro, self._runner.spec.sent, await self._timed("f", work))
 
     async def _forward_and_back(self, walk: Step, micro: int) -> None:
         """On the last stage: F, the loss, then B (and W where they are fused)."""
-        raw, activation = self._arrived(walk.walk, micro)
-        rng = self._rng(walk, micro, activation)
-        partials = self._partials(walk.walk, micro)
+        raw, parts = self._arrived(walk.walk, micro)
+        weight, partials = walk.weights[micro], self._partials(walk.walk, micro)
 
-        def work() -> tuple[float, list[torch.Tensor | None], dict[str, torch.Tensor]]:
-            _, _, loss = self._runner.forward(micro, raw, activation.values, rng)
+        def work() -> tuple[float, list[list[Any]], dict[str, torch.Tensor]]:
+            _, _, loss = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
             assert loss is not None
             value = float(loss)
+            if weight == 0 and len(self._place.group) > 1:
+                value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
                 raise NonFiniteLossError(
                     f"the loss of step {walk.step}, micro-batch {micro} is {value}; the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
             if self._place.fused:
-                return value, *self._runner.backward(micro, (), walk.weights[micro], partials)
-            return value, self._runner.backward_input(micro, (), walk.weights[micro]), {}
+                received, onward = self._runner.backward(micro, (), weight, partials)
+            else:
+                received, onward = self._runner.backward_input(micro, (), weight), {}
+            return value, self._split_back(received), onward
 
         value, received, onward = await self._timed("fbw" if self._place.fused else "fb", work)
         header = {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value}
         await self._owner.put(Frame(messages.LOSS, header))
         await self._send_back(walk.walk, micro, received, onward)
 
-    def _rng(self, walk: Step, micro: int, activation: Activation) -> torch.Tensor | int | None:
-        return seed_of(self._place.seed, walk.step, micro) if self._place.is_first else activation.rng
-
     async def _backward(self, walk: Step, micro: int) -> None:
-        gradients = self._inbox.back.pop((walk.walk, micro), ())
-        weight = walk.weights[micro]
-        onward: Mapping[str, torch.Tensor] = {}
-        if self._place.fused:
-            partials = self._partials(walk.walk, micro)
-            received, onward = await self._timed("bw", self._runner.backward, micro, gradients, weight, partials)
-        else:
-            received = await self._timed("b", self._runner.backward_input, micro, gradients, weight)
-        await self._send_back(walk.walk, micro, received, onward)
+        arrived = self._inbox.back.pop((walk.walk, micro), {})
+        place, weight = self._place, walk.weights[micro]
+        partials = self._partials(walk.walk, micro) if place.fused else {}
+
+        def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
+            gradients = self._boundaries.after.join_back(arrived, place.targets(place.micro_batch))
+            if place.fused:
+                received, onward = self._runner.backward(micro, gradients, weight, partials)
+            else:
+                received, onward = self._runner.backward_input(micro, gradients, weight), {}
+            return self._split_back(received), onward
+
+        await self._send_back(walk.walk, micro, *await self._timed("bw" if place.fused else "b", work))
+
+    def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
+        size = self._place.micro_batch
+        return self._boundaries.before.split_back(received, self._place.rows(size), self._place.sources(size))
 
     async def _send_back(
-        self, walk: int, micro: int, received: Sequence[Any], onward: Mapping[str, torch.Tensor]
+        self, walk: int, micro: int, received: Sequence[Sequence[Any]], onward: Mapping[str, torch.Tensor]
     ) -> None:
-        if not self._place.is_first:
-            await self._send(self._place.index - 1, messages.B, walk, micro, received, [True] * len(received))
+        await self._send(
+            self._place.sources(self._place.micro_batch),
+            messages.B,
+            walk,
+            micro,
+            received,
+            [True] * len(self._runner.spec.received),
+        )
         if self._place.fused:
             await self._send_partials(walk, micro, onward)
 
     async def _after_backward(self, walk: Step, done: int) -> None:
         """The first stage's last B is the commit point: every gradient of the step exists somewhere."""
-        if done == walk.num_micro and self._place.is_first and self._place.clip_norm is None:
-            await self.commit(walk.walk, None)
+        if done == walk.num_micro and self._place.is_first and not self._place.votes:
+            await self.settlement.commit(walk.walk, None)
 
     async def _weight_gradient(self, walk: Step, micro: int) -> None:
         partials = self._partials(walk.walk, micro)
@@ -272,106 +275,77 @@ class Executor:
 
     async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
         """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
-        for target in sorted(set(self._place.partial_to.values())):
-            names = [name for name, at in self._place.partial_to.items() if at == target]
-            await self._send(target, messages.SHARED, walk, micro, [partials.get(n) for n in names], names=names)
+        for peer in sorted(set(self._place.partial_to.values())):
+            names = [name for name, to in self._place.partial_to.items() if to == peer]
+            values = [partials.get(n) for n in names]
+            await self.links.send(peer, messages.SHARED, values, walk=walk, micro=micro, names=names)
 
     def _partials(self, walk: int, micro: int) -> dict[str, torch.Tensor]:
+        """By parameter; where several members of a group send one, their sum in plan order."""
         arrived = self._inbox.shared.pop((walk, micro), {})
-        return {name: tensor for name, tensor in arrived.items() if tensor is not None}
-
-    # -- the end of a step: shared totals, the norm, the commit ----------------------------------------------------
-
-    async def _exchange_totals(self, walk: Step) -> None:
-        if self._place.totals_to:
-            totals = self._runner.shared_totals()
-            for target, names in self._place.totals_to.items():
-                # Copies: clipping writes to the gradients while these may still be on their way.
-                copies = [totals[n].clone() if n in totals else None for n in names]
-                await self._send(target, messages.TOTAL, walk.walk, 0, copies, names=list(names))
-        while not self._place.totals_from <= self._inbox.totals.get(walk.walk, {}).keys():
-            await self._wait()
-        if self._place.totals_from:
-            arrived = self._inbox.totals[walk.walk]
-            self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
-
-    async def _settle(self, walk: Step) -> float | None:
-        """Wait until the step is committed; returns what gradients are multiplied by when the job clips."""
-        place, inbox = self._place, self._inbox
-        if place.clip_norm is not None:
-            own = await self._compute.run(self._runner.grad_norms)
-            pairs = [(place.norm_order[name], float(norm)) for name, norm in own if name not in place.totals_from]
-            if not place.is_last:
-                while walk.walk not in inbox.norms:
-                    await self._wait()
-                pairs += inbox.norms[walk.walk]
-            if place.is_first:
-                # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
-                norms = [torch.tensor(norm, dtype=place.norm_dtype) for _, norm in sorted(pairs)]
-                self._norm = float(global_norm(norms))
-                await self.commit(walk.walk, float(clip_coefficient(norms, place.clip_norm)))
-            else:
-                # In a payload: a header would be too small for a few thousand parameters. float64 holds every norm as it is.
-                indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
-                found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64)
-                await self._send(place.index - 1, messages.NORMS, walk.walk, 0, [indices, found])
-        while walk.walk not in inbox.commits:
-            await self._wait()
-        return inbox.commits[walk.walk]
-
-    async def commit(self, walk: int, clip: float | None) -> None:
-        """The step is committed: tell the next stage at once, before any F of the next step, then note it."""
-        if not self._place.is_last:
-            await self.stages[self._place.index + 1].put(Frame(messages.COMMIT, {"walk": walk, "clip": clip}))
-        self._inbox.put_commit(walk, clip)
+        found: dict[str, torch.Tensor] = {}
+        for peer in self._place.neighbours:
+            for (name, sender), tensor in arrived.items():
+                if sender == peer and tensor is not None:
+                    found[name] = found[name] + tensor if name in found else tensor
+        return found
 
     # -- evaluation and state ----------------------------------------------------------------------------------------
 
     async def _evaluate(self, walk: Step) -> None:
+        place, spec = self._place, self._runner.eval_spec or self._runner.spec
         for micro in range(walk.num_micro):
-            while not self._evaluation_ready(walk.walk, micro):
+            size = walk.samples(micro, place.micro_batch)
+            rows, targets = place.rows(size), place.targets(size)
+            if rows[0] == rows[1]:
+                continue  # a last micro-batch that is too small for everyone
+            while not self._here(walk.walk, micro, spec, size):
                 await self._wait()
-            raw, activation = self._arrived(walk.walk, micro)
-            sent, outputs = await self._compute.run(self._runner.evaluate, raw, activation.values)
-            if not self._place.is_last:
-                spec = self._runner.eval_spec
-                await self._send_forward(walk.walk, micro, spec.sent if spec else (), [*sent, None])
-            else:
+            raw, parts = self._arrived(walk.walk, micro)
+            sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
+            await self._send_forward(targets, walk.walk, micro, spec.sent, sent)
+            if place.is_last:
                 meta, payloads = tensors.pack(outputs)
                 header = {"walk": walk.walk, "micro": micro, "tensors": meta}
                 await self._owner.put(Frame(messages.OUTPUT, header, payloads))
         self._inbox.finish(walk.walk)
 
-    def _evaluation_ready(self, walk: int, micro: int) -> bool:
-        spec = self._runner.eval_spec
-        raw = spec is None or not spec.raw_inputs or (walk, micro) in self._inbox.raw
-        return raw and (self._place.is_first or (walk, micro) in self._inbox.forward)
+    def _evaluated(
+        self, raw: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int
+    ) -> tuple[list[list[Any]], list[torch.Tensor]]:
+        place, cut = self._place, self._eval_boundaries
+        received: Sequence[Any] = () if place.is_first else cut.before.join(parts, rows, place.sources(size))[0]
+        sent, outputs = self._runner.evaluate(raw, received)
+        return cut.after.split(sent, None, rows, place.targets(size)), outputs
 
     async def _send_state(self, wanted: Collect) -> None:
         """What training has changed; the owner has kept the rest. Nothing when nothing was trained."""
-        spec = self._runner.spec
-        names = (*spec.trainable, *spec.mutated) if wanted.state else ()
-        for frame in await self._compute.run(self._state_frames, names):
+        for frame in await self._compute.run(self._state_frames, wanted):
             await self._owner.put(frame)
 
-    def _state_frames(self, names: Sequence[str]) -> list[Frame]:
-        state = self._runner.state_dict()
-        return list(state_frames({name: state[name] for name in names}))
+    def _state_frames(self, wanted: Collect) -> list[Frame]:
+        spec, state = self._runner.spec, self._runner.state_dict()
+        changed = {name: state[name] for name in (*spec.trainable, *spec.mutated)}
+        if wanted.state or not wanted.hash:
+            return list(state_frames(changed if wanted.state else {}))
+        return [Frame(messages.STATE_END, {"hash": hash_state(changed)})]
 
-    async def _send_forward(self, walk: int, micro: int, sent: Sequence[Value], values: Sequence[Any]) -> None:
+    async def _send_forward(
+        self, targets: Sequence[Piece], walk: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]
+    ) -> None:
         # What carries no gradient is a mask, an angle, a count: few bytes, and not to be touched.
-        coded = [value.requires_grad for value in sent]
-        await self._send(self._place.index + 1, messages.F, walk, micro, values, coded)
+        await self._send(targets, messages.F, walk, micro, frames, [value.requires_grad for value in sent])
 
     async def _send(
         self,
-        target: int,
+        pieces: Sequence[Piece],
         kind: str,
         walk: int,
         micro: int,
-        values: Sequence[Any],
-        coded: Sequence[bool] = (),
-        **more: Any,
+        frames: Sequence[Sequence[Any]],
+        coded: Sequence[bool],
     ) -> None:
-        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, **more}
-        await self.stages[target].put(self.coding.frame(kind, header, values, coded, self._runner.step))
+        """A frame for each neighbour that has rows in common with us."""
+        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro}
+        for piece, values in zip(pieces, frames, strict=True):
+            await self.links.put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))

@@ -13,9 +13,11 @@ import torch
 from meshcee.capture import Capture, stack
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
+from meshcee.plan import Stage
 from meshcee.sampling import draw
 from peers.hyper import HyperSchedule
 from peers.messages import Step
+from peers.place import rows_of
 
 __all__ = ["Feed"]
 
@@ -50,20 +52,20 @@ class Feed:
             self._hyper.advance()
             walk += 1
             if self.evaluates_after(step):
-                count = -(-len(self._job.eval_data) // self._micro_batch)
-                yield Step(walk, step, (1.0,) * count, forward_only=True)
+                yield self._evaluation(walk, step)
                 walk += 1
+
+    def _evaluation(self, walk: int, step: int) -> Step:
+        samples = len(self._job.eval_data)
+        count, tail = -(-samples // self._micro_batch), samples % self._micro_batch
+        return Step(walk, step, (1.0,) * count, forward_only=True, tail=tail or None)
 
     def size(self, spec: Step, micro: int) -> int:
         """Samples in a micro-batch: the last one of an evaluation may be smaller."""
-        return (
-            min(self._micro_batch, len(self._job.eval_data) - micro * self._micro_batch)
-            if spec.forward_only
-            else self._micro_batch
-        )
+        return spec.samples(micro, self._micro_batch)
 
-    def samples(self, spec: Step, micro: int) -> tuple[Any, Any]:
-        """The stacked (x, y) of one micro-batch."""
+    def samples(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
+        """The stacked (x, y) of one micro-batch, or of some of its rows."""
         size = self._micro_batch
         if spec.forward_only:
             data: Any = self._job.eval_data
@@ -73,6 +75,8 @@ class Feed:
             indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[
                 micro * size : (micro + 1) * size
             ]
+        if rows is not None:
+            indices = indices[rows[0] : rows[1]]
         try:
             return stack([data[i] for i in indices])
         except MeshceeError:
@@ -84,6 +88,28 @@ class Feed:
     def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
         return self._capture.inputs_of(self.samples(spec, micro))
+
+    def shares(self, spec: Step, stage: Stage) -> tuple[tuple[float, ...], ...]:
+        """For each member of the last stage, what the loss of its rows of each micro-batch counts for.
+
+        A mean is the mean of its parts by their samples, or by the job's own weights of their targets; a sum their sum.
+        """
+        if len(stage.members) == 1:
+            return (spec.weights,)
+        columns = []
+        for micro in range(spec.num_micro):
+            rows = rows_of(stage, self.size(spec, micro))
+            columns.append([spec.weights[micro] * share for share in self.parts(spec, micro, rows)])
+        return tuple(zip(*columns, strict=True))
+
+    def parts(self, spec: Step, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
+        """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
+        if self._job.reduction == "sum":
+            return [1.0] * len(rows)
+        if self._job.weight is None:
+            return [(end - first) / self.size(spec, micro) for first, end in rows]
+        own = [float(self._job.weight(self.samples(spec, micro, r)[1])) if r[0] < r[1] else 0.0 for r in rows]
+        return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
 
     def _weights(self, step: int) -> tuple[float, ...]:
         """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""

@@ -16,24 +16,19 @@ import torch
 from meshcee.errors import ProtocolError
 from peers.messages import Step
 
-__all__ = ["Activation", "Collect", "Inbox", "TakeSnapshot"]
+__all__ = ["Collect", "Inbox", "TakeSnapshot"]
 
 Key = tuple[int, int]  # (walk, micro)
 
 
 @dataclass(frozen=True)
-class Activation:
-    """What a stage receives for one micro-batch: boundary values in order, and the generator's state."""
-
-    values: Sequence[Any]
-    rng: torch.Tensor | int | None
-
-
-@dataclass(frozen=True)
 class Collect:
-    """The owner wants the stage's state once everything before it is applied, or after an evaluation only to know that."""
+    """The owner wants the stage's state once everything before it is applied; or only its hash, of a further member of
+    a group; or neither, after an evaluation, but to know that.
+    """
 
     state: bool = True
+    hash: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,22 +44,22 @@ class Inbox:
 
     walks    steps, evaluations, snapshots and collections in the owner's order
     raw      (walk, micro) -> raw inputs by name, from the owner
-    forward  (walk, micro) -> Activation, from the previous stage
-    back     (walk, micro) -> gradients of what was sent, from the next stage
-    shared   (walk, micro) -> partial gradients of shared parameters, by name, from later stages
+    forward  (walk, micro) -> by peer of the previous stage: the values of an F frame, the generator's state last
+    back     (walk, micro) -> by peer of the next stage: gradients of what was sent
+    shared   (walk, micro) -> by (parameter, peer): partial gradients of shared parameters, from later stages
     totals   walk -> summed gradients of shared parameters, by name, from earlier stages
-    norms    walk -> (parameter index, norm) pairs of all later stages
+    norms    walk -> by peer: (parameter index, norm) pairs of all stages that it speaks for
     commits  walk -> what gradients are multiplied by, None when the job does not clip
     """
 
     limit: int
     walks: asyncio.Queue[Step | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
     raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    forward: dict[Key, Activation] = field(default_factory=dict)
-    back: dict[Key, Sequence[torch.Tensor | None]] = field(default_factory=dict)
-    shared: dict[Key, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    forward: dict[Key, dict[str, Sequence[Any]]] = field(default_factory=dict)
+    back: dict[Key, dict[str, Sequence[torch.Tensor | None]]] = field(default_factory=dict)
+    shared: dict[Key, dict[tuple[str, str], torch.Tensor | None]] = field(default_factory=dict)
     totals: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
-    norms: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    norms: dict[int, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
     commits: dict[int, float | None] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     done: int = -1  # the last walk that this stage has finished; nothing for it may arrive any more
@@ -80,30 +75,30 @@ class Inbox:
         table[key] = value
         self.changed.set()
 
+    def _add(self, table: dict[Any, dict[Any, Any]], key: Any, entries: Mapping[Any, Any]) -> None:
+        """Several peers may contribute to one entry, each only once."""
+        present = table.pop(key, {})
+        if present.keys() & entries.keys():
+            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+        self._store(table, key, {**present, **entries})
+
     def put_raw(self, walk: int, micro: int, inputs: Mapping[str, torch.Tensor]) -> None:
         self._store(self.raw, (walk, micro), inputs)
 
-    def put_forward(self, walk: int, micro: int, activation: Activation) -> None:
-        self._store(self.forward, (walk, micro), activation)
+    def put_forward(self, walk: int, micro: int, peer: str, values: Sequence[Any]) -> None:
+        self._add(self.forward, (walk, micro), {peer: values})
 
-    def put_back(self, walk: int, micro: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._store(self.back, (walk, micro), gradients)
+    def put_back(self, walk: int, micro: int, peer: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._add(self.back, (walk, micro), {peer: gradients})
 
-    def put_shared(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor | None]) -> None:
-        """Partials of different parameters may come from different stages, but each only once."""
-        present = self.shared.pop((walk, micro), {})
-        if present.keys() & partials.keys():
-            raise ProtocolError(f"a shared gradient of walk and micro-batch {(walk, micro)} arrived twice")
-        self._store(self.shared, (walk, micro), {**present, **partials})
+    def put_shared(self, walk: int, micro: int, peer: str, partials: Mapping[str, torch.Tensor | None]) -> None:
+        self._add(self.shared, (walk, micro), {(name, peer): partial for name, partial in partials.items()})
 
     def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor | None]) -> None:
-        present = self.totals.pop(walk, {})
-        if present.keys() & totals.keys():
-            raise ProtocolError(f"a shared total of walk {walk} arrived twice")
-        self._store(self.totals, walk, {**present, **totals})
+        self._add(self.totals, walk, totals)
 
-    def put_norms(self, walk: int, norms: list[tuple[int, float]]) -> None:
-        self._store(self.norms, walk, norms)
+    def put_norms(self, walk: int, peer: str, norms: list[tuple[int, float]]) -> None:
+        self._add(self.norms, walk, {peer: norms})
 
     def put_commit(self, walk: int, clip: float | None) -> None:
         self._store(self.commits, walk, clip)

@@ -17,6 +17,8 @@ class Link:
 
     def __init__(self, offer: Offer, stream: Stream) -> None:
         self.offer = offer
+        self.place = offer.place
+        self.leads = offer.peer_id == offer.place.leader  # of its group, the one that sends the state
         self.peer_id = offer.peer_id
         self.stream = stream
         self.outbox = Outbox(stream, limit_frames=64)

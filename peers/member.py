@@ -18,7 +18,7 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostE
 from peers import messages, tensors
 from peers.compute import Compute
 from peers.executor import Executor
-from peers.inbox import Activation, Collect, Inbox, TakeSnapshot
+from peers.inbox import Collect, Inbox, TakeSnapshot
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
@@ -57,7 +57,9 @@ class Session:
         # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
         self._owner = Outbox(stream)
-        self._executor = Executor(runner, offer.place, self._inbox, compute, self._owner, offer.flops)
+        self._executor = Executor(
+            runner, offer.place, self._inbox, compute, self._owner, offer.flops, *offer.boundaries
+        )
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
         self._ending = False  # the owner has asked for the weights: from here on neighbours may close
@@ -85,7 +87,7 @@ class Session:
     def close(self) -> None:
         """Drop the links to the other stages, after the owner has heard the cause."""
         self.done.set()
-        for outbox in self._executor.stages.values():
+        for outbox in self._executor.links.outboxes.values():
             outbox.stream.abort()
 
     async def _read_owner(self) -> None:
@@ -112,94 +114,96 @@ class Session:
                 self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.COLLECT:
                 self._ending = True
-                await self._inbox.walks.put(Collect(need(frame.header, "state", bool)))
+                wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
+                await self._inbox.walks.put(Collect(*wanted))
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
 
-    # -- links to other stages ---------------------------------------------------------------------------------------
+    # -- links to other members --------------------------------------------------------------------------------------
 
     async def _link(self) -> None:
-        """On the first walk: open a stream to each later stage that this one talks to; earlier ones attach to us."""
+        """On the first walk: open a stream to each neighbour behind us in plan order; those before attach to us."""
         if self._linked:
             return
         self._linked = True
-        assert self._group is not None
-        for target in self.offer.links_to:
+        for peer in self._place.links_to:
             try:
-                stream = await self._transport.open(
-                    self.offer.peer_of(target), "stage", self.offer.addresses_of(target)
-                )
+                stream = await self._transport.open(peer, "stage", self.offer.addresses.get(peer, ()))
                 stream.max_payload_bytes = self.offer.max_payload_bytes
                 async with asyncio.timeout(self._timeouts.join_s):
-                    await stream.send(Frame(messages.ATTACH, self.offer.attach_header(self._place.index)))
+                    await stream.send(Frame(messages.ATTACH, self.offer.attach_header()))
                     reply = await stream.recv()
             except (JoinError, StreamClosed, TimeoutError) as error:
-                raise self._lost(target, error) from error
+                raise self._lost(peer, error) from error
             if reply.kind != messages.ATTACH:
-                raise ProtocolError(f"stage {target} answered the attachment with {reply.kind!r}")
-            self._use(target, stream)
+                raise ProtocolError(f"peer {peer} answered the attachment with {reply.kind!r}")
+            self._use(peer, stream)
 
-    def _use(self, index: int, stream: Stream) -> asyncio.Task[None]:
+    def _use(self, peer: str, stream: Stream) -> Outbox:
         assert self._group is not None
         stream.max_payload_bytes = self.offer.max_payload_bytes
         outbox = Outbox(stream)
-        self._executor.stages[index] = outbox
-        self._group.create_task(self._send_to(index, outbox))
-        return self._group.create_task(self._read_stage(index, stream))
+        self._executor.links.add(peer, outbox)
+        self._group.create_task(self._send_to(peer, outbox))
+        self._group.create_task(self._read_member(peer, stream))
+        return outbox
 
-    async def attach(self, stream: Stream, index: int) -> None:
-        """An earlier stage has opened a stream to us: serve it until the session ends."""
-        if self._group is None or index >= self._place.index or self.offer.peer_of(index) != stream.peer_id:
-            raise ProtocolError(f"peer {stream.peer_id} is not stage {index} of this epoch")
-        if index in self._executor.stages:
-            raise ProtocolError(f"stage {index} is attached already")
-        self._use(index, stream)
-        await self._executor.stages[index].put(Frame(messages.ATTACH))
+    async def attach(self, stream: Stream) -> None:
+        """A neighbour before us in plan order has opened a stream to us: serve it until the session ends."""
+        peer, place = stream.peer_id, self._place
+        if self._group is None or peer not in place.neighbours or peer in place.links_to:
+            raise ProtocolError(f"peer {peer} has nothing to say to stage {place.index} of this epoch")
+        if peer in self._executor.links.outboxes:
+            raise ProtocolError(f"peer {peer} is attached already")
+        await self._use(peer, stream).put(Frame(messages.ATTACH))
         await self.done.wait()
 
-    async def _send_to(self, index: int, outbox: Outbox) -> None:
+    async def _send_to(self, peer: str, outbox: Outbox) -> None:
         try:
             await outbox.run()
         except StreamClosed as closed:
             if not self._ending:
-                raise self._lost(index, closed) from closed
+                raise self._lost(peer, closed) from closed
 
-    async def _read_stage(self, index: int, stream: Stream) -> None:
+    async def _read_member(self, peer: str, stream: Stream) -> None:
         try:
             while True:
-                await self._take(index, await stream.recv())
+                await self._take(peer, await stream.recv())
         except StreamClosed as closed:
             if not self._ending:
-                raise self._lost(index, closed) from closed
+                raise self._lost(peer, closed) from closed
 
-    def _lost(self, index: int, error: BaseException) -> PeerLostError:
-        lost = PeerLostError(f"stage {index} on peer {self.offer.peer_of(index)} is gone: {error}")
-        lost.add_note(self.offer.peer_of(index))
+    def _lost(self, peer: str, error: BaseException) -> PeerLostError:
+        lost = PeerLostError(f"stage {self._place.stage_of(peer)} on peer {peer} is gone: {error}")
+        lost.add_note(peer)
         return lost
 
-    async def _take(self, index: int, frame: Frame) -> None:
-        """One frame from another stage: its origin decides what it may be."""
+    async def _take(self, peer: str, frame: Frame) -> None:
+        """One frame from another member: its origin decides what it may be."""
         place, inbox, header = self._place, self._inbox, frame.header
-        walk = need(header, "walk", int)
-        if frame.kind == messages.COMMIT and index == place.index - 1:
+        walk, apart = need(header, "walk", int), place.stage_of(peer) - place.index
+        if frame.kind == messages.COMMIT and peer == place.above:
             clip = header.get("clip")
-            await self._executor.commit(walk, None if clip is None else need(header, "clip", float))
+            await self._executor.settlement.commit(walk, None if clip is None else need(header, "clip", float))
+            return
+        if frame.kind in (messages.PART, messages.SUM) and (total := self._executor.settlement.sum) is not None:
+            total.take(peer, frame)
             return
         values = await self._executor.coding.values(frame)
-        if frame.kind == messages.F and index == place.index - 1:
+        if frame.kind == messages.F and apart == -1:
             if not values or isinstance(values[-1], float):
                 raise ProtocolError("an activation frame ends with the generator's state")
-            inbox.put_forward(walk, need(header, "micro", int), Activation(values[:-1], values[-1]))
-        elif frame.kind == messages.B and index == place.index + 1:
-            inbox.put_back(walk, need(header, "micro", int), _tensors(values))
-        elif frame.kind == messages.NORMS and index == place.index + 1:
-            inbox.put_norms(walk, norms_of(values, len(place.norm_order)))
-        elif frame.kind == messages.SHARED and index > place.index:
-            inbox.put_shared(walk, need(header, "micro", int), _named(header, values))
-        elif frame.kind == messages.TOTAL and index < place.index:
+            inbox.put_forward(walk, need(header, "micro", int), peer, values)
+        elif frame.kind == messages.B and apart == 1:
+            inbox.put_back(walk, need(header, "micro", int), peer, _tensors(values))
+        elif frame.kind == messages.NORMS and peer in place.below:
+            inbox.put_norms(walk, peer, norms_of(values, len(place.norm_order)))
+        elif frame.kind == messages.SHARED and apart > 0:
+            inbox.put_shared(walk, need(header, "micro", int), peer, _named(header, values))
+        elif frame.kind == messages.TOTAL and apart < 0:
             inbox.put_totals(walk, _named(header, values))
         else:
-            raise ProtocolError(f"stage {index} sent a frame of kind {frame.kind!r}, which has no meaning here")
+            raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
 
 
 def _tensors(values: list[Any]) -> list[torch.Tensor | None]:
@@ -349,7 +353,7 @@ class Member:
         session = self.session
         if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
             raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")
-        await session.attach(stream, need(frame.header, "stage", int))
+        await session.attach(stream)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -16,7 +16,8 @@ Purposes of streams, and the frames on them:
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         COLLECT  ->  STATE*, STATE_END     FAILED at any time
                                                      (STATE_END alone after an evaluation)
-    stage   (stage -> later stage)      ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
+    stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
+                                        PART, SUM within a group
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "los
 COLLECT, FAILED = "collect", "failed"
 SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
+PART, SUM = "part", "sum"
 
 
 def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:
@@ -68,8 +70,8 @@ class Step:
 
     `walk` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
     `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
-    multiplied by; `hyper` holds the options of each parameter group that the schedule drives. An evaluation
-    (`forward_only`) applies nothing.
+    multiplied by (of the member's rows of it, in a group); `hyper` holds the options of each parameter group that the
+    schedule drives. An evaluation (`forward_only`) applies nothing; its last micro-batch may have only `tail` samples.
     """
 
     walk: int
@@ -77,6 +79,11 @@ class Step:
     weights: tuple[float, ...]
     hyper: tuple[Mapping[str, Any], ...] = ()
     forward_only: bool = False
+    tail: int | None = None
+
+    def samples(self, micro: int, micro_batch: int) -> int:
+        """Samples of a micro-batch."""
+        return micro_batch if self.tail is None or micro + 1 < self.num_micro else self.tail
 
     @property
     def num_micro(self) -> int:
@@ -90,6 +97,7 @@ class Step:
             "count": self.num_micro,
             "weights": list(self.weights[:1] if same else self.weights),
             "hyper": [dict(h) for h in self.hyper],
+            "tail": self.tail,
         }
 
     @classmethod
@@ -103,7 +111,11 @@ class Step:
         weights = weights * (count // len(weights))
         if not all(isinstance(h, dict) for h in hyper):
             raise ProtocolError("a step's group options must be mappings")
-        return cls(need(header, "walk", int), need(header, "step", int), tuple(weights), tuple(hyper), forward_only)
+        tail = None if header.get("tail") is None else need(header, "tail", int)
+        if tail is not None and tail < 1:
+            raise ProtocolError("a micro-batch has at least one sample")
+        walk, step = need(header, "walk", int), need(header, "step", int)
+        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail)
 
 
 def error_header(error: BaseException, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ may be) from the plan and the graph by the same pure functions, so it need not b
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,14 +16,17 @@ import msgpack
 import torch
 
 from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program
+from meshcee.capture.draws import whole_draws
+from meshcee.capture.rows import why_unsplit
 from meshcee.codec import codec_of
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Plan
+from meshcee.plan import Plan, Stage
 from peers import messages
-from peers.executor import Place, StageFlops
 from peers.messages import need
+from peers.place import Place, StageFlops
+from peers.recut import Boundaries
 from peers.snapshot import optimizer_layout
 from peers.stage import StageRunner
 from peers.transport.base import Frame
@@ -165,15 +168,22 @@ class Offer:
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
-        if len(offer.plan.pipelines) != 1 or any(len(s.members) != 1 for s in offer.stages):
-            raise UsageError(
-                "this version runs one pipeline with one member a stage; upgrade with `pip install -U meshcee`"
-            )
+        if len(offer.plan.pipelines) != 1:
+            raise UsageError("this version runs one pipeline; upgrade with `pip install -U meshcee`")
         for stage in offer.stages:
             codec_of(stage.codec_out), codec_of(stage.codec_back)
         if peer_id not in offer.plan.peers:
             raise PlanError(f"peer {peer_id} is not part of the plan that it was offered")
+        offer.check()
         return offer
+
+    def check(self) -> None:
+        """Raises PlanError where this member's stage cannot be shared by samples as the plan wants it."""
+        stage = self.stages[self.index]
+        for program in (self.train, self.evaluate):
+            if program is not None and len(stage.members) > 1 and (why := why_unsplit(program, stage.first, stage.end)):
+                raise PlanError(f"blocks {self.blocks} cannot be shared by samples: {why}; give them to one device")
+        _ = self.boundaries, self._draws
 
     # -- the plan, seen from this member -----------------------------------------------------------------------------
 
@@ -182,7 +192,7 @@ class Offer:
         return self.terms.job
 
     @property
-    def stages(self) -> tuple[Any, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         return self.plan.pipelines[0].stages
 
     @cached_property
@@ -193,16 +203,8 @@ class Offer:
     def blocks(self) -> str:
         return f"{self.stages[self.index].first}..{self.stages[self.index].end - 1}"
 
-    def peer_of(self, index: int) -> str:
-        if not 0 <= index < len(self.stages):
-            raise ProtocolError(f"there is no stage {index}")
-        return str(self.stages[index].members[0].peer)
-
-    def addresses_of(self, index: int) -> tuple[str, ...]:
-        return self.addresses.get(self.peer_of(index), ())
-
-    def attach_header(self, index: int) -> dict[str, Any]:
-        return {"epoch": list(self.epoch), "job": self.job, "stage": index}
+    def attach_header(self) -> dict[str, Any]:
+        return {"epoch": list(self.epoch), "job": self.job}
 
     def is_epoch(self, header: Mapping[str, Any]) -> bool:
         return messages.epoch_of(header) == self.epoch and header.get("job") == self.job
@@ -226,48 +228,60 @@ class Offer:
         """This member's place: the earliest holder of a shared parameter sums its gradient and tells the others."""
         me = self.index
         mine = {name: at for name, at in self.holders.items() if me in at}
-        totals_to: dict[int, list[str]] = {}
+        partial_from: set[tuple[str, str]] = set()
+        totals_to: dict[str, list[str]] = {}
         for name, at in sorted(mine.items()):
+            if at[-1] != me:
+                later = at[at.index(me) + 1]
+                partial_from |= {(name, p) for p in self.stages[later].peers if self._partner(p, me) == self.peer_id}
             if at[0] == me:
-                for later in at[1:]:
-                    totals_to.setdefault(later, []).append(name)
+                for peer in (p for later in at[1:] for p in self.stages[later].peers):
+                    if self._partner(peer, me) == self.peer_id:
+                        totals_to.setdefault(peer, []).append(name)
+        others = {name: at for name, at in mine.items() if at[0] != me}
         return Place(
-            index=me,
-            count=len(self.stages),
-            stage=self.stages[me],
+            peer=self.peer_id,
+            stages=self.stages,
             epoch=self.epoch,
             seed=self.terms.seed,
             clip_norm=self.terms.clip_norm,
             norm_order={name: i for i, name in enumerate(self.terms.parameters)},
             norm_dtype=self._norm_dtype,
-            partial_to={name: at[at.index(me) - 1] for name, at in mine.items() if at[0] != me},
-            partial_from=frozenset(name for name, at in mine.items() if at[-1] != me),
-            totals_to={later: tuple(names) for later, names in totals_to.items()},
-            totals_from=frozenset(name for name, at in mine.items() if at[0] != me),
-            arriving={
-                messages.F: self.stages[me - 1].codec_out if me else "none",
-                messages.B: self.stages[me + 1].codec_back if me + 1 < len(self.stages) else "none",
-            },
+            partial_to={name: self._partner(self.peer_id, at[at.index(me) - 1]) for name, at in others.items()},
+            partial_from=frozenset(partial_from),
+            totals_to={peer: tuple(names) for peer, names in totals_to.items()},
+            totals_from={name: self._partner(self.peer_id, at[0]) for name, at in others.items()},
             limit_bytes=self.max_payload_bytes,
         )
+
+    def _partner(self, peer: str, index: int) -> str:
+        """The member of an earlier stage that a later stage's member exchanges shared gradients with."""
+        later = next(stage.peers for stage in self.stages if peer in stage.peers)
+        earlier = self.stages[index].peers
+        return earlier[later.index(peer) * len(earlier) // len(later)]
+
+    @cached_property
+    def boundaries(self) -> tuple[Boundaries, Boundaries | None]:
+        """What crosses on either side, in training and in evaluation, and how groups divide it."""
+        grouped = [len(stage.members) > 1 for stage in self.stages]
+        before = self.index > 0 and any(grouped[self.index - 1 : self.index + 1])
+        after = any(grouped[self.index : self.index + 2])
+        train = Boundaries.of(self.train, self.specs[self.index], before=before, after=after)
+        if self.evaluate is None:
+            return train, None
+        return train, Boundaries.of(self.evaluate, self.evaluation_specs[self.index], before=before, after=after)
+
+    @cached_property
+    def _draws(self) -> Mapping[int, Callable[..., Any]] | None:
+        place, stage = self.place, self.stages[self.index]
+        if len(place.group) == 1:
+            return None
+        return whole_draws(self.train, stage.first, stage.end, place.rows(place.micro_batch), place.micro_batch)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
         dtypes = [self._full(e.value.dtype) for e in self.train.inputs if e.trainable and e.value.dtype is not None]
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-
-    @cached_property
-    def links_to(self) -> tuple[int, ...]:
-        """The later stages that this one opens a stream to."""
-        me = self.index
-        later = {me + 1} if me + 1 < len(self.stages) else set()
-        for at in self.holders.values():
-            if me in at:
-                position = at.index(me)
-                later.update(at[position + 1 : position + 2])
-                if position == 0:
-                    later.update(at[1:])
-        return tuple(sorted(later))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -354,7 +368,8 @@ class Offer:
     def flops(self) -> StageFlops:
         """Backward costs twice the forward: half for the inputs, half for the weights; B may run F again."""
         stage = self.stages[self.index]
-        work = sum(self.terms.flops[stage.first : stage.end]) * self.plan.micro_batch
+        first, end = self.place.rows(self.plan.micro_batch)
+        work = sum(self.terms.flops[stage.first : stage.end]) * (end - first)
         return StageFlops(work, work * (2 if self.recompute else 1), work)
 
     def build(self, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
@@ -369,4 +384,5 @@ class Offer:
             precision=self.terms.precision,
             device=device,
             recompute=self.recompute,
+            draws=self._draws,
         )

@@ -25,13 +25,14 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.checkpoint import Checkpoint, CheckpointStore
-from peers.evaluation import averaged, measured
+from peers.evaluation import averaged, joined, measured
 from peers.feed import Feed
 from peers.link import Link
 from peers.messages import need
 from peers.offer import Offer, Terms
+from peers.place import Place, rows_of
 from peers.snapshots import Cadence, Snapshots, state_for
-from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver, state_frames
+from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import Report, Walk
 
@@ -105,6 +106,11 @@ class Owner:
     def stop(self) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C."""
         self._stop = True
+
+    @property
+    def _leaders(self) -> list[Link]:
+        """One link a stage, in order: who speaks for its state."""
+        return [link for link in self._links if link.leads]
 
     @property
     def was_stopped(self) -> bool:
@@ -203,11 +209,11 @@ class Owner:
                     self._base is not None,
                 )
                 offering.create_task(self._offer(offer))
-        self._links.sort(key=lambda link: link.offer.index)
+        self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._store is not None and self._source is not None:
-            offers = [link.offer for link in self._links]
+            offers = [link.offer for link in self._leaders]
             self._snapshots = Snapshots(self._store, self._cadence, offers, self._capture.state, self._source.start)
-            for i, link in enumerate(self._links):
+            for i, link in enumerate(self._leaders):
                 largest = self._snapshots.largest_payload_bytes(i)
                 link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
         for link in self._links:
@@ -276,19 +282,22 @@ class Owner:
                 if self._snapshots is not None and spec.step > feed.start and self._snapshots.is_due(spec.step):
                     await self._snapshot(spec.step)
                 next_step = spec.step + 1
-            walk = Walk(spec, len(self._links))
+            shares = await self._in_users_thread(feed.shares, spec, self.plan.pipelines[0].stages[-1])
+            walk = Walk(spec, len(self._links), shares)
             self._walks[spec.walk] = walk
             await self._order.put(walk)
             kind = messages.EVALUATE if spec.forward_only else messages.STEP
             for link in self._links:
-                await link.outbox.put(Frame(kind, spec.header()))
+                member = link.place.member if link.place.is_last else 0
+                await link.outbox.put(Frame(kind, replace(spec, weights=shares[member]).header()))
             for micro in range(spec.num_micro):
                 await self._ahead.acquire()
                 inputs = await self._in_users_thread(feed.inputs, spec, micro)
                 for link in self._links:
                     names = link.offer.raw_inputs(forward_only=spec.forward_only)
-                    if names:
-                        meta, payloads = tensors.pack([inputs[name] for name in names])
+                    first, end = link.place.rows(feed.size(spec, micro))
+                    if names and first < end:
+                        meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
         if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
@@ -298,7 +307,7 @@ class Owner:
     async def _snapshot(self, next_step: int) -> None:
         assert self._snapshots is not None
         frame = await self._snapshots.begin(next_step)
-        for link in self._links:
+        for link in self._leaders:
             await link.outbox.put(frame)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
@@ -356,25 +365,37 @@ class Owner:
         walk = self._walks.get(need(header, "walk", int))
         if walk is None:
             raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
-        is_last = link is self._links[-1]
+        is_last = link.place.is_last
         if frame.kind == messages.APPLIED:
             walk.apply(link.peer_id, link.offer.index, header)
         elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
-            walk.losses[walk.new(need(header, "micro", int))] = need(header, "loss", float)
-            self._ahead.release()
+            micro = walk.new(need(header, "micro", int), link.place.member)
+            walk.losses[micro, link.place.member] = need(header, "loss", float)
+            if walk.heard_of(micro):
+                self._ahead.release()
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
-            assert self._source is not None
-            micro = walk.new(need(header, "micro", int))
-            values = tensors.unpack(need(header, "tensors", list), frame.payloads)
-            # Outputs are large: none is kept here.
-            parts = (self._job, self._capture, self._source, walk.spec, micro, values)
-            walk.outputs[micro] = await self._in_users_thread(measured, *parts)
-            if self._hear_outputs is not None:
-                self._hear_outputs(micro, values)
-            self._ahead.release()
+            await self._take_output(walk, link.place, frame)
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
         walk.check()
+
+    async def _take_output(self, walk: Walk, place: Place, frame: Frame) -> None:
+        """What one member of the last stage has of a micro-batch of an evaluation; measured once all rows are here."""
+        assert self._source is not None
+        micro = walk.new(need(frame.header, "micro", int), place.member)
+        parts = walk.parts.setdefault(micro, {})
+        parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+        rows = rows_of(place.stage, self._source.size(walk.spec, micro))
+        if len(parts) < sum(first < end for first, end in rows):
+            return
+        about = (self._job, self._capture, self._source, walk.spec, micro)
+        values = await self._in_users_thread(joined, *about, [parts.get(k) for k in range(len(rows))], rows)
+        # Outputs are large: none is kept here.
+        walk.outputs[micro] = await self._in_users_thread(measured, *about, values)
+        del walk.parts[micro]
+        if self._hear_outputs is not None:
+            self._hear_outputs(micro, values)
+        self._ahead.release()
 
     async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
         """One report a step, in order; the metrics of an evaluation go with the step before it."""
@@ -399,7 +420,7 @@ class Owner:
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
-                limit=walk.limit([(link.peer_id, self._names.get(link.peer_id, "")) for link in self._links]),
+                limit=walk.limit(self.plan.pipelines[0].stages, self._names),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
                 codecs=walk.codecs,
             )
@@ -431,13 +452,23 @@ class Owner:
         """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
         saved = self._snapshots is not None
         for link in self._links:
-            if not wanted or saved:
+            if not wanted or (saved and len(link.place.group) == 1):
                 link.receiver = StateReceiver({})
-            await link.outbox.put(Frame(messages.COLLECT, {"state": wanted and not saved}))
+            elif saved or not link.leads:
+                link.receiver = ReplicaReceiver()
+            asked = {"state": wanted and not saved and link.leads, "hash": wanted and len(link.place.group) > 1}
+            await link.outbox.put(Frame(messages.COLLECT, asked))
         state = dict(self._capture.state)
         for link in self._links:
             await self._until(link.collected)
             state.update(link.receiver.state)
+        hashes = {link.peer_id: link.receiver.hash for link in self._links}
+        for link in self._links:
+            if wanted and hashes[link.peer_id] != hashes[link.place.leader]:
+                raise ProtocolError(
+                    f"peer {self._describe(link.peer_id)} ends with other weights than {self._describe(link.place.leader)}, "
+                    "which holds the same stage; use one version of torch and one kind of device in a group"
+                )
         if wanted and self._snapshots is not None:
             await self._until(self._snapshots.settled)
             if (last := self._snapshots.latest) is not None:

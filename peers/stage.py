@@ -63,7 +63,8 @@ class StageRunner:
     `state` holds full-precision tensors by original name: what `state_names()` of both specs list. `stages` are the
     block ranges of all stages and `index` our own; they say which parameters live elsewhere too.
     `recompute` keeps only what F received, and runs F again before B. `split` (which may be changed between
-    micro-batches) prepares F for a B without W; a fused `backward` is somewhat faster without it.
+    micro-batches) prepares F for a B without W; a fused `backward` is somewhat faster without it. `draws` replaces the
+    random operators of a member that has only some rows of a micro-batch (`whole_draws`).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StageRunner:
         device: torch.device | str = "cpu",
         recompute: bool = False,
         split: bool = True,
+        draws: Mapping[int, Callable[..., Any]] | None = None,
     ) -> None:
         self.spec = train
         self.eval_spec = evaluate
@@ -103,9 +105,12 @@ class StageRunner:
         )
         self.trainable = self.weights.trainable
         self.optimizer = self.weights.optimizer
-        self._deferral = Deferral(train, self.device)
-        self._run = train.build(self.device)
-        self._run_split = train.build(self.device, self._deferral.calls) if self._deferral.calls else self._run
+        self._partial = draws is not None
+        draws = draws or {}
+        self._deferral = Deferral(train, self.device, frozenset(draws))
+        self._run = train.build(self.device, draws)
+        calls = {**draws, **self._deferral.calls}
+        self._run_split = train.build(self.device, calls) if self._deferral.calls else self._run
         self._run_eval = evaluate.build(self.device) if evaluate else None
         self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}
@@ -324,6 +329,8 @@ class StageRunner:
         """Where the backward pass starts, with what, and whether that depends on parameters alone."""
         weights = self._deferral.weights
         if self.spec.is_last:
+            if self._partial and weight == 0:
+                return [], [], []  # our rows hold no target that counts; 0 times the gradient of 0 / 0 is no number
             loss = state.results[0]
             return [loss], [torch.ones_like(loss) * weight], [self.spec.output_numbers[0] in weights]
         roots: list[torch.Tensor] = []

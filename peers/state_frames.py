@@ -17,7 +17,7 @@ from meshcee.errors import ProtocolError
 from peers import messages
 from peers.transport.base import Frame
 
-__all__ = ["SLOWEST_BYTES_PER_S", "StateReceiver", "hash_state", "state_frames"]
+__all__ = ["SLOWEST_BYTES_PER_S", "ReplicaReceiver", "StateReceiver", "hash_state", "state_frames"]
 
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
@@ -91,6 +91,19 @@ class StateReceiver:
                 )
             self.state[name] = tensor
         return False
+
+
+class ReplicaReceiver(StateReceiver):
+    """Of a further member of a group: only the hash of its state, to be compared with the state that another sent."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def take(self, frame: Frame) -> bool:
+        if frame.kind != messages.STATE_END:
+            raise ProtocolError(f"expected the hash of weights, got a frame of kind {frame.kind!r}")
+        self.hash = messages.need(frame.header, "hash", str)
+        return True
 
 
 def _count(shape: tuple[int, ...]) -> int:

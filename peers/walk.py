@@ -36,19 +36,24 @@ class Report:
 
 @dataclass
 class Walk:
-    """What has come back of one step or evaluation."""
+    """What has come back of one step or evaluation. `shares[k][m]` is what the loss that member k of the last stage has
+    of micro-batch m counts for.
+    """
 
     spec: Step
     members: int
-    losses: dict[int, float] = field(default_factory=dict)
+    shares: Sequence[Sequence[float]]
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
+    parts: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     codecs: dict[str, Measured] = field(default_factory=dict)
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def new(self, micro: int) -> int:
-        """The index of a micro-batch of this walk of which nothing has come back yet."""
-        if not 0 <= micro < self.spec.num_micro or micro in self.losses or micro in self.outputs:
+    def new(self, micro: int, member: int) -> int:
+        """The index of a micro-batch of this walk of which nothing has come back yet from this member."""
+        heard = (micro, member) in self.losses or micro in self.outputs or member in self.parts.get(micro, {})
+        if not 0 <= micro < self.spec.num_micro or heard:
             raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
         return micro
 
@@ -58,28 +63,28 @@ class Walk:
         for kind, target in ((messages.F, stage + 1), (messages.B, stage - 1)):
             measured = need(header, "codecs", dict).get(kind)
             if measured is not None:
+                boundary = f"{stage}->{target}"
                 try:
-                    self.codecs[f"{stage}->{target}"] = Measured.from_json(measured)
+                    found = Measured.from_json(measured)
                 except UsageError as error:
                     raise ProtocolError(f"it applied a step: {error}") from error
+                known = self.codecs.get(boundary)  # of another member of the group
+                self.codecs[boundary] = found if known is None else known + found
         self.applied[peer_id] = header
 
+    def heard_of(self, micro: int) -> bool:
+        """Whether every member of the last stage has told its loss of this micro-batch."""
+        return all((micro, k) in self.losses for k in range(len(self.shares)))
+
     def check(self) -> None:
-        back = self.outputs if self.spec.forward_only else self.losses
-        if len(back) == self.spec.num_micro and (self.spec.forward_only or len(self.applied) == self.members):
+        if self.spec.forward_only:
+            done = len(self.outputs) == self.spec.num_micro
+        else:
+            done = len(self.losses) == self.spec.num_micro * len(self.shares) and len(self.applied) == self.members
+        if done:
             self.complete.set()
 
     def loss(self) -> float:
-        return sum(self.losses[m] * self.spec.weights[m] for m in range(self.spec.num_micro))
-
-    def limit(self, stages: Sequence[tuple[str, str]]) -> str:
-        """The busiest stage of these (peer id, name), or that none is busy: then links or the window limit."""
-        shares = []
-        for index, (peer_id, name) in enumerate(stages):
-            seconds = self.applied[peer_id].get("seconds", {})
-            total = float(seconds.get("total", 0)) or 1.0
-            shares.append((1 - float(seconds.get("wait", 0)) / total, -index, name or peer_id[-6:]))
-        share, index, name = max(shares)
-        if share >= 0.7:
-            return f"compute of {name} (stage {-index}, {share:.0%} busy)"
-        return f"links: the busiest stage, {-index} on {name}, waits {1 - share:.0%}"
+        return sum(
+            self.losses[m, k] * share[m] for m in range(self.spec.num_micro) for k, share in enumerate(self.shares)
+        )

@@ -32,6 +32,12 @@ class Measured:
     raw_bytes: int
     wire_bytes: int
 
+    def __add__(self, other: Measured) -> Measured:
+        """Of two members of a group: the codec of the one with the larger error."""
+        codec = max(self, other, key=lambda m: m.error).codec
+        error = max(self.error, other.error)
+        return Measured(codec, error, self.raw_bytes + other.raw_bytes, self.wire_bytes + other.wire_bytes)
+
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 

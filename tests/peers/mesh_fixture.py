@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,6 +43,17 @@ def even_plan(num_blocks: int, stages: int, batch: int, micro: int, *, live_cap:
             ),
         ),
     )
+
+
+def grouped(plan: Plan, shares: Sequence[Sequence[int]]) -> Plan:
+    """The same blocks on groups: `shares[j]` are the samples of each member of stage j; peers "p0", "p1", ... in order."""
+    names = (f"p{i}" for i in itertools.count())
+    pipeline = plan.pipelines[0]
+    stages = tuple(
+        replace(stage, members=tuple(PlanMember(next(names), n) for n in samples))
+        for stage, samples in zip(pipeline.stages, shares, strict=True)
+    )
+    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
 
 @dataclass
@@ -100,7 +112,7 @@ async def train(
         if after_step is not None and report.step == after_step[0]:
             after_step[1]()
 
-    async with members(network, stages, limits) as found, network.transport("owner") as transport:
+    async with members(network, len(plan.peers), limits) as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
             job,

@@ -19,9 +19,9 @@ from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Plan
 from meshcee.sampling import draw
 from peers.commands.train import save_weights
-from peers.executor import Executor
 from peers.member import norms_of
 from peers.offer import Offer
+from peers.settlement import Settlement
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
@@ -126,10 +126,10 @@ async def test_an_unforeseen_error_of_a_member_is_told_with_its_name_and_step(mo
 
 
 async def test_a_member_that_falls_silent_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Executor, walk: object) -> None:
+    async def never(self: Settlement, walk: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Executor, "_exchange_totals", never)
+    monkeypatch.setattr(Settlement, "exchange_totals", never)
     monkeypatch.setattr("tests.peers.mesh_fixture.Timeouts", lambda: Timeouts(idle_step_s=1.0))
     with pytest.raises(PeerLostError, match="no peer has answered in step 0"):
         await train(make_job(), 2, 6)

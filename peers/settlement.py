@@ -1,0 +1,101 @@
+"""The end of a step on one member: the sum over its group, totals of shared parameters, the norm, the commit.
+
+The idea: nothing is applied before every gradient of the step is safe. With one member a stage and no clipping, the
+last B of the first stage is the commit point. Otherwise votes travel up through the leaders of the stages, behind the
+group's sum and with the norms, and the head of the pipeline sends the commit down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from peers import messages
+from peers.collective import GroupSum
+from peers.compute import Compute
+from peers.inbox import Inbox
+from peers.links import Links
+from peers.messages import Step
+from peers.place import Place
+from peers.stage import StageRunner, clip_coefficient, global_norm
+from peers.transport.base import Frame
+
+__all__ = ["Settlement"]
+
+
+class Settlement:
+    """`wait` returns when something has arrived in the inbox. `norm` is the last global norm, known to the head."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        place: Place,
+        inbox: Inbox,
+        compute: Compute,
+        links: Links,
+        wait: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._runner = runner
+        self._place = place
+        self._inbox = inbox
+        self._compute = compute
+        self._links = links
+        self._wait = wait
+        self.norm: float | None = None
+        grads = {name: runner.trainable[name] for name in runner.owned}
+        self.sum = GroupSum(place.peer, place.group, grads, compute, links) if len(place.group) > 1 else None
+
+    async def run(self, walk: Step) -> float | None:
+        """Until the step is committed; returns what gradients are multiplied by when the job clips."""
+        if self.sum is not None:
+            await self.sum.run(walk.walk)
+        await self.exchange_totals(walk.walk)
+        if self._place.votes:
+            await self._vote(walk.walk)
+        while walk.walk not in self._inbox.commits:
+            await self._wait()
+        return self._inbox.commits[walk.walk]
+
+    async def exchange_totals(self, walk: int) -> None:
+        place = self._place
+        if place.totals_to:
+            totals = self._runner.shared_totals()
+            for peer, names in place.totals_to.items():
+                # Copies: clipping writes to the gradients while these may still be on their way.
+                copies = [totals[n].clone() if n in totals else None for n in names]
+                await self._links.send(peer, messages.TOTAL, copies, walk=walk, micro=0, names=list(names))
+        while not place.totals_from.keys() <= self._inbox.totals.get(walk, {}).keys():
+            await self._wait()
+        if place.totals_from:
+            arrived = self._inbox.totals[walk]
+            self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
+
+    async def _vote(self, walk: int) -> None:
+        """Our norms and those below go up; at the head they make the global norm, and the commit."""
+        place, inbox = self._place, self._inbox
+        pairs: list[tuple[int, float]] = []
+        if place.clip_norm is not None and place.peer == place.leader:  # all members of a group hold the same sums
+            own = await self._compute.run(self._runner.grad_norms)
+            pairs = [(place.norm_order[name], float(norm)) for name, norm in own if name not in place.totals_from]
+        while not set(place.below) <= inbox.norms.get(walk, {}).keys():
+            await self._wait()
+        pairs += [pair for peer in place.below for pair in inbox.norms[walk][peer]]
+        if place.above is not None:
+            # In a payload: a header would be too small for a few thousand parameters. float64 holds every norm as it is.
+            indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
+            found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64)
+            await self._links.send(place.above, messages.NORMS, [indices, found], walk=walk, micro=0)
+        elif place.clip_norm is None:
+            await self.commit(walk, None)
+        else:
+            # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
+            norms = [torch.tensor(norm, dtype=place.norm_dtype) for _, norm in sorted(pairs)]
+            self.norm = float(global_norm(norms))
+            await self.commit(walk, float(clip_coefficient(norms, place.clip_norm)))
+
+    async def commit(self, walk: int, clip: float | None) -> None:
+        """The step is committed: tell those below at once, before any F of the next step, then note it."""
+        for peer in self._place.below:
+            await self._links.put(peer, Frame(messages.COMMIT, {"walk": walk, "clip": clip}))
+        self._inbox.put_commit(walk, clip)
