@@ -12,6 +12,7 @@ from typing import Any
 
 from meshcee.codec import Measured
 from meshcee.errors import ProtocolError, UsageError
+from meshcee.plan import Stage
 from peers import messages
 from peers.messages import Step, need
 
@@ -88,3 +89,16 @@ class Walk:
         return sum(
             self.losses[m, k] * share[m] for m in range(self.spec.num_micro) for k, share in enumerate(self.shares)
         )
+
+    def limit(self, stages: Sequence[Stage], names: Mapping[str, str]) -> str:
+        """What bounded the step: the busiest member, or that none is busy; then links or the window do."""
+        found = []
+        for index, stage in enumerate(stages):
+            for peer in stage.peers:
+                seconds = self.applied[peer].get("seconds", {})
+                total = float(seconds.get("total", 0)) or 1.0
+                found.append((1 - float(seconds.get("wait", 0)) / total, index, names.get(peer) or peer[-6:]))
+        busy, index, name = max(found, key=lambda one: one[0])
+        if busy >= 0.7:
+            return f"compute of {name} (stage {index}, {busy:.0%} busy)"
+        return f"links: the busiest stage, {index} on {name}, waits {1 - busy:.0%}"
