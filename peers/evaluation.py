@@ -7,7 +7,7 @@ its own: only a feed of one walk, and a place for the outputs.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,14 @@ from meshcee.capture import Batch, Capture
 from meshcee.capture.rows import divided
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
+from peers import tensors
 from peers.feed import Feed
-from peers.messages import Step
+from peers.messages import Step, need
+from peers.place import Place, rows_of
+from peers.transport.base import Frame
 from peers.walk import Walk
 
-__all__ = ["EvaluationFeed", "Predictions", "averaged", "joined", "measured", "with_state"]
+__all__ = ["EvaluationFeed", "Outputs", "Predictions", "averaged", "with_state"]
 
 
 class EvaluationFeed(Feed):
@@ -36,51 +39,76 @@ class EvaluationFeed(Feed):
         yield self._evaluation(0, 0)
 
 
-def measured(
-    job: Job, captured: Capture, feed: Feed, spec: Step, micro: int, values: Sequence[Any]
-) -> dict[str, float]:
-    """The loss and the job's own metrics of one micro-batch of an evaluation, from [loss, *outputs]."""
-    if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
-        raise ProtocolError("what an evaluation returns begins with the loss")
-    found = {"loss": float(values[0])}
-    if not job.metrics:
-        return found
-    output = captured.output_of(values[1:])
-    _, target = feed.samples(spec, micro)
-    for name, metric in job.metrics.items():
-        try:
-            found[name] = float(metric(output, target))
-        except Exception as error:
-            raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
-    return found
+class Outputs:
+    """The outputs of evaluations as they arrive, measured once all rows of a micro-batch are here; none is kept.
 
+    `in_users_thread` runs what is the user's: metrics, and reading targets. `hear` gets (micro, [loss, *outputs]).
+    """
 
-def joined(
-    job: Job,
-    captured: Capture,
-    feed: Feed,
-    spec: Step,
-    micro: int,
-    parts: Sequence[Sequence[Any] | None],
-    rows: Sequence[tuple[int, int]],
-) -> list[Any]:
-    """[loss, *outputs] of a whole micro-batch from those of the members of a group; None for one without rows."""
-    found = [part for part in parts if part is not None]
-    if len(found) == 1:
-        return list(found[0])
-    assert captured.evaluate is not None
-    program = captured.evaluate
-    cuts = divided(program, program.outputs[1:])
-    columns = list(zip(*found, strict=True))
-    if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for part in found for v in part):
-        raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
-    shares = [s for s, part in zip(feed.parts(spec, micro, rows), parts) if part is not None]
-    values = [
-        sum(loss.double() * share for loss, share in zip(columns[0], shares) if share)
-    ]  # one without targets is NaN
-    for column, cut in zip(columns[1:], cuts):
-        values.append(column[0] if cut.dim is None else torch.cat(column, cut.dim))
-    return values
+    def __init__(
+        self,
+        job: Job,
+        captured: Capture,
+        feed: Feed,
+        in_users_thread: Callable[..., Awaitable[Any]],
+        hear: Callable[[int, list[Any]], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._captured = captured
+        self._feed = feed
+        self._in_users_thread = in_users_thread
+        self._hear = hear
+
+    async def take(self, walk: Walk, place: Place, frame: Frame) -> bool:
+        """What one member of the last stage has of a micro-batch; whether that was the last of it."""
+        micro = walk.new(need(frame.header, "micro", int), place.member)
+        parts = walk.parts.setdefault(micro, {})
+        parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+        rows = rows_of(place.stage, self._feed.size(walk.spec, micro))
+        if len(parts) < sum(first < end for first, end in rows):
+            return False
+        values, walk.outputs[micro] = await self._in_users_thread(self._measured, walk.spec, micro, parts, rows)
+        del walk.parts[micro]
+        if self._hear is not None:
+            self._hear(micro, values)
+        return True
+
+    def _measured(
+        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+    ) -> tuple[list[Any], dict[str, float]]:
+        """[loss, *outputs] of the micro-batch, its loss and the job's own metrics."""
+        values = self._joined(spec, micro, parts, rows)
+        if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
+            raise ProtocolError("what an evaluation returns begins with the loss")
+        found = {"loss": float(values[0])}
+        if not self._job.metrics:
+            return values, found
+        output = self._captured.output_of(values[1:])
+        _, target = self._feed.samples(spec, micro)
+        for name, metric in self._job.metrics.items():
+            try:
+                found[name] = float(metric(output, target))
+            except Exception as error:
+                raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
+        return values, found
+
+    def _joined(
+        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+    ) -> list[Any]:
+        """Of the whole micro-batch, from those of the members of a group that have rows of it."""
+        if len(rows) == 1:
+            return list(parts[0])
+        assert self._captured.evaluate is not None
+        program = self._captured.evaluate
+        cuts = divided(program, program.outputs[1:])
+        columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
+        if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for c in columns for v in c):
+            raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
+        shares = self._feed.parts(spec, micro, rows)
+        # The loss of a part without targets is 0 / 0.
+        loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
+        whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]
+        return [torch.as_tensor(loss), *whole]
 
 
 def averaged(feed: Feed, walk: Walk) -> dict[str, float]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
+from meshcee.errors import ProtocolError
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.state_frames import StateReceiver
 from peers.transport.base import Stream
 
-__all__ = ["Link"]
+__all__ = ["Link", "check_replicas"]
 
 
 class Link:
@@ -25,3 +27,14 @@ class Link:
         self.receiver = StateReceiver(offer.changed_state)
         self.collected = asyncio.Event()
         self.closing = False
+
+
+def check_replicas(links: Sequence[Link], describe: Callable[[str], str]) -> None:
+    """Raise ProtocolError where a member of a group has collected another state than its leader."""
+    hashes = {link.peer_id: link.receiver.hash for link in links}
+    for link in links:
+        if hashes[link.peer_id] != hashes[link.place.leader]:
+            raise ProtocolError(
+                f"peer {describe(link.peer_id)} ends with other weights than {describe(link.place.leader)}, which holds the "
+                "same stage; use one version of torch and one kind of device in a group"
+            )

@@ -25,12 +25,11 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.checkpoint import Checkpoint, CheckpointStore
-from peers.evaluation import averaged, joined, measured
+from peers.evaluation import Outputs, averaged
 from peers.feed import Feed
-from peers.link import Link
+from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
-from peers.place import Place, rows_of
 from peers.snapshots import Cadence, Snapshots, state_for
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
 from peers.transport.base import Frame, StreamClosed, Transport
@@ -92,7 +91,7 @@ class Owner:
         self._source: Feed | None = None
         # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._hear_outputs: Callable[[int, list[Any]], None] | None = None
+        self._outputs: Outputs | None = None
         self._walks: dict[int, Walk] = {}
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
@@ -132,7 +131,6 @@ class Owner:
     ) -> dict[str, float]:
         """Run the one evaluation of this feed; returns its metrics. `hear_outputs` gets (micro, [loss, *outputs])."""
         metrics: dict[str, float] = {}
-        self._hear_outputs = hear_outputs
 
         async def body() -> None:
             walk = await self._order.get()
@@ -141,12 +139,13 @@ class Owner:
             metrics.update(averaged(feed, walk))
             await self._collect(wanted=False)
 
-        await self._run(feed, body)
+        await self._run(feed, body, hear_outputs)
         return metrics
 
-    async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]]) -> None:
+    async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]], hear_outputs: Any = None) -> None:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._source = feed
+        self._outputs = Outputs(self._job, self._capture, feed, self._in_users_thread, hear_outputs)
         completing: asyncio.Task[None] | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -195,19 +194,10 @@ class Owner:
 
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
         terms = Terms.of(self._job, self._capture)
+        same = (self._capture.train, self._capture.evaluate, self._addresses, self._base is not None)
         async with asyncio.TaskGroup() as offering:
             for peer_id in self.plan.peers:
-                offer = Offer(
-                    terms,
-                    self.plan,
-                    self._epoch,
-                    self._term,
-                    peer_id,
-                    self._capture.train,
-                    self._capture.evaluate,
-                    self._addresses,
-                    self._base is not None,
-                )
+                offer = Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)
                 offering.create_task(self._offer(offer))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._store is not None and self._source is not None:
@@ -374,28 +364,12 @@ class Owner:
             if walk.heard_of(micro):
                 self._ahead.release()
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
-            await self._take_output(walk, link.place, frame)
+            assert self._outputs is not None
+            if await self._outputs.take(walk, link.place, frame):
+                self._ahead.release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
         walk.check()
-
-    async def _take_output(self, walk: Walk, place: Place, frame: Frame) -> None:
-        """What one member of the last stage has of a micro-batch of an evaluation; measured once all rows are here."""
-        assert self._source is not None
-        micro = walk.new(need(frame.header, "micro", int), place.member)
-        parts = walk.parts.setdefault(micro, {})
-        parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
-        rows = rows_of(place.stage, self._source.size(walk.spec, micro))
-        if len(parts) < sum(first < end for first, end in rows):
-            return
-        about = (self._job, self._capture, self._source, walk.spec, micro)
-        values = await self._in_users_thread(joined, *about, [parts.get(k) for k in range(len(rows))], rows)
-        # Outputs are large: none is kept here.
-        walk.outputs[micro] = await self._in_users_thread(measured, *about, values)
-        del walk.parts[micro]
-        if self._hear_outputs is not None:
-            self._hear_outputs(micro, values)
-        self._ahead.release()
 
     async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
         """One report a step, in order; the metrics of an evaluation go with the step before it."""
@@ -462,13 +436,8 @@ class Owner:
         for link in self._links:
             await self._until(link.collected)
             state.update(link.receiver.state)
-        hashes = {link.peer_id: link.receiver.hash for link in self._links}
-        for link in self._links:
-            if wanted and hashes[link.peer_id] != hashes[link.place.leader]:
-                raise ProtocolError(
-                    f"peer {self._describe(link.peer_id)} ends with other weights than {self._describe(link.place.leader)}, "
-                    "which holds the same stage; use one version of torch and one kind of device in a group"
-                )
+        if wanted:
+            check_replicas(self._links, self._describe)
         if wanted and self._snapshots is not None:
             await self._until(self._snapshots.settled)
             if (last := self._snapshots.latest) is not None:
