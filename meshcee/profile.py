@@ -139,6 +139,7 @@ class Cluster:
                 raise UsageError(f"a link between {a} and {b} was given, but not both are devices of this cluster")
             self.graph.add_edge(a, b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
         self._paths: dict[tuple[str, str], Path | None] = {}
+        self._bandwidths = {(a, b): float(edge["bandwidth"]) for a, b, edge in self.graph.edges(data=True)}
 
     @property
     def regions(self) -> dict[str, list[str]]:
@@ -149,7 +150,7 @@ class Cluster:
         return found
 
     def bandwidth(self, line: tuple[str, str]) -> float:
-        return float(self.graph.edges[line]["bandwidth"])
+        return self._bandwidths[line]
 
     def path(self, source: str, target: str) -> Path | None:
         """From one device to another; None when nothing joins them."""

@@ -1,21 +1,24 @@
-"""A candidate: a row of stages with their devices. Sample shares and windows follow from it.
+"""A candidate: rows of stages with their devices. Sample shares and windows follow from it.
 
 The idea: the search moves blocks and devices only. How many samples each member takes, and how many micro-batches may be
-in flight under its memory, is computed the same way for every candidate.
+in flight under its memory, is computed the same way for every candidate. A chain is one pipeline, a layout all that run
+side by side.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.profile import Cluster
 from meshcee.schedule.zero_bubble import residence_s
 from meshcee.workload import Workload
 
-__all__ = ["Chain", "ChainStage", "Codecs", "shares", "to_plan"]
+__all__ = ["Chain", "ChainStage", "Codecs", "Layout", "layout_of", "peers_of", "shares", "to_plan"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ class Chain:
     num_micro: int
     stages: tuple[ChainStage, ...]
     codecs: tuple[Codecs, ...]
-    slack: tuple[float, int] = (1.0, 2)  # window = ceil(factor * R / T') + so many
+    slack: tuple[float, int] = (1.3, 2)  # window = ceil(factor * R / T') + so many
     extra: tuple[int, ...] = ()  # per stage, on top of that
 
     @property
     def peers(self) -> tuple[str, ...]:
         return tuple(p for s in self.stages for p in s.peers)
+
+
+Layout = tuple[Chain, ...]  # pipelines side by side, of one micro-batch size
 
 
 def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch: int) -> tuple[int, ...] | None:
@@ -64,15 +70,19 @@ def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch:
     taken = [k.sizes[0] for k in kinds]
     if sum(taken) > micro_batch:
         return None
+    options = [
+        (k.stage(stage.first, stage.end, n + 1).total_s, i)
+        for i, (k, n) in enumerate(zip(kinds, taken))
+        if n < k.largest
+    ]
+    heapq.heapify(options)
     for _ in range(micro_batch - sum(taken)):
-        options = [
-            (kind.stage(stage.first, stage.end, n + 1).total_s, i)
-            for i, (kind, n) in enumerate(zip(kinds, taken))
-            if n < kind.largest
-        ]
         if not options:
             return None
-        taken[min(options)[1]] += 1
+        _, i = heapq.heappop(options)
+        taken[i] += 1
+        if taken[i] < kinds[i].largest:
+            heapq.heappush(options, (kinds[i].stage(stage.first, stage.end, taken[i] + 1).total_s, i))
     return tuple(taken)
 
 
@@ -86,13 +96,33 @@ def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: 
     return least
 
 
-def to_plan(chain: Chain, cluster: Cluster, workload: Workload) -> Plan | None:
-    """The plan of one pipeline; None when it does not fit into memory, sizes or links."""
-    plan_stages = to_stages(chain, cluster, workload)
-    return None if plan_stages is None else Plan(chain.micro_batch, (Pipeline(chain.num_micro, plan_stages),))
+def peers_of(layout: Layout) -> tuple[str, ...]:
+    return tuple(p for chain in layout for p in chain.peers)
+
+
+def layout_of(plan: Plan) -> Layout:
+    """A plan as a point of the search; its windows are not kept."""
+    chains = []
+    for pipeline in plan.pipelines:
+        stages = tuple(ChainStage(s.first, s.end, s.peers, s.recompute) for s in pipeline.stages)
+        codecs = tuple(Codecs(a.codec_out, b.codec_back) for a, b in pairwise(pipeline.stages))
+        chains.append(Chain(plan.micro_batch, pipeline.num_micro, stages, codecs))
+    return tuple(chains)
+
+
+def to_plan(layout: Layout, cluster: Cluster, workload: Workload) -> Plan | None:
+    """The plan of a layout; None when it does not fit into memory, sizes or links."""
+    pipelines = []
+    for chain in layout:
+        stages = to_stages(chain, cluster, workload)
+        if stages is None:
+            return None
+        pipelines.append(Pipeline(chain.num_micro, stages))
+    return Plan(layout[0].micro_batch, tuple(pipelines))
 
 
 def to_stages(chain: Chain, cluster: Cluster, workload: Workload) -> tuple[Stage, ...] | None:
+    """Of one pipeline."""
     members: list[tuple[int, ...]] = []
     lives: list[int] = []
     forward_backward, totals = [], []

@@ -58,8 +58,9 @@ class StageTable:
     """Stages of one group whose members take these samples of every micro-batch.
 
     forward_backward  seconds of F and B of the slowest member, recomputation included
-    busy              the least period with which the stage keeps up: F + B + W, its ports, a share of the reduction;
-                      infinite if it never fits
+    once              seconds once a step, in which the stage does nothing else: optimizer, and a group's reduction
+    busy              the least period with which the stage keeps up: F + B + W, its ports, a share of what is once a
+                      step; infinite if it never fits
     live              micro-batches between F and W for which there is memory
     """
 
@@ -89,6 +90,8 @@ class StageTable:
         self.forward_backward: Floats = np.zeros(shape)
         self.busy: Floats = np.zeros(shape)
         self.live: Floats = np.full(shape, 1e9)
+        self.once: Floats = _runs(workload.sums("gradient_bytes")) * ring[0] + ring[1]
+        members = list({(class_key(d), n): (d, n) for d, n in members}.values())  # like members take equally long
         for device, samples in members:
             f, b, w = workload.times[device.kind].cumulated(samples)
             forward_backward, total = _runs(f + b), _runs(f + b + w)
@@ -104,8 +107,8 @@ class StageTable:
                 room, each = room - each, np.broadcast_to(out[:, None] * samples, shape)
             live = np.where(each > 0, np.floor(room / np.maximum(each, 1e-9)), np.where(room >= 0, 1e9, 0.0))
             self.live = np.minimum(self.live, live)
-        # once a step, and nothing else runs on the group meanwhile: a share of it for every micro-batch
-        self.busy = self.busy + (_runs(workload.sums("gradient_bytes")) * ring[0] + ring[1]) / num_micro
+        self.once = self.once + np.max([_runs(workload.times[d.kind].optimizer) for d, _ in members], axis=0)
+        self.busy = self.busy + self.once / num_micro
         self.live = np.where(valid & (self.live >= 1), self.live, 0.0)
         self.busy = np.where(self.live >= 1, self.busy, np.inf)
         # seconds of all blocks on this group, memory aside

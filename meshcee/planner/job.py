@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, permutations
 from math import inf, perm
 
 from meshcee.errors import PlanError
-from meshcee.plan import LeftOut, Pipeline, Plan, Predicted
+from meshcee.plan import LeftOut, Plan, Predicted
 from meshcee.planner.bounds import lower_bound_s
-from meshcee.planner.chain import Chain, ChainStage, Codecs, to_plan
+from meshcee.planner.chain import Chain, ChainStage, Codecs, Layout, layout_of, to_plan
 from meshcee.planner.memory import shortages
 from meshcee.planner.reasons import shortage, why_left_out
+from meshcee.planner.runs import Runs
 from meshcee.planner.search import Effort, Search
 from meshcee.profile import Cluster
 from meshcee.simulator import period_s
@@ -26,16 +27,6 @@ from meshcee.workload import Workload
 __all__ = ["Choice", "Runs", "plan_cluster", "plans"]
 
 ROWS = 40  # orders of devices that a search for an exact number of stages begins with
-
-
-@dataclass(frozen=True)
-class Runs:
-    """What those who run a plan can run. None: no bound."""
-
-    group: int | None = None  # members of a stage
-    stages: int | None = None  # exactly so many
-    recompute_last: bool = True  # whether the last stage may recompute
-    recompute: bool = False  # whether all others must
 
 
 class Choice:
@@ -54,12 +45,13 @@ def plan_cluster(
     codecs: Sequence[str] = ("bf16",),
     start: Plan | None = None,
     effort: Effort | None = None,
+    runs: Runs | None = None,
 ) -> Plan:
     """The best plan found. It is no slower than `start`, nor than the best single device that fits.
 
     Raises PlanError saying what is missing when nothing fits.
     """
-    return plans(cluster, workload, codecs=codecs, start=start, effort=effort).best
+    return plans(cluster, workload, codecs=codecs, start=start, effort=effort, runs=runs).best
 
 
 def plans(
@@ -79,13 +71,9 @@ def plans(
     effort = effort or Effort()
     if runs.stages is not None:
         _check_count(runs.stages, cluster, workload)
-        effort = replace(effort, max_stages=runs.stages)
-    search = Search(cluster, workload, codecs, effort, lambda chain: _may_run(chain, runs))
-    old = None if start is None else _reprice(start, cluster, workload)
-    chain = None if old is None else _chain_of(old[1])
-    if chain is not None and not _may_run(chain, runs):
-        old = chain = None
-    found = search.run([*([] if chain is None else [chain]), *_exactly(search, runs.stages)])
+    search = Search(cluster, workload, codecs, effort, runs)
+    old = None if start is None or not runs.permits(layout_of(start)) else _reprice(start, cluster, workload)
+    found = search.run([*([] if old is None else [layout_of(old[1])]), *_exactly(search, runs.stages)])
     priced = [(p, plan) for p, c in found if (plan := to_plan(c, cluster, workload)) is not None]
     priced = sorted((_as_run(p, plan, cluster, workload, runs) for p, plan in priced), key=lambda x: x[0])
     if old is not None:
@@ -97,18 +85,11 @@ def plans(
             raise missing
         raise PlanError(f"no plan of exactly {runs.stages} stages fits; ask for another number: {missing}")
     period, best = priced[0]
-    chain = found[0][1] if found else _chain_of(best)
-    left = [] if chain is None else _left_out(search, chain, best, period, runs)
+    left = _left_out(search, best, period, runs)
     bound = lower_bound_s(cluster, workload)
     done = [replace(p, predicted=_predicted(s, workload, bound)) for s, p in priced]
     single = search.best_single()
     return Choice(replace(done[0], left_out=tuple(left)), done[1:], single)
-
-
-def _may_run(chain: Chain, runs: Runs) -> bool:
-    if runs.stages is not None and len(chain.stages) != runs.stages:
-        return False
-    return runs.group is None or all(len(s.peers) <= runs.group for s in chain.stages)
 
 
 def _check_count(stages: int, cluster: Cluster, workload: Workload) -> None:
@@ -123,11 +104,11 @@ def _check_count(stages: int, cluster: Cluster, workload: Workload) -> None:
         )
 
 
-def _exactly(search: Search, stages: int | None) -> Iterator[Chain]:
+def _exactly(search: Search, stages: int | None) -> Iterator[Layout]:
     """Rows of so many devices, each with its best cut: all orders of few devices, else the fastest and a sample."""
     if stages is None:
         return
-    names = sorted(search.cluster.devices, key=lambda p: search.seconds_alone(p))
+    names = sorted(search.cluster.devices, key=lambda p: search.proposals.seconds_alone(p))
     rows: list[tuple[str, ...]] = []
     if perm(len(names), stages) <= ROWS:
         rows = list(permutations(names, stages))
@@ -136,11 +117,11 @@ def _exactly(search: Search, stages: int | None) -> Iterator[Chain]:
         rows = [tuple(names[:stages]), *islice(permutations(names[:stages]), 1, ROWS // 4)]
         rows += [tuple(chance.sample(names, stages)) for _ in range(ROWS - len(rows))]
     rows = list(dict.fromkeys(rows))
-    for size in search.sizes():
+    for size in search.proposals.sizes():
         found = [c for row in rows if (c := search.rows.best(tuple((p,) for p in row), size, search.codecs[0]))]
-        yield from (chain for _, chain in found)
+        yield from ((chain,) for _, chain in found)
         if not found:  # a device may be so slow that the search looks at no such period
-            yield from (chain for row in rows[: ROWS // 4] if (chain := _balanced(search, row, size)) is not None)
+            yield from ((chain,) for row in rows[: ROWS // 4] if (chain := _balanced(search, row, size)) is not None)
 
 
 def _balanced(search: Search, row: Sequence[str], size: int) -> Chain | None:
@@ -205,17 +186,7 @@ def _reprice(plan: Plan, cluster: Cluster, workload: Workload) -> tuple[float, P
         return None  # it names devices that have gone
 
 
-def _chain_of(plan: Plan) -> Chain | None:
-    """A plan of one pipeline as a point of the search."""
-    if len(plan.pipelines) != 1:
-        return None
-    pipeline: Pipeline = plan.pipelines[0]
-    stages = tuple(ChainStage(s.first, s.end, s.peers, s.recompute) for s in pipeline.stages)
-    codecs = tuple(Codecs(a.codec_out, b.codec_back) for a, b in zip(pipeline.stages, pipeline.stages[1:]))
-    return Chain(plan.micro_batch, pipeline.num_micro, stages, codecs)
-
-
-def _left_out(search: Search, best: Chain, plan: Plan, period: float, runs: Runs) -> list[LeftOut]:
+def _left_out(search: Search, plan: Plan, period: float, runs: Runs) -> list[LeftOut]:
     used = set(plan.peers)
     left = []
     for of in search.classes:
@@ -223,8 +194,8 @@ def _left_out(search: Search, best: Chain, plan: Plan, period: float, runs: Runs
         if not rest:
             continue
         with_one = search.best_with(rest)
-        why = why_left_out(of, with_one, period, best, search.cluster, search.workload)
-        if with_one is None and runs.stages == len(best.peers):
+        why = why_left_out(of, with_one, period, layout_of(plan), search.cluster, search.workload)
+        if with_one is None and runs.stages == len(plan.peers):
             why = f"{runs.stages} stages of one device each were asked for"
         left += [LeftOut(p, why) for p in rest]
     order = {p: i for i, p in enumerate(search.cluster.devices)}

@@ -36,7 +36,7 @@ __all__ = [
 
 # What every member of a mesh can run. Peers of another protocol version cannot even join, so this is a matter of the
 # version alone: whoever teaches the executor more, widens it here.
-RUNS = Runs(group=1, recompute_last=False)
+RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 CODECS_RUN = ("none",)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices

@@ -1,7 +1,7 @@
 """Small changes of a candidate: blocks to a neighbour, devices in, out and elsewhere, windows, codecs, recomputation.
 
 The idea: whatever changes the row of groups is followed by an exact cut of the blocks for the new row, so that a move is
-judged by the best that it can be.
+judged by the best that it can be. A move changes one pipeline, or moves a device or micro-batches from one to another.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from meshcee.planner.chain import Chain, Codecs
-from meshcee.planner.classes import class_key
-from meshcee.planner.rows import Rows
+from meshcee.planner.chain import Chain, Codecs, Layout, peers_of
+from meshcee.planner.rows import Rows, without
 
 __all__ = ["SLACKS", "Moves"]
 
 Row = list[tuple[str, ...]]
 
 SLACKS = ((0.7, 1), (0.7, 2), (0.85, 2), (1.0, 1), (1.0, 2), (1.3, 2), (1.6, 2), (2.0, 2), (3.0, 2))
+BETWEEN = 0.3  # of the moves, where there are several pipelines: from one to another
 
 
 def shifted(chain: Chain, j: int, by: int) -> Chain | None:
@@ -35,36 +35,96 @@ def shifted(chain: Chain, j: int, by: int) -> Chain | None:
 class Moves:
     """Draws one move at a time."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        codecs: Sequence[str],
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, rows: Rows, codecs: Sequence[str], rng: random.Random) -> None:
         self.rows, self.codecs, self.random = rows, codecs, rng
-        self.cluster, self.workload, self.classes = rows.cluster, rows.workload, rows.classes
-        self._kinds: list[tuple[int, Callable[[Chain], Chain | None]]] = [
+        self.workload, self.classes = rows.workload, rows.classes
+        self._free: list[str] = []  # of each class the first device that the layout does not use
+        kinds: list[tuple[int, Callable[[Chain], Chain | None]]] = [
             (6, self._shift),
             (3, self._swap),
             (3, self._insert),
             (3, self._drop),
             (2, self._replace),
             (2, self._relocate),
-            (2, self._regroup),
+            (3 if rows.runs.group != 1 else 0, self._regroup),
             (4, self._windows),
-            (1, self._resize),
             (1, self._toggle),
             (2 if len(codecs) > 1 else 0, self._recode),
         ]
+        self._weights, self._kinds = [w for w, _ in kinds], [f for _, f in kinds]
 
-    def propose(self, chain: Chain) -> Chain | None:
+    def propose(self, layout: Layout) -> Layout | None:
         """A neighbour, or None when the drawn move has no meaning here."""
-        weights = [w for w, _ in self._kinds]
-        return self.random.choices([f for _, f in self._kinds], weights)[0](chain)
+        drawn = self.random.random()
+        if drawn < 0.03:
+            return self._resize(layout)
+        if len(layout) > 1 and drawn < BETWEEN:
+            a, b = self.random.sample(range(len(layout)), 2)
+            return self._balance(layout, a, b) if self.random.random() < 0.5 else self._hand_over(layout, a, b)
+        used = set(peers_of(layout))
+        self._free = [left[0] for c in self.classes if (left := [p for p in c.peers if p not in used])]
+        move = self.random.choices(self._kinds, self._weights)[0]
+        return self._changed(layout, move)
 
-    def shake(self, chain: Chain) -> Chain | None:
+    def shake(self, layout: Layout) -> Layout | None:
         """Other windows, or now and then a block moved."""
-        return self._shift(chain) if self.random.random() < 0.15 else self._windows(chain)
+        return self._changed(layout, self._shift if self.random.random() < 0.15 else self._windows)
+
+    def _changed(self, layout: Layout, move: Callable[[Chain], Chain | None]) -> Layout | None:
+        i = self.random.randrange(len(layout)) if len(layout) > 1 else 0
+        other = move(layout[i])
+        return None if other is None else (*layout[:i], other, *layout[i + 1 :])
+
+    # -- several pipelines -----------------------------------------------------------------------------------------
+
+    def _balance(self, layout: Layout, a: int, b: int) -> Layout | None:
+        """Micro-batches of one pipeline to another."""
+        count = self.random.choice((1, 1, 2, 4))
+        if layout[a].num_micro <= count:
+            return None
+        changed = list(layout)
+        changed[a] = replace(layout[a], num_micro=layout[a].num_micro - count)
+        changed[b] = replace(layout[b], num_micro=layout[b].num_micro + count)
+        return tuple(changed)
+
+    def _hand_over(self, layout: Layout, a: int, b: int) -> Layout | None:
+        """A device of one pipeline to another, as a stage of its own or into a group."""
+        source, target = self._row(layout[a]), self._row(layout[b])
+        j = self.random.randrange(len(source))
+        k = self.random.randrange(len(source[j]))
+        peer = source[j][k]
+        source[j : j + 1] = [rest] if (rest := without(source[j], k)) else []
+        if not source:  # the last device takes its pipeline's micro-batches along
+            gone = layout[a].num_micro
+            layout = tuple(replace(c, num_micro=c.num_micro + gone) if i == b else c for i, c in enumerate(layout))
+        at = self.random.randrange(len(target) + 1)
+        if at < len(target) and self.rows.runs.group != 1 and self.random.random() < 0.5:
+            target[at] = (*target[at], peer)
+        else:
+            target.insert(at, (peer,))
+        first, second = self._cut(layout[a], source) if source else None, self._cut(layout[b], target)
+        if second is None or (source and first is None):
+            return None
+        changed = [first if i == a else second if i == b else c for i, c in enumerate(layout)]
+        return tuple(c for c in changed if c is not None)
+
+    def _resize(self, layout: Layout) -> Layout | None:
+        """Micro-batches of double or half the size."""
+        if self.workload.micro_batch is not None:
+            return None
+        size = self.random.choice((layout[0].micro_batch * 2, layout[0].micro_batch // 2))
+        if size < 1 or self.workload.global_batch % size:
+            return None
+        changed = []
+        for chain in layout:
+            num_micro, rest = divmod(chain.num_micro * chain.micro_batch, size)
+            if rest:
+                return None
+            other = self._cut(replace(chain, micro_batch=size, num_micro=num_micro), self._row(chain))
+            if other is None:
+                return None
+            changed.append(other)
+        return tuple(changed)
 
     # -- the row stays ---------------------------------------------------------------------------------------------
 
@@ -123,26 +183,23 @@ class Moves:
         row = self._row(chain)
         j = self.random.randrange(len(row))
         if len(row[j]) > 1 and self.random.random() < 0.5:
-            gone = self.random.randrange(len(row[j]))
-            row[j] = row[j][:gone] + row[j][gone + 1 :]
+            row[j] = without(row[j], self.random.randrange(len(row[j])))
         elif len(row) > 1:
             del row[j]
         return self._cut(chain, row)
 
-    def _unused(self, chain: Chain) -> str | None:
-        used = set(chain.peers)
-        free = [left[0] for c in self.classes if (left := [p for p in c.peers if p not in used])]
-        return self.random.choice(free) if free else None
+    def _unused(self) -> str | None:
+        return self.random.choice(self._free) if self._free else None
 
     def _insert(self, chain: Chain) -> Chain | None:
-        peer, row = self._unused(chain), self._row(chain)
+        peer, row = self._unused(), self._row(chain)
         if peer is None:
             return None
         row.insert(self.random.randrange(len(row) + 1), (peer,))
         return self._cut(chain, row)
 
     def _replace(self, chain: Chain) -> Chain | None:
-        peer, row = self._unused(chain), self._row(chain)
+        peer, row = self._unused(), self._row(chain)
         j = self.random.randrange(len(row))
         if peer is None or self._same(row[j], (peer,)):
             return None
@@ -151,41 +208,39 @@ class Moves:
         return self._cut(chain, row)
 
     def _regroup(self, chain: Chain) -> Chain | None:
-        """Two groups become one, one becomes two, or an unused device joins a group."""
+        """Two groups become one, one becomes two, members trade places or go over, or an unused device joins."""
         row = self._row(chain)
         j = self.random.randrange(len(row))
-        kind = self.random.randrange(3)
+        kind = self.random.randrange(5)
         if kind == 0 and len(row[j]) > 1:
             at = self.random.randrange(1, len(row[j]))
             row[j : j + 1] = [row[j][:at], row[j][at:]]
         elif kind == 1 and j + 1 < len(row):
             row[j : j + 2] = [row[j] + row[j + 1]]
+        elif kind in (2, 3) and len(row) > 1 and any(len(group) > 1 for group in row):
+            i, j = self.random.sample(range(len(row)), 2)
+            k, m = self.random.randrange(len(row[i])), self.random.randrange(len(row[j]))
+            if kind == 2:
+                mine, theirs = row[i][k], row[j][m]
+                row[i] = (*row[i][:k], theirs, *row[i][k + 1 :])
+                row[j] = (*row[j][:m], mine, *row[j][m + 1 :])
+            else:
+                row[i], row[j] = without(row[i], k), (*row[j], row[i][k])
+                row = [group for group in row if group]
         else:
-            peer = self._unused(chain)
+            peer = self._unused()
             if peer is None:
                 return None
             row[j] = (*row[j], peer)
         return self._cut(chain, row)
 
-    def _resize(self, chain: Chain) -> Chain | None:
-        if self.workload.micro_batch is not None:
-            return None
-        size = self.random.choice((chain.micro_batch * 2, chain.micro_batch // 2))
-        if size < 1 or self.workload.global_batch % size:
-            return None
-        other = replace(chain, micro_batch=size, num_micro=self.workload.global_batch // size)
-        return self._cut(other, self._row(chain))
-
     def _same(self, a: tuple[str, ...], b: tuple[str, ...]) -> bool:
-        devices = self.cluster.devices
-        return [class_key(devices[p]) for p in a] == [class_key(devices[p]) for p in b] and len(self.classes) < len(
-            devices
-        )
+        return self.rows.shape((a,)) == self.rows.shape((b,))
 
     def _cut(self, chain: Chain, row: Row) -> Chain | None:
         """The best cut of the blocks for this row of groups; codecs stay where the row is as long as before."""
         codec = chain.codecs[0].out if chain.codecs else self.codecs[0]
-        found = self.rows.best(tuple(row), chain.micro_batch, codec)
+        found = self.rows.best(tuple(row), chain.micro_batch, codec, chain.num_micro)
         if found is None:
             return None
         codecs = chain.codecs if len(chain.codecs) == len(row) - 1 else found[1].codecs

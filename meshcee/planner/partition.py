@@ -18,7 +18,7 @@ import numpy.typing as npt
 from meshcee.planner.chain import ChainStage
 from meshcee.planner.classes import DeviceClass, StageTable
 
-__all__ = ["Candidate", "Join", "cut", "solve"]
+__all__ = ["Candidate", "Join", "cut", "estimate_s", "ladder", "solve"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -91,12 +91,13 @@ def solve(
             stack = np.stack([r.residence for r in found])
             lengths = stack.argmin(axis=0)
             best[chosen, at] = (np.take_along_axis(stack, lengths[None], 0)[0], lengths + 1)
-    return _candidates(classes, tables, runs, best, periods, num_micro, keep)
+    return _candidates(classes, tables, joins, runs, best, periods, num_micro, keep)
 
 
 def _candidates(
     classes: Sequence[DeviceClass],
     tables: Sequence[Sequence[StageTable]],
+    joins: Sequence[Sequence[Join | None]],
     runs: dict[tuple[int, int], list[_Run]],
     best: dict[tuple[int, int], tuple[Floats, Ints]],
     periods: Floats,
@@ -111,25 +112,60 @@ def _candidates(
     for t in range(len(periods)):
         order = np.argsort(residences[:, t], kind="stable")[: max(2, keep // 2)]
         for k in order.tolist():
-            residence = float(residences[k, t])
-            if not np.isfinite(residence):
+            if not np.isfinite(residences[k, t]):
                 break
             chosen, at = keys[k]
-            stages, period = _trace(classes, tables, runs, chosen, at, t, int(best[chosen, at][1][t, 0]))
+            stages, parts, hops = _trace(classes, tables, joins, runs, chosen, at, t, int(best[chosen, at][1][t, 0]))
             if stages not in seen:
                 seen.add(stages)
-                candidates.append(Candidate(estimate_s(residence, period, num_micro), period, stages))
+                estimate = estimate_s(parts, hops, num_micro)
+                candidates.append(Candidate(estimate, max(table.busy[a, b] for table, a, b in parts), stages))
     candidates.sort(key=lambda c: c.estimate_s)
     return candidates[:keep]
 
 
-def estimate_s(residence: float, period: float, num_micro: int) -> float:
-    """What a step takes: no less than its work, nor than F and B, two thirds of it, through fill and drain.
+Part = tuple[StageTable, int, int]  # a stage: its table, first block, end
 
-    Weight gradients fill part of the wait between steps, never all of it: half way to the step without such filling.
+
+def estimate_s(
+    parts: Sequence[Part], hops: Sequence[tuple[float, float]], num_micro: int, held_s: float = 0.0
+) -> float:
+    """What a step takes.
+
+    A stage is behind from the first F that reaches it to its last B: its residence, and a pace of F and B for every further
+    micro-batch. Weight gradients fill part of the waits, never all of them: half way between the paces with W and without.
+    Then comes what is done once a step. The stage that takes longest over all this sets the period, and no device or
+    line can be busy for longer than it.
+
+    hops    of each boundary: seconds there and back, seconds that a line is held
+    held_s  of the busiest line that several boundaries share
     """
-    least = max(num_micro * period, residence + (num_micro - 1) * period * 2 / 3)
-    return (least + residence + (num_micro - 1) * period) / 2
+    residence = longest = period = whole = 0.0
+    pace = held_s
+    for j in range(len(parts) - 1, -1, -1):
+        table, first, end = parts[j]
+        if j < len(hops):
+            residence += hops[j][0]
+            pace = max(pace, hops[j][1])
+        forward_backward, once, busy = (
+            table.forward_backward[first, end],
+            table.once[first, end],
+            table.busy[first, end],
+        )
+        residence += forward_backward
+        longest = max(longest, residence + once)
+        pace, period = max(pace, forward_backward), max(period, busy)
+        whole = max(whole, busy - once / num_micro)
+        if table.live[first, end] < num_micro:  # Little's law, where memory holds fewer than are on their way
+            period = max(period, residence / table.live[first, end])
+            whole = max(whole, residence / table.live[first, end])
+    least = max(num_micro * max(period, held_s), longest + (num_micro - 1) * pace)
+    return float(least + max(least, longest + (num_micro - 1) * max(pace, whole))) / 2
+
+
+def ladder(low: float, high: float, count: int) -> Floats:
+    """Candidate periods, and one so long that memory for a single micro-batch is enough."""
+    return np.append(low * np.geomspace(1.0, max(high / low, 1.001), count - 1), 1e3 * high)
 
 
 def _cost(table: StageTable, periods: Floats) -> tuple[Floats, Floats]:
@@ -193,8 +229,7 @@ def _extend(
             )
         residence = cost + tail[:, None, :]
         residence[residence > longest] = np.inf
-        choice = residence.argmin(axis=2)
-        value = np.take_along_axis(residence, choice[:, :, None], 2)[:, :, 0]
+        choice, value = residence.argmin(axis=2), residence.min(axis=2)
         better = value < least
         least = np.where(better, value, least)
         end, table_of = np.where(better, choice, end), np.where(better, k, table_of)
@@ -205,34 +240,45 @@ def _extend(
 def _trace(
     classes: Sequence[DeviceClass],
     tables: Sequence[Sequence[StageTable]],
+    joins: Sequence[Sequence[Join | None]],
     runs: dict[tuple[int, int], list[_Run]],
     chosen: int,
     at: int,
     t: int,
     length: int,
-) -> tuple[tuple[ChainStage, ...], float]:
-    stages, block, taken, period = [], 0, 0, 0.0
+) -> tuple[tuple[ChainStage, ...], list[Part], list[tuple[float, float]]]:
+    stages: list[ChainStage] = []
+    parts: list[Part] = []
+    hops: list[tuple[float, float]] = []
+    block = taken = 0
     while True:
         run = runs[chosen, at][length - 1]
         table = tables[at][int(run.table[t, block])]
         end = int(run.end[t, block])
-        period = max(period, float(table.busy[block, end]))
+        parts.append((table, block, end))
         peers = classes[at].peers[taken : taken + table.count]
         stages.append(ChainStage(block, end, peers, table.recompute))
         taken += table.count
         left = int(run.before[t, block])
         block = end
+        follower = at if left else int(run.next_class[t, block])
+        if follower < 0:
+            return tuple(stages), parts, hops
+        join = joins[at][follower]
+        assert join is not None
+        hops.append((float(join.round_trip_s[block]), float(join.occupied_s[block])))
         if left:
             length = left
             continue
-        follower = int(run.next_class[t, block])
-        if follower < 0:
-            return tuple(stages), period
         chosen, length, at, taken = chosen & ~(1 << at), int(run.next_used[t, block]), follower, 0
 
 
 def cut(
-    tables: Sequence[Sequence[StageTable]], joins: Sequence[Join], periods: Floats, num_micro: int
+    tables: Sequence[Sequence[StageTable]],
+    joins: Sequence[Join],
+    periods: Floats,
+    num_micro: int,
+    held_s: float = 0.0,
 ) -> tuple[float, list[int], list[bool]] | None:
     """For a given row of groups, the best places to cut: (estimate, bounds, which stages recompute).
 
@@ -251,23 +297,24 @@ def cut(
             cost, longest = _cost(table, periods)
             whole = cost + residence[:, None, :]
             whole[whole > longest] = np.inf
-            choice = whole.argmin(axis=2)
-            ends.append(choice)
-            values.append(np.take_along_axis(whole, choice[:, :, None], 2)[:, :, 0])
+            if j == 0:  # nothing in front hides what the first group does once a step
+                whole = whole + table.once
+            ends.append(whole.argmin(axis=2))
+            values.append(whole.min(axis=2))
         again = values[1] < values[0] if len(values) > 1 else np.zeros_like(values[0], dtype=bool)
         residence = np.where(again, values[-1], values[0])
         choices.append((np.where(again, ends[-1], ends[0]), again.astype(np.int64)))
     choices.reverse()
     best: tuple[float, list[int], list[bool]] | None = None
     for t in np.flatnonzero(np.isfinite(residence[:, 0])).tolist():
-        bounds, recomputed, period = [0], [], 0.0
+        bounds, recomputed, parts = [0], [], []
         for (choice, again), row in zip(choices, tables):
             first = bounds[-1]
             recomputed.append(bool(again[t, first]))
             bounds.append(int(choice[t, first]))
-            period = max(period, float(row[int(again[t, first])].busy[first, bounds[-1]]))
-        held = max((float(join.occupied_s[at]) for join, at in zip(joins, bounds[1:])), default=0.0)
-        estimate = estimate_s(float(residence[t, 0]), max(period, held), num_micro)
+            parts.append((row[int(again[t, first])], first, bounds[-1]))
+        hops = [(float(join.round_trip_s[at]), float(join.occupied_s[at])) for join, at in zip(joins, bounds[1:])]
+        estimate = estimate_s(parts, hops, num_micro, held_s)
         if best is None or estimate < best[0]:
             best = (estimate, bounds, recomputed)
     return best

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshcee.errors import PlanError
-from meshcee.planner.chain import Chain
+from meshcee.planner.chain import Layout, peers_of
 from meshcee.planner.classes import DeviceClass
 from meshcee.profile import Cluster
 from meshcee.workload import Workload
@@ -18,9 +18,9 @@ __all__ = ["shortage", "why_left_out"]
 
 def why_left_out(
     of: DeviceClass,
-    with_one: tuple[float, Chain] | None,
+    with_one: tuple[float, Layout] | None,
     period_s: float,
-    best: Chain,
+    best: Layout,
     cluster: Cluster,
     workload: Workload,
 ) -> str:
@@ -30,22 +30,21 @@ def why_left_out(
     least = min(workload.stage_bytes(k, k + 1, samples, 1) for k in range(workload.num_blocks))
     if least > of.memory_bytes:
         return f"its {of.memory_bytes} bytes hold no block: the smallest needs {least}, {least - of.memory_bytes} more"
-    near = [p for p in best.peers if p != peer]
+    near = [p for p in peers_of(best) if p != peer]
     joined = [path for p in near if (path := cluster.path(peer, p)) is not None]
     if near and not joined:
         return "no link joins it to the devices of the plan"
     if near and with_one is None:
-        size = workload.wire_bytes(
-            max(workload.boundary_bytes) * best.micro_batch, best.codecs[0].out if best.codecs else "none"
-        )
+        codec = next((c.out for chain in best for c in chain.codecs), "none")
+        size = workload.wire_bytes(max(workload.boundary_bytes) * best[0].micro_batch, codec)
         fastest = min(size / p.bandwidth_bytes_per_s for p in joined)
-        pace = period_s / best.num_micro
+        pace = period_s / sum(chain.num_micro for chain in best)
         if fastest > pace:
             return (
                 f"a boundary of one micro-batch takes {fastest:.3g} s on its fastest link, "
                 f"longer than the {pace:.3g} s that the plan takes for a micro-batch"
             )
-        held = f"{len(best.stages)} stages already hold the {workload.num_blocks} blocks"
+        held = f"{sum(len(chain.stages) for chain in best)} stages already hold the {workload.num_blocks} blocks"
         return f"no place for it made a plan that fits and is faster; {held}"
     if with_one is None:
         return "no plan with it was faster than the best device alone"

@@ -7,16 +7,16 @@ visited twice are rows like any other.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 
-import numpy as np
-
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
-from meshcee.planner.classes import DeviceClass, StageTable, class_key, ring_of
+from meshcee.planner.classes import DeviceClass, StageTable, ring_of
 from meshcee.planner.joins import GroupJoin, join_groups
-from meshcee.planner.partition import cut
+from meshcee.planner.partition import Join, cut, ladder
+from meshcee.planner.runs import Runs
 from meshcee.profile import Cluster
 from meshcee.workload import Workload
 
@@ -24,14 +24,19 @@ __all__ = ["Row", "Rows"]
 
 Row = tuple[tuple[str, ...], ...]
 PERIODS = 12
+HOPELESS = 1.2  # a row whose bound is this many times the best estimate is not cut
+WORK_OF_A_ROW = 2000  # cells: tables and boundaries are mostly known
 SPAN = 2.2  # the slowest period looked at, over the least possible
 
 
 class Rows:
     """Judges rows; tables and boundaries are computed once for devices that are alike."""
 
-    def __init__(self, cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass]) -> None:
+    def __init__(
+        self, cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass], runs: Runs | None = None
+    ) -> None:
         self.cluster, self.workload, self.classes = cluster, workload, classes
+        self.runs = runs or Runs()
         self._class_of = {p: i for i, c in enumerate(classes) for p in c.peers}
         self._tables: dict[object, tuple[list[StageTable], tuple[int, ...]] | None] = {}
         self._joins: dict[object, GroupJoin | None] = {}
@@ -42,11 +47,22 @@ class Rows:
         """The same for rows that differ only in which of several like devices they use."""
         return tuple(tuple(self._class_of[p] for p in group) for group in row)
 
-    def best(self, row: Row, micro_batch: int, codec: str) -> tuple[float, Chain] | None:
-        """(estimate of a step, the row with its best cut), or None when it does not fit."""
-        key = (self.shape(row), micro_batch, codec)
+    def counts(self, peers: Sequence[str]) -> tuple[int, ...]:
+        """How many devices of each class."""
+        found = [0] * len(self.classes)
+        for peer in peers:
+            found[self._class_of[peer]] += 1
+        return tuple(found)
+
+    def best(self, row: Row, micro_batch: int, codec: str, num_micro: int | None = None) -> tuple[float, Chain] | None:
+        """(estimate of a step, the row with its best cut), or None when it does not fit.
+
+        num_micro   of a step; None: the whole batch, a single pipeline
+        """
+        num_micro = num_micro or self.workload.global_batch // micro_batch
+        key = (self.shape(row), micro_batch, codec, num_micro)
         if key not in self._cuts:
-            self._cuts[key] = self._cut(row, micro_batch, codec)
+            self._cuts[key] = self._cut(row, micro_batch, codec, num_micro)
         found = self._cuts[key]
         if found is None or tuple(s.peers for s in found[1].stages) == row:
             return found
@@ -54,13 +70,32 @@ class Rows:
         stages = tuple(ChainStage(s.first, s.end, g, s.recompute) for s, g in zip(chain.stages, row))
         return estimate, Chain(chain.micro_batch, chain.num_micro, stages, chain.codecs)
 
-    def _cut(self, row: Row, micro_batch: int, codec: str) -> tuple[float, Chain] | None:
-        if not row or len(row) > self.workload.num_blocks:
+    def _cut(self, row: Row, micro_batch: int, codec: str, num_micro: int) -> tuple[float, Chain] | None:
+        known = self._parts(row, micro_batch, codec, num_micro)
+        if known is None:
             return None
+        tables, joins, low, held_s = known
+        self.work += PERIODS * self.workload.num_blocks**2 * sum(len(t) for t in tables)
+        best = cut(tables, joins, ladder(low, SPAN * low, PERIODS), num_micro, held_s)
+        if best is None:
+            return None
+        estimate, bounds, again = best
+        stages = tuple(ChainStage(bounds[j], bounds[j + 1], g, again[j]) for j, g in enumerate(row))
+        return estimate, Chain(micro_batch, num_micro, stages, (Codecs(codec, codec),) * (len(row) - 1))
+
+    def _parts(
+        self, row: Row, micro_batch: int, codec: str, num_micro: int
+    ) -> tuple[list[list[StageTable]], list[Join], float, float] | None:
+        """Tables, boundaries, a period that no cut can beat, and seconds that the busiest line is held."""
+        if not row or len(row) > min(self.workload.num_blocks, self.runs.stages or len(row)):
+            return None
+        if self.runs.group is not None and any(len(group) > self.runs.group for group in row):
+            return None
+        self.work += WORK_OF_A_ROW
         tables: list[list[StageTable]] = []
         taken: list[tuple[int, ...]] = []
         for group in row:
-            known = self._table(group, micro_batch, codec)
+            known = self._table(group, micro_batch, codec, num_micro)
             if known is None:
                 return None
             tables.append(known[0])
@@ -74,28 +109,20 @@ class Rows:
             joins.append(found.join)
             for line, seconds in found.held_s.items():
                 held[line] = held.get(line, 0.0) + seconds
-        num_micro = self.workload.global_batch // micro_batch
-        low = max(1 / sum(1 / t[0].busy_alone for t in tables), *held.values(), 0.0)
-        self.work += PERIODS * self.workload.num_blocks**2 * sum(len(t) for t in tables)
-        best = cut(tables, joins, low * np.geomspace(1.0, SPAN, PERIODS), num_micro)
-        if best is None:
-            return None
-        estimate, bounds, again = best
-        stages = tuple(ChainStage(bounds[j], bounds[j + 1], g, again[j]) for j, g in enumerate(row))
-        return estimate, Chain(micro_batch, num_micro, stages, (Codecs(codec, codec),) * (len(row) - 1))
+        held_s = max(held.values(), default=0.0)
+        return tables, joins, max(1 / sum(1 / t[0].busy_alone for t in tables), held_s), held_s
 
     def _table(
-        self, group: tuple[str, ...], micro_batch: int, codec: str
+        self, group: tuple[str, ...], micro_batch: int, codec: str, num_micro: int
     ) -> tuple[list[StageTable], tuple[int, ...]] | None:
         devices = [self.cluster.devices[p] for p in group]
-        key = (tuple(class_key(d) for d in devices), micro_batch, codec)
+        key = (tuple(self._class_of[p] for p in group), micro_batch, codec, num_micro)
         if key not in self._tables:
             self._tables[key] = None
             taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
             ring = ring_of(self.cluster, group)
             if taken is not None and ring is not None:
                 members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
-                num_micro = self.workload.global_batch // micro_batch
                 tables = [StageTable(self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro)]
                 if tables[0].tight:
                     again = StageTable(
@@ -122,10 +149,25 @@ class Rows:
         end, rng = self.work + work, random.Random(0)
         judged: dict[tuple[tuple[int, ...], ...], tuple[float, Chain, Row]] = {}
 
+        looked_at: set[tuple[tuple[int, ...], ...]] = set()
+        known: dict[tuple[int, ...], float] = {}  # the best estimate with so many devices of each class
+        best, num_micro = math.inf, self.workload.global_batch // micro_batch
+
         def judge(row: Row) -> None:
-            shape = self.shape(row)
-            if shape not in judged and (found := self.best(row, micro_batch, codec)) is not None:
+            nonlocal best
+            if (shape := self.shape(row)) in looked_at:
+                return
+            looked_at.add(shape)
+            parts = self._parts(row, micro_batch, codec, num_micro)
+            if parts is None:
+                return
+            counts = self.counts([p for group in row for p in group])
+            # the first row of each set of devices is always cut: it may stand beside another one
+            if counts in known and num_micro * parts[2] > min(known[counts], HOPELESS * best):
+                return
+            if (found := self.best(row, micro_batch, codec)) is not None:
                 judged[shape] = (*found, row)
+                best, known[counts] = min(best, found[0]), min(known.get(counts, math.inf), found[0])
 
         for row in starts:
             judge(row)
@@ -157,10 +199,17 @@ class Rows:
             yield (*rest[:i], both, *rest[i:])
             if j - 1 != i:
                 yield (*rest[: j - 1], both, *rest[j - 1 :])
+            if len(groups[i]) > 1 or len(groups[j]) > 1:
+                yield from self._exchanged(groups, i, j)
         for i, j in permutations(range(count), 2):
+            rest = groups[:i] + groups[i + 1 :]
             if abs(i - j) > 1:
-                rest = groups[:i] + groups[i + 1 :]
                 yield (*rest[:j], groups[i], *rest[j:])
+            if len(groups[i]) > 1:  # one member goes over to the other group
+                for k, peer in enumerate(groups[i]):
+                    other = groups.copy()
+                    other[i], other[j] = without(groups[i], k), (*groups[j], peer)
+                    yield tuple(other)
         used = {p for g in groups for p in g}
         free = [left[0] for c in self.classes if (left := [p for p in c.peers if p not in used])]
         for i, group in enumerate(groups):
@@ -168,7 +217,7 @@ class Rows:
                 yield (*groups[:i], *groups[i + 1 :])
             for k in range(len(group)):
                 if len(group) > 1:
-                    yield (*groups[:i], group[:k] + group[k + 1 :], *groups[i + 1 :])
+                    yield (*groups[:i], without(group, k), *groups[i + 1 :])
             for at in range(1, len(group)):
                 yield (*groups[:i], group[:at], group[at:], *groups[i + 1 :])
             for peer in free:
@@ -179,3 +228,18 @@ class Rows:
                         yield (*groups[:i], (*group[:k], peer, *group[k + 1 :]), *groups[i + 1 :])
         for peer in free:
             yield (*groups, (peer,))
+
+    def _exchanged(self, groups: Sequence[tuple[str, ...]], i: int, j: int) -> Iterator[Row]:
+        """Two groups with a member of each in the other's place."""
+        for k, a in enumerate(groups[i]):
+            for m, b in enumerate(groups[j]):
+                if self._class_of[a] != self._class_of[b]:
+                    other = list(groups)
+                    other[i] = (*groups[i][:k], b, *groups[i][k + 1 :])
+                    other[j] = (*groups[j][:m], a, *groups[j][m + 1 :])
+                    yield tuple(other)
+
+
+def without(group: tuple[str, ...], k: int) -> tuple[str, ...]:
+    """A group after its k-th member has gone."""
+    return group[:k] + group[k + 1 :]

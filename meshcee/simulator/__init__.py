@@ -19,7 +19,7 @@ from meshcee.simulator.instance import Instance, build
 from meshcee.simulator.weather import Weather
 from meshcee.workload import Workload
 
-__all__ = ["Instance", "Span", "Timeline", "build", "period_s", "quick_period_s", "simulate", "slowest_s"]
+__all__ = ["Instance", "Span", "Timeline", "bound_s", "build", "period_s", "quick_period_s", "simulate", "slowest_s"]
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,29 @@ def quick_period_s(instance: Instance, most: int) -> float:
 
 def slowest_s(instance: Instance) -> float:
     """Seconds of one micro-batch on the busiest device or line: no period per micro-batch is shorter."""
+    return max(*_work(instance, {}), 0.0)
+
+
+def bound_s(instance: Instance) -> float:
+    """Seconds of a step on the busiest device or line: no period of many steps is shorter.
+
+    (The period of three can be, by the little that a device runs ahead of the others.)
+    """
+    return max(*_work(instance, {n: node.num_micro for n, node in enumerate(instance.nodes)}), 0.0)
+
+
+def _work(instance: Instance, micros: Mapping[int, int]) -> list[float]:
+    """Seconds of every device and line; with `micros` (node -> micro-batches) of a step, else of one micro-batch."""
     lines = [0.0] * len(instance.lines)
-    for node in instance.nodes:
+    nodes = []
+    for n, node in enumerate(instance.nodes):
+        count = micros.get(n, 1)
+        nodes.append(count * (node.f_s + node.b_s + node.w_s) + (node.optimizer_s if micros else 0.0))
         for edge in (*node.forward, *node.back):
             for line, held_s in edge.lines:
+                lines[line] += count * held_s
+    for ring in instance.rings if micros else ():
+        for hop in ring.hops:
+            for line, held_s in hop:
                 lines[line] += held_s
-    return max(*lines, *(n.f_s + n.b_s + n.w_s for n in instance.nodes), 0.0)
+    return lines + nodes

@@ -18,6 +18,10 @@ from meshcee.simulator.weather import Weather
 
 __all__ = ["Outcome", "Span", "run"]
 
+Lines = tuple[tuple[int, float], ...]  # (line, seconds that it is held)
+Event = tuple[float, int, int, int, int]  # when, in which order, what, at which node, micro-batch or step
+SENDS = ("", "out", "back")  # what messages are called, by the work that makes them
+
 WAKE, F_DONE, B_DONE, W_DONE, APPLIED, REDUCE, REDUCED, COMMIT = range(8)
 
 
@@ -77,22 +81,30 @@ def run(
     flush = instance.forward_first
     is_last = [n.is_last for n in nodes]
     is_first = [n.inputs == 0 for n in nodes]
-    # sends[kind][n] = [(target, needed messages, latency, lines, size)]
-    sends_f = [[(e.target, nodes[e.target].inputs, e.latency_s, e.lines) for e in n.forward] for n in nodes]
-    sends_b = [[(e.target, nodes[e.target].gradients, e.latency_s, e.lines) for e in n.back] for n in nodes]
+    # by kind of the work that makes a message: per node [(target, needed messages, latency, lines)], when inputs of that
+    # work's next stage arrive, and how many messages of each are missing
+    sends: tuple[list[list[tuple[int, int, float, Lines]]], ...] = (
+        [],
+        [[(e.target, nodes[e.target].inputs, e.latency_s, e.lines) for e in n.forward] for n in nodes],
+        [[(e.target, nodes[e.target].gradients, e.latency_s, e.lines) for e in n.back] for n in nodes],
+    )
     total = [m * steps for m in micros]
     inf = math.inf
     input_at = [[0.0 if first else inf] * t for first, t in zip(is_first, total)]
     grad_at = [[inf] * t for t in total]
-    input_left = [[n.inputs] * t if n.inputs > 1 else [] for n, t in zip(nodes, total)]
-    grad_left = [[n.gradients] * t if n.gradients > 1 else [] for n, t in zip(nodes, total)]
+    arrives: tuple[list[list[float]], ...] = ([], input_at, grad_at)
+    missing: tuple[list[list[int]], ...] = (
+        [],
+        [[n.inputs] * t if n.inputs > 1 else [] for n, t in zip(nodes, total)],
+        [[n.gradients] * t if n.gradients > 1 else [] for n, t in zip(nodes, total)],
+    )
     done_f, done_b, done_w = [0] * count, [0] * count, [0] * count
     limit = micros[:]  # F's that the current step allows
     step_of = [0] * count
     busy = [False] * count
     wake_at = [inf] * count
     free_at = [0.0] * len(instance.lines)
-    out = Outcome(begun_s=[inf] * steps, busy_s=[0.0] * count, line_s=[0.0] * len(instance.lines), max_live=[0] * count)
+    out = Outcome(begun_s=[inf] * steps, line_s=[0.0] * len(instance.lines), max_live=[0] * count)
     applied_left = [count] * steps
     applied_s = [0.0] * steps
     heads = instance.heads
@@ -110,13 +122,13 @@ def run(
     first_head = heads[0]
     dead = dead_at_s or {}
     spans = out.spans
-    heap: list[tuple[float, int, int, int, int]] = [(0.0, n, WAKE, n, 0) for n in range(count)]
+    heap: list[Event] = [(0.0, n, WAKE, n, 0) for n in range(count)]
     sequence = count
-    push, pop = heapq.heappush, heapq.heappop
-    line_s = out.line_s
-    busy_s, max_live = out.busy_s, out.max_live
+    begun: Event | None = None  # the work that was begun last; it is queued when the next event is taken
+    push, pop, push_pop = heapq.heappush, heapq.heappop, heapq.heappushpop
+    line_s, max_live = out.line_s, out.max_live
 
-    def leave(now: float, lines: tuple[tuple[int, float], ...]) -> float:
+    def leave(now: float, lines: Lines) -> float:
         """Queue a message on its lines; when the last of them has served it, it has left."""
         end, extra_s = now, 0.0
         for line, held in lines:
@@ -128,7 +140,6 @@ def run(
                 free = weather.serve(line, held, begin)
                 extra_s += weather.extra_s(line, free)
             free_at[line] = free
-            line_s[line] += held
             if free > end:
                 end = free
         return end + extra_s
@@ -140,16 +151,20 @@ def run(
         if weights_done[s][n] and not reduce_left[s][n] and committed[s][n]:
             busy[n] = True
             end = now + nodes[n].optimizer_s
-            busy_s[n] += nodes[n].optimizer_s
             if record:
                 spans.append(Span(n, "O", s, 0, now, end))
             sequence += 1
             push(heap, (end, sequence, APPLIED, n, s))
 
-    while heap:
-        now, _, what, n, extra = pop(heap)
-        out.events += 1
-        out.end_s = now
+    now = 0.0
+    while True:
+        if begun is not None:
+            now, _, what, n, extra = push_pop(heap, begun)
+            begun = None
+        elif heap:
+            now, _, what, n, extra = pop(heap)
+        else:
+            break
         if dead and now >= dead.get(n, inf) and what != REDUCE:
             continue
         if what == WAKE:
@@ -157,18 +172,27 @@ def run(
                 wake_at[n] = inf
             if busy[n]:
                 continue
-        elif what == F_DONE:
+        elif what <= B_DONE:
             busy[n] = False
-            if is_last[n]:
+            if what == F_DONE and is_last[n]:
                 grad_at[n][extra] = now
-            for target, needed, latency, lines in sends_f[n]:
-                left = leave(now, lines)
-                at = left + latency
+            for target, needed, latency, lines in sends[what][n]:
+                if weather is None:  # as `leave`, written out: half of all time goes here
+                    at = now
+                    for line, held in lines:
+                        free = free_at[line]
+                        free = (free if free > now else now) + held
+                        free_at[line] = free
+                        if free > at:
+                            at = free
+                    at += latency
+                else:
+                    at = leave(now, lines) + latency
                 if record:
-                    spans.append(Span(n, "out", step_of[n], extra, now, at, target))
-                there = input_at[target]
+                    spans.append(Span(n, SENDS[what], step_of[n], extra, now, at, target))
+                there = arrives[what][target]
                 if needed > 1:
-                    rest = input_left[target]
+                    rest = missing[what][target]
                     rest[extra] -= 1
                     if there[extra] == inf or at > there[extra]:
                         there[extra] = at
@@ -181,29 +205,7 @@ def run(
                     wake_at[target] = at
                     sequence += 1
                     push(heap, (at, sequence, WAKE, target, 0))
-        elif what == B_DONE:
-            busy[n] = False
-            for target, needed, latency, lines in sends_b[n]:
-                left = leave(now, lines)
-                at = left + latency
-                if record:
-                    spans.append(Span(n, "back", step_of[n], extra, now, at, target))
-                there = grad_at[target]
-                if needed > 1:
-                    rest = grad_left[target]
-                    rest[extra] -= 1
-                    if there[extra] == inf or at > there[extra]:
-                        there[extra] = at
-                    if rest[extra]:
-                        continue
-                    at = there[extra]
-                else:
-                    there[extra] = at
-                if not busy[target] and at < wake_at[target]:
-                    wake_at[target] = at
-                    sequence += 1
-                    push(heap, (at, sequence, WAKE, target, 0))
-            if is_first[n]:
+            if what == B_DONE and is_first[n]:
                 if n == first_head:
                     out.backward_s.append(now)
                 if done_b[n] == limit[n]:
@@ -224,6 +226,8 @@ def run(
         elif what == REDUCE:
             ring = instance.rings[n]
             end = max(leave(now, hop) for hop in ring.hops) + ring.latency_s
+            for line, held in (x for hop in ring.hops for x in hop):
+                line_s[line] += held
             if record:
                 spans.append(Span(ring.nodes[0], "ring", extra, ring.block, now, end))
             sequence += 1
@@ -303,10 +307,17 @@ def run(
                     push(heap, (at, sequence, WAKE, n, 0))
                 continue
         busy[n] = True
-        busy_s[n] += took
         end = now + took
         if record:
             spans.append(Span(n, "?FBW"[kind], step_of[n], extra, now, end))
         sequence += 1
-        push(heap, (end, sequence, kind, n, extra))
+        begun = (end, sequence, kind, n, extra)
+    out.events, out.end_s = sequence, now
+    for n, node in enumerate(nodes):
+        work = done_f[n] * f_s[n] + done_b[n] * b_s[n] + done_w[n] * w_s[n]
+        out.busy_s.append(work + step_of[n] * node.optimizer_s)
+        for edges, messages in ((node.forward, done_f[n]), (node.back, done_b[n])):
+            for edge in edges:
+                for line, held in edge.lines:
+                    line_s[line] += messages * held
     return out

@@ -189,15 +189,18 @@ class _Builder:
             for block in range(node.first, node.end):
                 holders.setdefault(block, []).append(n)
         found = []
+        known: dict[tuple[int, ...], list[Edge]] = {}  # of one byte
         for block, nodes in sorted(holders.items()):
             if len(nodes) < 2 or not self.workload.gradient_bytes[block]:
                 continue
             # neighbours in the ring are of one region where that is possible
-            ring = sorted(nodes, key=lambda n: (self.cluster.devices[self.nodes[n].peer].region, n))
+            ring = tuple(sorted(nodes, key=lambda n: (self.cluster.devices[self.nodes[n].peer].region, n)))
+            if ring not in known:
+                known[ring] = [self.edge(a, b, 1.0, "none") for a, b in zip(ring, ring[1:] + ring[:1])]
             size = 2 * (len(ring) - 1) / len(ring) * self.workload.gradient_bytes[block]
-            hops = [self.edge(a, b, size, "none") for a, b in zip(ring, ring[1:] + ring[:1])]
-            latency = 2 * (len(ring) - 1) * max(h.latency_s for h in hops)
-            found.append(Ring(block, tuple(ring), tuple(h.lines for h in hops), latency))
+            hops = tuple(tuple((line, held * size) for line, held in h.lines) for h in known[ring])
+            latency = 2 * (len(ring) - 1) * max(h.latency_s for h in known[ring])
+            found.append(Ring(block, ring, hops, latency))
         return found
 
     def finish(self) -> Instance:

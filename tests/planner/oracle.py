@@ -2,20 +2,24 @@
 
 The idea: the oracle shares the simulator and the memory model with the planner, and nothing else: it enumerates rows of
 disjoint groups, every cut, every micro-batch size and a fan of windows. What cannot beat the best so far by its plain
-work is not simulated.
+work is not simulated. The first oracle has equal shares and one pipeline, for up to five devices; the second every
+sharing of the samples and up to two pipelines, for three.
 """
 
 import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.memory import shortages
 from meshcee.profile import Cluster, Device, LinkProfile
-from meshcee.simulator import build, slowest_s
+from meshcee.simulator import bound_s, build
 from meshcee.simulator.engine import run
 from meshcee.workload import KindTimes, Workload
+
+Row = tuple[tuple[str, ...], ...]
 
 WINDOWS = (0.7, 1.0, 1.4, 2.0, math.inf)  # of the micro-batches that fill the pipeline
 BLOCKS = 8
@@ -63,7 +67,14 @@ def random_case(seed: int, *, devices: int = 5, batch: int = 16) -> tuple[Cluste
     return Cluster(found, inside_latency_s=dict.fromkeys(regions, 1e-4), between=between), workload
 
 
-def rows(cluster: Cluster) -> Iterator[tuple[tuple[str, ...], ...]]:
+def random_wide_case(seed: int) -> tuple[Cluster, Workload]:
+    """Two or three devices whose gradients are sometimes so small that whole models side by side pay."""
+    cluster, workload = random_case(seed, devices=3)
+    lighter = 10 ** random.Random(seed).uniform(0, 3)
+    return cluster, replace(workload, gradient_bytes=tuple(int(g / lighter) for g in workload.gradient_bytes))
+
+
+def rows(cluster: Cluster) -> Iterator[Row]:
     """Every row of disjoint groups of like devices, one of each kind of row that differs in names only."""
     seen = set()
 
@@ -71,7 +82,7 @@ def rows(cluster: Cluster) -> Iterator[tuple[tuple[str, ...], ...]]:
         d = cluster.devices[peer]
         return d.kind, d.region, d.memory_bytes, d.port_bytes_per_s
 
-    def extend(row: tuple[tuple[str, ...], ...], free: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    def extend(row: Row, free: tuple[str, ...]) -> Iterator[Row]:
         if row:
             shape = tuple(tuple(like(p) for p in group) for group in row)
             if shape in seen:
@@ -86,56 +97,125 @@ def rows(cluster: Cluster) -> Iterator[tuple[tuple[str, ...], ...]]:
     yield from extend((), tuple(cluster.devices))
 
 
-def plans_of(row: Sequence[Sequence[str]], workload: Workload, micro: int, cluster: Cluster) -> Iterator[Plan]:
-    """Every cut of the blocks for a row, with a fan of windows, as far as memory allows."""
-    if any(micro % len(group) for group in row):
+def stages_of(
+    row: Row,
+    bounds: Sequence[int],
+    shares: Sequence[Sequence[int]],
+    num_micro: int,
+    cluster: Cluster,
+    workload: Workload,
+) -> Iterator[tuple[Stage, ...]]:
+    """The stages of a pipeline with a fan of windows, as far as memory allows."""
+    lives = []
+    for j, (group, taken) in enumerate(zip(row, shares)):
+        first, end = bounds[j], bounds[j + 1]
+        held = workload.held_bytes(first, end)
+        rooms = [
+            (cluster.devices[p].memory_bytes - held) // workload.live_bytes(first, end, n) for p, n in zip(group, taken)
+        ]
+        lives.append(min(num_micro, *rooms))
+    if min(lives) < 1:
         return
-    num_micro = workload.global_batch // micro
-    for inner in itertools.combinations(range(1, workload.num_blocks), len(row) - 1):
-        bounds = (0, *inner, workload.num_blocks)
-        lives = []
-        for j, group in enumerate(row):
-            n = micro // len(group)
-            kind = workload.times[cluster.devices[group[0]].kind]
-            if not kind.sizes[0] <= n <= kind.largest:
-                return
-            room = min(cluster.devices[p].memory_bytes for p in group) - workload.held_bytes(bounds[j], bounds[j + 1])
-            lives.append(min(num_micro, room // workload.live_bytes(bounds[j], bounds[j + 1], n)))
-        if min(lives) < 1:
+    tried = set()
+    for factor in WINDOWS:
+        windows = tuple(
+            max(1, live if math.isinf(factor) else min(live, round(factor * (2 * (len(row) - j) + 1))))
+            for j, live in enumerate(lives)
+        )
+        if windows in tried:
             continue
-        tried = set()
-        for factor in WINDOWS:
-            windows = tuple(
-                max(1, live if math.isinf(factor) else min(live, round(factor * (2 * (len(row) - j) + 1))))
-                for j, live in enumerate(lives)
+        tried.add(windows)
+        yield tuple(
+            Stage(
+                bounds[j], bounds[j + 1], tuple(Member(p, n) for p, n in zip(row[j], shares[j])),
+                window=windows[j], live_cap=lives[j], codec_out="bf16", codec_back="bf16",
             )
-            if windows in tried:
-                continue
-            tried.add(windows)
-            stages = tuple(
-                Stage(
-                    bounds[j], bounds[j + 1], tuple(Member(p, micro // len(g)) for p in g),
-                    window=windows[j], live_cap=lives[j], codec_out="bf16", codec_back="bf16",
-                )
-                for j, g in enumerate(row)
-            )  # fmt: skip
-            yield Plan(micro, (Pipeline(num_micro, stages),))
+            for j in range(len(row))
+        )  # fmt: skip
+
+
+def cuts(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in itertools.combinations(range(1, blocks), stages - 1):
+        yield (0, *inner, blocks)
+
+
+def sharings(group: Sequence[str], micro: int, cluster: Cluster, workload: Workload) -> list[tuple[int, ...]]:
+    """Every way to give the samples of a micro-batch to the members of a group."""
+    kinds = [workload.times[cluster.devices[p].kind] for p in group]
+    sizes = [range(k.sizes[0], min(k.largest, micro) + 1) for k in kinds]
+    return [taken for taken in itertools.product(*sizes) if sum(taken) == micro]
+
+
+class Best:
+    """The least period so far; what cannot beat it by its plain work is not simulated."""
+
+    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+        self.cluster, self.workload = cluster, workload
+        self.period_s, self.plan = math.inf, None  # type: float, Plan | None
+
+    def judge(self, plan: Plan) -> None:
+        instance = build(plan, self.cluster, self.workload)
+        if bound_s(instance) >= self.period_s:
+            return
+        assert not shortages(plan, self.cluster, self.workload)
+        ends = run(instance, 3).applied_s
+        period_s = (ends[2] - ends[0]) / 2
+        if period_s < self.period_s:
+            self.period_s, self.plan = period_s, plan
+
+
+def divisors(workload: Workload) -> list[int]:
+    return [m for m in range(1, workload.global_batch + 1) if workload.global_batch % m == 0]
 
 
 def exhaustive(cluster: Cluster, workload: Workload) -> tuple[float, Plan | None]:
-    """The least period over everything, and a plan that has it."""
-    best, found = math.inf, None
-    for micro in (m for m in range(1, workload.global_batch + 1) if workload.global_batch % m == 0):
+    """The least period over everything with equal shares and one pipeline, and a plan that has it."""
+    best = Best(cluster, workload)
+    for micro in divisors(workload):
+        num_micro = workload.global_batch // micro
         for row in rows(cluster):
-            if len(row) > workload.num_blocks:
+            shares = [(micro // len(group),) * len(group) for group in row]
+            kinds = [(workload.times[cluster.devices[g[0]].kind], n[0]) for g, n in zip(row, shares)]
+            if any(micro % len(g) for g in row) or not all(k.sizes[0] <= n <= k.largest for k, n in kinds):
                 continue
-            for plan in plans_of(row, workload, micro, cluster):
-                instance = build(plan, cluster, workload)
-                if plan.pipelines[0].num_micro * slowest_s(instance) >= best:
+            for bounds in cuts(workload.num_blocks, len(row)):
+                for stages in stages_of(row, bounds, shares, num_micro, cluster, workload):
+                    best.judge(Plan(micro, (Pipeline(num_micro, stages),)))
+    return best.period_s, best.plan
+
+
+def any_rows(peers: Sequence[str]) -> Iterator[Row]:
+    """Every row of disjoint groups of these devices, whatever they are."""
+    for size in range(1, len(peers) + 1):
+        for group in itertools.combinations(peers, size):
+            yield (group,)
+            for rest in any_rows([p for p in peers if p not in group]):
+                yield (group, *rest)
+
+
+def pipelines_of(row: Row, micro: int, num_micro: int, cluster: Cluster, workload: Workload) -> Iterator[Pipeline]:
+    for shares in itertools.product(*(sharings(group, micro, cluster, workload) for group in row)):
+        for bounds in cuts(workload.num_blocks, len(row)):
+            for stages in stages_of(row, bounds, shares, num_micro, cluster, workload):
+                yield Pipeline(num_micro, stages)
+
+
+def exhaustive_wide(cluster: Cluster, workload: Workload) -> tuple[float, Plan | None]:
+    """The same over every sharing of samples, unlike devices in one group, and two pipelines side by side."""
+    best = Best(cluster, workload)
+    peers = list(cluster.devices)
+    for micro in divisors(workload):
+        num_micro = workload.global_batch // micro
+        for row in any_rows(peers):
+            for pipeline in pipelines_of(row, micro, num_micro, cluster, workload):
+                best.judge(Plan(micro, (pipeline,)))
+            rest = [p for p in peers if not any(p in g for g in row)]
+            for other in any_rows(rest):
+                if max(row) < max(other):  # each pair once
                     continue
-                assert not shortages(plan, cluster, workload)
-                ends = run(instance, 3).applied_s
-                period = (ends[2] - ends[0]) / 2
-                if period < best:
-                    best, found = period, plan
-    return best, found
+                for own in range(1, num_micro):
+                    second = list(pipelines_of(other, micro, num_micro - own, cluster, workload))
+                    for one in pipelines_of(row, micro, own, cluster, workload):
+                        for two in second:
+                            best.judge(Plan(micro, (one, two)))
+    return best.period_s, best.plan
