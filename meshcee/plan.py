@@ -37,6 +37,7 @@ class Stage:
     codec_out: str = "none"  # activations to the next stage
     codec_back: str = "none"  # gradients to the previous stage
     recompute: bool = False
+    fused: bool = False  # B and W in one, and the gradient leaves at its end: where splitting costs more than it fills
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.end:
@@ -134,6 +135,7 @@ class Plan:
                             "window": s.window,
                             "live_cap": s.live_cap,
                             "recompute": s.recompute,
+                            "fused": s.fused,
                         }
                         for s in p.stages
                     ],
@@ -164,6 +166,7 @@ class Plan:
                                 codec_out=str(s.get("codec_out", "none")),
                                 codec_back=str(s.get("codec_back", "none")),
                                 recompute=bool(s.get("recompute", False)),
+                                fused=bool(s.get("fused", False)),
                             )
                             for s in p["stages"]
                         ),

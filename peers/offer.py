@@ -385,4 +385,5 @@ class Offer:
             device=device,
             recompute=self.recompute,
             draws=self._draws,
+            split=not self.place.fused,
         )

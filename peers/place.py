@@ -99,7 +99,7 @@ class Place:
     @property
     def fused(self) -> bool:
         """Split only where another stage waits for B: not on the first stage, nor where W feeds an earlier stage."""
-        return self.is_first or bool(self.partial_to)
+        return self.stage.fused or self.is_first or bool(self.partial_to)
 
     @cached_property
     def member(self) -> int:

@@ -167,7 +167,7 @@ class StageRunner:
         partials: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """B and W in one: gradients for `received`, and partial gradients for the earlier holders."""
-        if self._micros[micro].tape is not None or self.recompute:
+        if self._redone(micro).tape is not None:
             return self.backward_input(micro, grads, weight), self.backward_weight(micro, partials)
         self._in_order("B", micro)
         self._in_order("W", micro)
@@ -182,9 +182,7 @@ class StageRunner:
     ) -> list[torch.Tensor | None]:
         """B: gradients for `received`. `weight` is the micro-batch's share of the step's loss (last stage)."""
         self._in_order("B", micro)
-        state = self._micros[micro]
-        if state.redo is not None:
-            state = self._micros[micro] = state.redo()
+        state = self._redone(micro)
         roots, values, of_weights = self._roots(state, grads, weight)
         inputs = _differentiable(state.leaves)
         found: Sequence[torch.Tensor | None] = ()
@@ -288,6 +286,13 @@ class StageRunner:
         if micro != self._next[kind]:
             raise ProtocolError(f"{kind} of micro-batch {micro} came out of order; {self._next[kind]} is next")
         self._next[kind] += 1
+
+    def _redone(self, micro: int) -> _Micro:
+        """What F left, computed again where it was not kept."""
+        state = self._micros[micro]
+        if state.redo is not None:
+            state = self._micros[micro] = state.redo()
+        return state
 
     def _arrived(self, value: Value, given: Boundary) -> Boundary:
         """A received value on our device, with the strides it had where it was made."""

@@ -29,12 +29,6 @@ class Trained:
     state: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    with peers(tmp_path_factory.mktemp("parity"), 5) as found:
-        yield found
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As the peers: the contract is for one number of threads."""
@@ -73,10 +67,10 @@ def step_losses(expected: Reference) -> list[float]:
     ],
 )
 def test_any_number_of_stages_equals_the_eager_loop(
-    mesh: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    five_peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
-    runs = asyncio.run(train_on(mesh.token, case, [1, 2, 3, 5]))
+    runs = asyncio.run(train_on(five_peers.token, case, [1, 2, 3, 5]))
     assert [run.stages for run in runs] == [1, 2, 3, 5]
     expected = reference(make_job(case))
     for run in runs:

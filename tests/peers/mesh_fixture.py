@@ -22,8 +22,16 @@ from peers.owner import Owner, Report
 from peers.transport.memory import MemoryNetwork
 
 
-def even_plan(num_blocks: int, stages: int, batch: int, micro: int, *, live_cap: int | None = None) -> Plan:
-    """Blocks spread evenly; stage j on peer "p<j>"; windows as for one-forward-one-backward."""
+def even_plan(
+    num_blocks: int,
+    stages: int,
+    batch: int,
+    micro: int,
+    *,
+    live_cap: int | None = None,
+    peers: Sequence[str] = ("p0", "p1", "p2", "p3", "p4"),
+) -> Plan:
+    """Blocks spread evenly; stage j on peer j; windows as for one-forward-one-backward."""
     bounds = [round(num_blocks * j / stages) for j in range(stages + 1)]
     return Plan(
         micro,
@@ -34,7 +42,7 @@ def even_plan(num_blocks: int, stages: int, batch: int, micro: int, *, live_cap:
                     Stage(
                         bounds[j],
                         bounds[j + 1],
-                        (PlanMember(f"p{j}", micro),),
+                        (PlanMember(peers[j], micro),),
                         window=stages - j + 1,
                         live_cap=live_cap or stages - j + 3,
                     )

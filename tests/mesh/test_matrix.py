@@ -1,0 +1,240 @@
+"""Parity over a pairwise matrix of models and settings, and over a long run: whatever is combined, the same bits.
+
+The idea: one mesh of five real peers and one eager process serve the whole session; a case is a plan and a job that both get
+at the same time. The test gives the plan itself, because windows, live caps and fused stages are what it varies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import PlanError
+from meshcee.job import Job
+from meshcee.plan import Plan, Stage
+from peers.assemble import JoinOptions, join
+from peers.feed import Feed
+from peers.home import Home
+from peers.mesh import Mesh
+from peers.owner import Owner, Report
+from tests.matrix import CASES, FACTORS, Case, job_of, pairs_of, pairwise, stages_of
+from tests.mesh.harness import Peers, environment
+from tests.peers.mesh_fixture import even_plan
+
+QUICK = 6
+RUN_S = 600.0  # for one case, the wait for free peers included
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def scheduled(plan: Plan, schedule: str) -> Plan:
+    """The plan with the windows of a schedule.
+
+    sequential  one micro-batch at a time through the whole pipeline, its W before the next F
+    1f1b        one forward, one backward: as many in flight as stages follow, the live cap as tight as it can be
+    wide        everything may be in flight, and every W be put off to the end of the step
+    fused       1f1b with B and W in one on every stage
+    unlike      stages that differ in all of this, so that neighbours disagree
+    """
+    pipeline = plan.pipelines[0]
+    count, micros = len(pipeline.stages), pipeline.num_micro
+
+    def stage(j: int) -> Stage:
+        windows = {"sequential": 1, "wide": micros, "unlike": (2, micros, 1, micros, 3)[j]}
+        window = windows.get(schedule, count - j)
+        fused = schedule == "fused" or (schedule == "unlike" and j % 2 == 0)
+        cap = window + 2 if schedule == "unlike" and j % 2 else window
+        return replace(pipeline.stages[j], window=window, live_cap=cap, fused=fused)
+
+    return replace(plan, pipelines=(replace(pipeline, stages=tuple(map(stage, range(count)))),))
+
+
+# -- the two that are compared -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What a run left: the loss of each step, and the final state."""
+
+    losses: list[float]
+    state: Mapping[str, torch.Tensor]
+
+
+class MeshOwner:
+    """An owner that has joined the mesh; its event loop runs in a thread for the whole session."""
+
+    def __init__(self, mesh: Mesh, home: Home, peers: Sequence[str]) -> None:
+        self._mesh, self._home, self._peers = mesh, home, peers
+        self._loop = asyncio.get_running_loop()
+
+    def train(self, job: Job, stages: int, schedule: str) -> Trained:
+        """Blocks; raises what went wrong in the run."""
+        return asyncio.run_coroutine_threadsafe(self._train(job, stages, schedule), self._loop).result()
+
+    async def _train(self, job: Job, stages: int, schedule: str) -> Trained:
+        captured = await asyncio.to_thread(capture, job)
+        assert job.micro_batch_size is not None
+        even = even_plan(captured.train.num_blocks, stages, job.batch_size, job.micro_batch_size, peers=self._peers)
+        plan = scheduled(even, schedule)
+        losses: list[float] = []
+
+        async def hear(report: Report) -> None:
+            losses.append(report.loss)
+
+        state: Mapping[str, torch.Tensor] | None = None
+        async with asyncio.timeout(RUN_S):
+            while state is None:
+                owner = await self._owner(job, captured, plan)
+                try:
+                    state = await owner.train(Feed(job, captured, plan.micro_batch), hear)
+                except PlanError as error:
+                    if "already runs a job" not in str(error):  # the case before: its peers are free in a moment
+                        raise
+                    await asyncio.sleep(0.05)
+        return Trained(losses, state)
+
+    async def _owner(self, job: Job, captured: Capture, plan: Plan) -> Owner:
+        agent = self._mesh.agent
+        return Owner(
+            job,
+            captured,
+            plan,
+            (await agent.coordinator()).term,
+            (self._home.next_incarnation(), 1),
+            agent.transport,
+            addresses=agent.addresses_of(plan.peers),
+            names=agent.names(),
+            timeouts=agent.timeouts,
+            limits=agent.limits,
+        )
+
+
+class EagerProcess:
+    """tests/reference_process.py, started once."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process, self._folder = process, folder
+
+    @contextmanager
+    def training(self, case: Case, weight: float) -> Iterator[Trained]:
+        """Trains the case while the block runs; then what it yielded is filled. `weight` is a micro-batch's in the loss."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"case": case, "out": str(self._folder / "state")}), file=self._process.stdin, flush=True)
+        result = Trained([], {})
+        try:
+            yield result
+        finally:
+            answer = json.loads(self._process.stdout.readline() or '{"losses": [], "loaded": ["it died"]}')
+        assert answer["loaded"] == []
+        result.losses = [sum(loss * weight for loss in step) for step in answer["losses"]]
+        result.state = safetensors.torch.load_file(self._folder / "state")
+
+
+@pytest.fixture(scope="session")
+def owner(five_peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshOwner]:
+    ready: Future[tuple[MeshOwner, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def hold() -> None:
+        home, leave = Home(tmp_path_factory.mktemp("owner")), asyncio.Event()
+        async with join(JoinOptions(token=five_peers.token), home) as mesh:
+            await mesh.agent.wait_for_devices(5)
+            ready.set_result((MeshOwner(mesh, home, list(five_peers.ids.values())), asyncio.get_running_loop(), leave))
+            await leave.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(asyncio.run, hold())
+        wait([ready, held], return_when=FIRST_COMPLETED)
+        if held.done():
+            held.result()  # it could not join: raises why
+        found, loop, leave = ready.result()
+        yield found
+        loop.call_soon_threadsafe(leave.set)
+        held.result(60)
+
+
+@pytest.fixture(scope="session")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EagerProcess]:
+    folder = tmp_path_factory.mktemp("eager")
+    command = [sys.executable, "-m", "tests.reference_process"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment(folder), **pipes) as process:
+        yield EagerProcess(process, folder)
+        assert process.stdin is not None
+        process.stdin.close()  # it ends at the end of its input
+
+
+def assert_equal(trained: Trained, job: Job, expected: Trained) -> None:
+    assert isinstance(job.model, nn.Module)
+    assert trained.losses == expected.losses
+    assert trained.state.keys() == expected.state.keys()
+    # The reference halves frozen parameters too; the mesh hands them back as the user gave them.
+    frozen = {name: p for name, p in job.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    wanted = {**expected.state, **{name: p.detach() for name, p in frozen.items()}}
+    different = [name for name, tensor in trained.state.items() if not torch.equal(tensor, wanted[name])]
+    assert different == []
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------------
+
+
+def marked() -> list[Any]:
+    stride = len(FACTORS["stages"]) * (len(FACTORS["model"]) // QUICK) + 1  # models and stages both move on
+    quick = set(range(0, len(CASES), stride))
+    return [
+        pytest.param(
+            case,
+            id="-".join(f"{name}={value}" if name != "model" else value for name, value in case.items()),
+            marks=() if i in quick else pytest.mark.slow,
+        )
+        for i, case in enumerate(CASES)
+    ]
+
+
+def test_every_pair_of_settings_is_in_some_case() -> None:
+    covered = set().union(*map(pairs_of, CASES))
+    wanted = {
+        ((a, x), (b, y))
+        for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2)
+        for x, y in itertools.product(xs, ys)
+    }
+    assert covered == wanted
+    assert len(CASES) < 1.3 * len(FACTORS["model"]) * len(FACTORS["stages"])  # and no case is there in vain
+    assert pairwise(FACTORS) == CASES
+
+
+@pytest.mark.parametrize("case", marked())
+def test_any_combination_equals_the_plain_loop(owner: MeshOwner, eager: EagerProcess, case: Case) -> None:
+    job = job_of(case)
+    assert job.micro_batch_size is not None
+    with eager.training(case, job.micro_batch_size / job.batch_size) as expected:
+        trained = owner.train(job, stages_of(case), case["schedule"])
+    assert_equal(trained, job, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_steps_on_four_stages_equal_the_plain_loop(owner: MeshOwner, eager: EagerProcess) -> None:
+    """The demo's model, small: rounding that differs once would have a thousand steps to grow."""
+    case = {"model": "long"}
+    job = job_of(case)
+    with eager.training(case, 1 / 4) as expected:
+        trained = owner.train(job, 4, "1f1b")
+    assert_equal(trained, job, expected)
+    assert trained.losses[-1] < 0.8 * trained.losses[0]
