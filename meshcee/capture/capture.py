@@ -24,6 +24,7 @@ from meshcee.capture.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export import Exported, export_module
 from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Node, Program
+from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
 from meshcee.errors import CaptureError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
@@ -118,11 +119,12 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with _as_in_eager():
+        with faithful(), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum()")
+        refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
         found = data_rules.tensors_of(output)
@@ -150,6 +152,7 @@ def _as_in_eager() -> Iterator[None]:
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else construct(job.model, job.seed)
+    refuse_hooks(model)
     modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from meshcee.capture.analysis import quiet
 from meshcee.capture.operators import Operator, find_operator, operator_name
 from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
+from meshcee.capture.refusals import FixedSizes, explain, where
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 
 __all__ = ["Exported", "export_module"]
@@ -57,12 +57,12 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet():
+        with quiet(), FixedSizes() as sizes:
             exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
-        raise CaptureError(explain(error, module)) from error
+        raise explain(error, sizes.at) from error
     return _Flattener(exported, tuple(arguments), name_of).run()
 
 
@@ -142,9 +142,7 @@ class _Flattener:
             elif node.op == "call_function":
                 self._call(owner, node, no_grad)
             else:
-                raise CaptureError(
-                    f"the exported graph holds a {node.op}{_where(node)}, which cannot be sent to a peer"
-                )
+                raise CaptureError(f"the exported graph holds a {node.op}{where(node)}, which cannot be sent to a peer")
 
     def _call(self, owner: Any, node: Any, no_grad: bool) -> None:
         target = node.target
@@ -155,7 +153,8 @@ class _Flattener:
         if target is torch.ops.higher_order.wrap_with_autocast:
             _device, _dtype, enabled, _cache, sub, *rest = node.args
             if enabled:
-                raise CaptureError(f"autocast is on{_where(node)}; remove it and use Job(precision='bf16')")
+                at = next(filter(None, map(where, self.numbers[sub].graph.nodes)), "")
+                raise CaptureError(f"autocast is on{at}; remove it and use Job(precision='bf16')")
             self._inline(node, self.numbers[sub], rest, no_grad)
             return
         name = operator_name(target)
@@ -172,12 +171,13 @@ class _Flattener:
                 kwargs.pop("memory_format", None)
         if name is None:
             raise CaptureError(
-                f"operation {target}{_where(node)} is not an aten operator; write it with torch functions"
+                f"operation {target}{where(node)} is not an aten operator; write it with torch functions"
             )
         try:
             operator: Operator = find_operator(name)
         except GraphError as error:
-            raise CaptureError(f"operation {name}{_where(node)} cannot run on a peer: {error}") from error
+            advice = "keep it a tensor" if name == "aten.item.default" else "write it with other torch functions"
+            raise CaptureError(f"operation {name}{where(node)} cannot run on a peer: {error}; {advice}") from error
         held = node.meta.get("val")
         if name == "aten.sym_size.int" and (symbol := _symbol(held)) in self.raw_sizes:
             if symbol in self.size_numbers:  # one node for each size, whoever asks
@@ -188,7 +188,7 @@ class _Flattener:
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
         number = len(self.inputs) + len(self.nodes)
         self.numbers[node] = Ref(number)
-        value = self._value(held, f"n{len(self.nodes)}")
+        value = self._value(held, f"n{len(self.nodes)}", f"operation {name}{where(node)} makes")
         self.nodes.append(Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node)))
 
     def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
@@ -208,11 +208,11 @@ class _Flattener:
             return argument
         if isinstance(argument, torch.device):
             return argument
-        raise CaptureError(f"argument {argument!r} of {node.target}{_where(node)} cannot be sent to a peer")
+        raise CaptureError(f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer")
 
-    def _value(self, held: Any, name: str) -> Value:
+    def _value(self, held: Any, name: str, maker: str = "there is") -> Value:
         if isinstance(held, torch.Tensor):
-            shape = tuple(self._dim(d) for d in held.shape)
+            shape = tuple(self._dim(d, maker) for d in held.shape)
             strides = [_hint(s) for s in held.stride()]
             sizes = [_hint(s) for s in held.shape]
             # Ties (size 1) keep their place, so that a contiguous tensor has the identity order.
@@ -226,7 +226,7 @@ class _Flattener:
             return Value(name, None, multiple=True)
         return Value(name, None)
 
-    def _dim(self, dim: Any) -> Dim:
+    def _dim(self, dim: Any, maker: str) -> Dim:
         if isinstance(dim, int):
             return dim
         expression = dim.node.expr
@@ -239,7 +239,7 @@ class _Flattener:
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
                 return Free(max(usual, limit), usual, batch)
         raise CaptureError(
-            f"a tensor has size {expression}, not a multiple of the batch size; keep samples apart in the model"
+            f"{maker} a tensor with size {expression}, no multiple of the batch size; keep samples apart in the model"
         )
 
 
@@ -330,33 +330,3 @@ def _renumbered(argument: Any, renumber: Mapping[int, int]) -> Any:
     if isinstance(argument, tuple):
         return tuple(_renumbered(a, renumber) for a in argument)
     return argument
-
-
-def _where(node: Any) -> str:
-    """ ", at FILE:LINE `code`" of the innermost user frame in the node's stack trace."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', node.meta.get("stack_trace") or "")
-    for file, line, code in reversed(frames):
-        if "/torch/" not in file and "meshcee/capture" not in file:
-            return f" at {file}:{line} `{code.strip()}`"
-    return ""
-
-
-def explain(error: BaseException, module: nn.Module) -> str:
-    """What torch.export could not do, in one sentence: the operation, the line, what to do."""
-    text = str(error)
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not re.search(r"/torch/|/meshcee/capture/|<eval_with_key>|/contextlib\.py", f.filename)
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} `{(frames[-1].line or '').strip()}`" if frames else ""
-    first = re.sub(r"\s+", " ", text.strip().splitlines()[0] if text.strip() else type(error).__name__)[:300]
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__ or "unbacked" in text:
-        advice = "the path taken depends on the values in a tensor; write it with torch.where or a mask"
-    elif "Constraints violated" in text or "specializ" in text:
-        advice = "the model fixes the batch size; compute sizes from x.shape[0] instead of a constant"
-    elif "device" in text and "meta" in text:
-        advice = "create tensors on the device of the input"
-    else:
-        advice = "replace this operation by torch functions of tensors"
-    return f"the model cannot be captured{where}: {first}; {advice}"
