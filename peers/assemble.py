@@ -21,7 +21,7 @@ from dht.terms import TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from peers.agent import Agent, AgentOptions
-from peers.compute import Compute
+from peers.compute import Compute, Pace
 from peers.emulation import emulate
 from peers.home import Home
 from peers.mesh import Mesh
@@ -58,6 +58,7 @@ class JoinOptions:
     shape: str | None = None
     shape_device: str | None = None
     jitter_s: float = 0.0
+    pace: Pace | None = None  # emulate the device only
 
 
 @asynccontextmanager
@@ -137,7 +138,7 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             )
         )
         transport: Transport
-        pace = shape = None
+        pace, shape = options.pace, None
         if options.shape and options.shape_device:
             emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
             pace, shape = emulated.pace, emulated.shape

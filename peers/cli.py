@@ -87,6 +87,9 @@ def peer(
     shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
     shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
     jitter_ms: Annotated[float, typer.Option(min=0.0, help="Emulate: how late a message may be.")] = 0.0,
+    pace_gflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join."""
@@ -108,6 +111,7 @@ def peer(
             shape,
             shape_device,
             jitter_ms,
+            pace_gflops,
         ),
         as_json=as_json,
     )

@@ -14,6 +14,7 @@ from meshcee.errors import UsageError
 from peers.assemble import JoinOptions, agent
 from peers.commands.children import die_with_parent
 from peers.commands.session import configure_logging, run_async
+from peers.compute import Pace
 from peers.home import Home
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
@@ -41,6 +42,7 @@ class PeerOptions:
     shape: str | None
     shape_device: str | None
     jitter_ms: float
+    pace_gflops: float | None
 
 
 def parse_bytes(text: str) -> int:
@@ -63,6 +65,8 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     die_with_parent()
     if (options.shape is None) != (options.shape_device is None):
         raise UsageError("--shape and --shape-device go together")
+    if options.shape and options.pace_gflops:
+        raise UsageError("--shape paces the device itself: leave out --pace-gflops")
     if options.join and options.open:
         raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
     memory_bytes = parse_bytes(options.memory) if options.memory else None
@@ -81,6 +85,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         shape=options.shape,
         shape_device=options.shape_device,
         jitter_s=options.jitter_ms / 1e3,
+        pace=Pace(options.pace_gflops * 1e9) if options.pace_gflops else None,
     )
     if options.threads:
         torch.set_num_threads(options.threads)

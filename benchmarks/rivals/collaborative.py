@@ -1,0 +1,72 @@
+"""hivemind's collaborative optimizer: peers gather a batch together, then average their gradients.
+
+The idea: as in hivemind's own examples, every peer holds the whole model and computes at its own pace until all together have
+the batch; here each takes a fixed share of the step's samples, in proportion to its speed, so that the step is the plain
+loop's. Matchmaking time is as short as its round trips allow.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+
+from benchmarks.rivals.data_parallel import shares
+from benchmarks.rivals.job import build, job, loss
+from benchmarks.rivals.pace import paced
+from benchmarks.rivals.worker import Order, order, report, samples_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import hivemind
+
+MATCHMAKING_S = 2.0
+WAIT_S = 60.0
+
+
+def main(order: Order) -> None:
+    host = f"/ip4/{order.addresses[order.rank]}/tcp"
+    seeds = [order.seed] if order.seed else []
+    dht = hivemind.DHT(initial_peers=seeds, host_maddrs=[f"{host}/{order.port}"], start=True)
+    if order.rank == 0:
+        print(json.dumps({"seed": str(dht.get_visible_maddrs()[0])}), flush=True)
+    part = shares(job.batch_size, order.speeds_flops_per_s)[order.rank]
+    size = part.stop - part.start
+    model = paced(build(), [size * work for work in order.flops], order.device())
+    optimizer = hivemind.Optimizer(
+        dht=dht,
+        run_id="wan",
+        target_batch_size=job.batch_size,
+        batch_size_per_step=size,
+        optimizer=job.optimizer.build(dict(model.named_parameters())),
+        matchmaking_time=MATCHMAKING_S,
+        averaging_timeout=WAIT_S,
+        delay_optimizer_step=False,
+        delay_state_averaging=False,
+        average_state_every=1 << 30,  # all start equal and stay so
+        tracker_opts={"min_refresh_period": 0.1, "max_refresh_period": 1.0, "default_refresh_period": 0.5},
+    )
+    for step in range(order.steps):
+        x, y = samples_of(step, part)
+        value = loss(model(x), y)
+        value.backward()  # type: ignore[no-untyped-call]
+        deadline_s = time.monotonic() + WAIT_S
+        optimizer.step(batch_size=size)
+        while optimizer.local_epoch <= step:  # the others are not done yet
+            if time.monotonic() > deadline_s:
+                sys.exit(f"step {step} was not made within {WAIT_S:.0f} s: the peers do not find each other")
+            # What `step` would do, without counting another (empty) accumulation, by which it would divide the gradient.
+            optimizer._maybe_schedule_gradient_averaging()
+            if optimizer.tracker.ready_to_update_epoch:
+                optimizer._update_global_epoch(None)
+            time.sleep(0.02)
+        optimizer.zero_grad()
+        report(step, value.item(), size)
+    time.sleep(2.0)  # nobody leaves while another still averages
+    optimizer.shutdown()
+    dht.shutdown()
+
+
+if __name__ == "__main__":
+    main(order())

@@ -1,0 +1,124 @@
+"""torch.distributed.pipelining over gloo: GPipe, 1F1B, and the interleaved zero-bubble schedule, on all devices.
+
+The idea: as the library is meant to be used, with the cuts that suit the devices best: contiguous layers in the listed order
+of devices, so that the slowest stage is as fast as it can be. The library's stage class is told to take the paced time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+
+from benchmarks.rivals.job import build, job, loss
+from benchmarks.rivals.pace import PacedDevice
+from benchmarks.rivals.worker import Order, order, report, samples_of
+
+__all__ = ["cuts"]
+
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zb": ScheduleInterleavedZeroBubble}
+
+
+def cuts(flops: Sequence[float], speeds: Sequence[float], chunks: int) -> list[range]:
+    """The layers of each stage; stage i runs on device i modulo their number, `chunks` stages on each.
+
+    One chunk: the exact best partition. More: layers are given one by one to the device that is then least loaded, which
+    counts them as equal.
+    """
+    layers, devices = len(flops), len(speeds)
+    if chunks == 1:
+        sums = [0.0, *accumulate(flops)]
+        best: list[list[tuple[float, tuple[int, ...]]]] = [
+            [(float("inf"), ())] * (layers + 1) for _ in range(devices + 1)
+        ]
+        best[0][0] = (0.0, (0,))
+        for d in range(1, devices + 1):
+            for end in range(d, layers + 1):
+                best[d][end] = min(
+                    (max(worst, (sums[end] - sums[first]) / speeds[d - 1]), (*bounds, end))
+                    for first in range(d - 1, end)
+                    for worst, bounds in [best[d - 1][first]]
+                )
+        bounds = best[devices][layers][1]
+        return [range(a, b) for a, b in pairwise(bounds)]
+    counts = [1] * (devices * chunks)
+    for _ in range(layers - len(counts)):
+        load = [(sum(counts[d::devices]) + 1) / speed for d, speed in enumerate(speeds)]
+        device = load.index(min(load))
+        stage = min(range(device, len(counts), devices), key=lambda i: counts[i])
+        counts[stage] += 1
+    ends = [0, *accumulate(counts)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+class PacedStage(PipelineStage):
+    """The library's stage, taking as long as the device would."""
+
+    def pace(self, device: PacedDevice, flops: float) -> PacedStage:
+        """`flops` of F for one micro-batch."""
+        self._paced, self._flops = device, flops
+        return self
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self._paced.begin()
+        result = super().forward_one_chunk(*args, **options)
+        self._paced.end(self._flops)
+        return result
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        self._paced.begin()
+        result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._paced.end(self._flops * (2 if full_backward else 1))
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self._paced.begin()
+        result = super().backward_weight_one_chunk(*args, **options)
+        self._paced.end(self._flops)
+        return result
+
+
+def main(order: Order) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lab0"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{order.addresses[0]}:{order.port}",
+        rank=order.rank,
+        world_size=order.world,
+        timeout=timedelta(seconds=120),
+    )
+    chunks = 2 if order.system == "zb" else 1
+    layers = cuts(order.flops, order.speeds_flops_per_s, chunks)
+    model, device = build(), order.device()
+    mine = [i for i in range(len(layers)) if i % order.world == order.rank]
+    stages = []
+    for i in mine:
+        module = nn.Sequential(*(model[k] for k in layers[i]))
+        stage = PacedStage(module, i, len(layers), torch.device("cpu"))
+        stages.append(stage.pace(device, order.micro * sum(order.flops[k] for k in layers[i])))
+    count = job.batch_size // order.micro
+    schedule = SCHEDULES[order.system](stages if chunks > 1 else stages[0], count, loss_fn=loss)
+    optimizer = job.optimizer.build({f"{s.stage_index}.{n}": p for s in stages for n, p in s.submod.named_parameters()})
+    first, last = 0 in mine, len(layers) - 1 in mine
+    for step in range(order.steps):
+        x, y = samples_of(step)
+        losses: list[torch.Tensor] = []
+        schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        report(step, float(torch.stack(losses).mean()) if last else None, len(y) if last else 0)
+    dist.barrier()  # nobody leaves while another still reads
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(order())

@@ -1,0 +1,270 @@
+"""meshcee and what people would use instead, training the same model on the same emulated wide-area networks (needs root).
+
+The idea: every row is one system on one network of `wan_testbeds.json`, run several times in the lab, each device paced to its
+profile; a row counts only if its losses are the plain loop's. Rows are kept in a JSON file as they are measured, so a run that
+was stopped goes on where it was; the table is drawn from the file.
+
+    python -m benchmarks.wan [--out FILE] [--network NAME ...] [--system LABEL ...] [--repetitions N] [--table]
+    python -m benchmarks.wan --meshcee "codec:--codec int8" ...    a column for meshcee with these flags of `meshcee train`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import combinations, pairwise, permutations
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab import why_not
+from benchmarks.measure import machine, row
+from benchmarks.rivals.launch import WARM, Bed, Run, System, run
+from meshcee.capture import capture
+from meshcee.errors import MeshceeError
+from meshcee.scenario import load_scenario, packaged
+from peers.commands.session import unwrap
+
+FOLDER = Path(__file__).resolve().parent
+NETWORKS = ("cee-small", "three-cities", "last-mile", "sag")
+STEPS = 6  # WARM of them are not counted
+WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
+MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
+SAME = 1e-4  # how far a loss may be from the plain loop's
+
+
+def bed_of(name: str, flops: list[float]) -> Bed:
+    """Devices are as fast as it takes to train the lab's model in the time that OPT-350 takes, sample for sample."""
+    scenario = load_scenario(FOLDER / "wan_testbeds.json", name, packaged("gpu_profiles.json"))
+    speeds = {}
+    for device in scenario.cluster.devices.values():
+        seconds = sum(table[-1] - table[0] for table in scenario.workload.times[device.kind].cumulated(1))
+        speeds[device.name] = 3 * sum(flops) / float(seconds)
+    return Bed(scenario, speeds, flops)
+
+
+def layer_flops() -> tuple[list[float], float]:
+    """FLOPs of each layer's F for one sample, by meshcee's own count, and the bytes of a boundary for one sample."""
+    from benchmarks.rivals.job import LAYERS, job
+
+    flops = [0.0] * (LAYERS + 2)
+    costs = capture(job).costs
+    for cost in costs:
+        flops[int(cost.name.split("..")[0].split(".")[0])] += cost.flops
+    return flops, float(costs[0].boundary_bytes)
+
+
+def systems_of(bed: Bed, meshcee: Sequence[str]) -> list[System]:
+    """All rows of a network. `meshcee` has entries LABEL:FLAGS."""
+    work = bed.scenario.workload
+    need = sum(work.state_bytes) + work.live_bytes(0, work.num_blocks, 1)
+    fit = tuple(d.name for d in bed.scenario.cluster.devices.values() if d.memory_bytes >= need)
+    best = max(fit, key=lambda host: bed.speeds_flops_per_s[host])
+    everyone = tuple(bed.hosts)
+    found = [System("meshcee", "meshcee", everyone)]
+    for entry in meshcee:
+        label, _, flags = entry.partition(":")
+        found.append(System(f"meshcee {label}", "meshcee", everyone, flags=tuple(flags.split())))
+    for name, title in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("zb", "interleaved zero-bubble")):
+        for micro in (1, 3):
+            found.append(System(f"torch {title}, {36 // micro} micro-batches", name, everyone, micro))
+    found.append(System(f"torch DDP, {len(fit)} that fit", "ddp", fit))
+    found.append(System(f"hivemind optimizer, {len(fit)} that fit", "hivemind", fit))
+    found.append(System("best single device", "single", (best,)))
+    return found
+
+
+# -- what no system can beat -------------------------------------------------------------------------------------------
+
+
+def bounds(bed: Bed, boundary_bytes: float, micros: int) -> dict[str, float]:
+    """Seconds of a step at best: `bare`, all devices busy all the time; `filled`, with the unavoidable fill and drain.
+
+    For any chain of devices with the work cut as finely as one likes: the bottleneck does F and B of all micro-batches,
+    and the last gradient comes back after all F and B of the chain and two crossings of each link. Weight gradients may
+    fill that wait. The best chain of the best subset counts, regions in any order.
+    """
+    total, cluster = 3 * sum(bed.flops), bed.scenario.cluster
+    bare = micros * total / sum(bed.speeds_flops_per_s.values())
+    filled = math.inf
+    regions = cluster.regions
+    for order in permutations(regions):
+        chain = [name for region in order for name in regions[region]]
+        for size in range(1, len(chain) + 1):
+            for used in combinations(chain, size):
+                period = total / sum(bed.speeds_flops_per_s[host] for host in used)
+                crossing = 0.0
+                for a, b in pairwise(used):
+                    path = cluster.path(a, b)
+                    assert path is not None
+                    crossing += path.seconds(boundary_bytes)
+                    period = max(period, boundary_bytes / path.bandwidth_bytes_per_s)
+                residence = size * period * 2 / 3 + 2 * crossing
+                filled = min(filled, max(micros * period, (micros - 1) * period * 2 / 3 + residence))
+    return {"bare": bare, "filled": filled}
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
+    """What is kept of a run."""
+    ends = result.ends_s
+    period = (ends[-1] - ends[WARM - 1]) / (len(ends) - WARM)
+    window_s = ends[-1] - ends[WARM - 1]
+    loads = {}
+    for link in bed.scenario.cluster.graph.edges(data=True):
+        name = f"{link[0][1:]}>{link[1][1:]}" if link[0][0] == link[1][0] == "@" else ""
+        port = f"{link[0]} out" if link[1][0] == "@" else f"{link[1]} in"
+        carried = result.lines.get(name or port, 0)
+        if math.isfinite(link[2]["bandwidth"]):
+            loads[name or port] = carried / link[2]["bandwidth"] / window_s
+    busiest = max(loads, key=lambda name: loads[name], default="")
+    found = {
+        "step_s": period,
+        "steps": [b - a for a, b in pairwise(ends)],
+        "losses": result.losses,
+        "loss_difference": max(abs(a - b) for a, b in zip(result.losses, losses)),
+        "busiest_line": busiest,
+        "busiest_line_share": loads.get(busiest, 0.0),
+        "router_share": result.cpu_s / window_s,
+        "load": os.getloadavg()[0],
+    }
+    if result.plan:
+        stages = result.plan["pipelines"][0]["stages"]
+        found["stages"] = [
+            [result.names.get(m["peer"], m["peer"]) for m in stage["members"]] + [stage["first"], stage["end"]]
+            for stage in stages
+        ]
+        found["limit"] = result.limit
+    if result.trace_s is not None:
+        drop = result.trace_s + bed.scenario.trace[0].at_s
+        for key, chosen in (("step_before_s", lambda e: e <= drop), ("step_after_s", lambda e: e > drop)):
+            some = [e for e in ends[WARM - 1 :] if chosen(e)]
+            if len(some) > 1:
+                found[key] = (some[-1] - some[0]) / (len(some) - 1)
+    return found
+
+
+def steps_for(bed: Bed, system: System, least: int, data: dict[str, Any]) -> int:
+    """Enough to fill the window of a trace, judged by the same system without it."""
+    if not bed.scenario.trace:
+        return least
+    known = [r["step_s"] for r in data["rows"].get(f"cee-small / {system.label}", []) if "step_s" in r]
+    return max(least, WARM + math.ceil(WINDOW_S / statistics.median(known))) if known else least + 4
+
+
+async def measure(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    flops, boundary = await asyncio.to_thread(layer_flops)
+    for name in options.network or NETWORKS:
+        bed = bed_of(name, flops)
+        data["bounds"][name] = bounds(bed, boundary, 36)
+        for system in systems_of(bed, options.meshcee):
+            if options.system and not any(system.label.startswith(wanted) for wanted in options.system):
+                continue
+            rows = data["rows"].setdefault(f"{name} / {system.label}", [])
+            if options.again:
+                rows[:] = [r for r in rows if "step_s" in r]
+            while len(rows) < options.repetitions and not any("why" in r for r in rows):
+                steps = steps_for(bed, system, options.steps, data)
+                try:
+                    found = figures(bed, await run(bed, system, steps, options.limit, MTU), plain_losses(steps, data))
+                except (MeshceeError, BaseExceptionGroup) as error:
+                    found = {"why": str(unwrap(error))[:400]}
+                rows.append(found)
+                save(options.out, data)
+                said = found.get("why") or f"{found['step_s']:.2f} s a step, loss off by {found['loss_difference']:.1e}"
+                print(f"{name} / {system.label}: {said}", file=sys.stderr, flush=True)
+
+
+def plain_losses(steps: int, data: dict[str, Any]) -> list[float]:
+    if len(data["plain_losses"]) < steps:
+        command = [sys.executable, "-m", "benchmarks.rivals.reference", str(max(steps, 16))]
+        data["plain_losses"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    losses: list[float] = data["plain_losses"]
+    return losses
+
+
+def load(path: Path) -> dict[str, Any]:
+    if path.exists():
+        data: dict[str, Any] = json.loads(path.read_text())
+        return data
+    return {"machine": machine(), "congestion_control": "", "plain_losses": [], "bounds": {}, "rows": {}}
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def table(data: dict[str, Any]) -> str:
+    lines = []
+    for name in dict.fromkeys(key.split(" / ")[0] for key in data["rows"]):
+        rows = {key.split(" / ")[1]: found for key, found in data["rows"].items() if key.startswith(f"{name} / ")}
+        steps = {label: [r["step_s"] for r in found if "step_s" in r] for label, found in rows.items()}
+        ours = statistics.median(steps["meshcee"]) if steps.get("meshcee") else None
+        bound = data["bounds"][name]
+        lines += [f"\n**{name}**: bound {bound['bare']:.2f} s a step, {bound['filled']:.2f} s with fill and drain\n"]
+        lines += [row("system", "s a step", "spread", "of the bounds", "meshcee is faster by", "what limits it")]
+        lines += [row(*["---"] * 6)]
+        for label, found in rows.items():
+            if not steps[label]:
+                lines.append(row(label, "-", "-", "-", "-", found[0]["why"] if found else ""))
+                continue
+            middle, least, most = statistics.median(steps[label]), min(steps[label]), max(steps[label])
+            shares = f"{bound['filled'] / middle:.2f} ({bound['bare'] / middle:.2f})"
+            ratio = f"{middle / ours:.2f}" if ours else ""
+            lines.append(row(label, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", shares, ratio, _limit(found)))
+    return "\n".join(lines)
+
+
+def _limit(found: Sequence[dict[str, Any]]) -> str:
+    """The busiest line, the steps before and after a trace's change, and losses that are not the plain loop's."""
+    good = [r for r in found if "step_s" in r]
+    said = [f"{good[-1]['busiest_line']} {100 * statistics.median(r['busiest_line_share'] for r in good):.0f} % busy"]
+    if good[-1].get("limit"):
+        said.append(f"reports say: {good[-1]['limit']}")
+    if any("step_after_s" in r and "step_before_s" in r for r in good):
+        both = [(r["step_before_s"], r["step_after_s"]) for r in good if "step_after_s" in r and "step_before_s" in r]
+        said.append(
+            f"{statistics.median(b for b, _ in both):.2f} s before, {statistics.median(a for _, a in both):.2f} s after"
+        )
+    if (worst := max(r["loss_difference"] for r in good)) > SAME:
+        said.append(f"LOSSES DIFFER by {worst:.1e}")
+    return "; ".join(said)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wan", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER / "wan.json", help="where rows are kept; default: %(default)s"
+    )
+    parser.add_argument("--network", action="append", choices=NETWORKS, default=[])
+    parser.add_argument("--system", action="append", default=[], help="rows whose label begins so; default: all")
+    parser.add_argument("--meshcee", action="append", default=[], help="LABEL:FLAGS, another row for meshcee")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"a run; the first {WARM} are not counted")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds that a run may take, start included")
+    parser.add_argument("--again", action="store_true", help="try again what failed")
+    parser.add_argument("--table", action="store_true", help="measure nothing, draw the table")
+    options = parser.parse_args()
+    data = load(options.out)
+    if not options.table:
+        if reason := why_not():
+            sys.exit(f"the benchmark needs the WAN lab, which cannot run here: {reason}")
+        asyncio.run(measure(options, data))
+    print(table(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The comparison's own arithmetic: cuts, shares, pace, bounds, and what is kept of a run."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.lab.network import Network
+from benchmarks.rivals.data_parallel import shares
+from benchmarks.rivals.launch import Run
+from benchmarks.rivals.pace import PacedDevice, paced
+from benchmarks.rivals.pipeline import cuts
+from benchmarks.wan import NETWORKS, bed_of, bounds, figures, systems_of, table
+
+FLOPS = [0.0, *[13e6] * 16, 17e6]
+
+
+def test_cuts_are_contiguous_and_suit_the_devices() -> None:
+    layers = cuts(FLOPS, [4.0, 4.0, 2.0, 1.0], 1)
+    assert [k for part in layers for k in part] == list(range(18))
+    slowest = max(sum(FLOPS[k] for k in part) / speed for part, speed in zip(layers, [4.0, 4.0, 2.0, 1.0]))
+    assert slowest == pytest.approx(7 * 13e6 / 4)  # 7, 6 and 3 blocks, and the head
+    twice = cuts(FLOPS, [4.0, 1.0, 1.0], 2)
+    assert [k for part in twice for k in part] == list(range(18))
+    assert [len(twice[i]) + len(twice[i + 3]) for i in range(3)] == [12, 3, 3]
+
+
+def test_shares_are_by_speed_and_leave_nothing_out() -> None:
+    assert shares(36, [2.0, 2.0, 1.0, 1.0]) == [slice(0, 12), slice(12, 24), slice(24, 30), slice(30, 36)]
+
+
+def test_a_paced_model_computes_the_same_in_the_time_of_the_device() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, flops = torch.tensor([[1, 2, 6]]), [0.0, 2e6, 1e6, 2e6]
+    plain(x).square().sum().backward()
+    wanted = [p.grad for p in plain.parameters()]
+    plain.zero_grad()
+    device = PacedDevice(1e9)
+    start_s = time.perf_counter()
+    paced(plain, flops, device)(x).square().sum().backward()
+    assert time.perf_counter() - start_s >= 0.014
+    # The embedding's input has no gradient: its backward is not seen, and has no FLOPs.
+    assert device.busy_s == pytest.approx(3 * sum(flops) / 1e9)
+    for parameter, gradient in zip(plain.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_has_bounds_and_every_system_a_place(name: str) -> None:
+    bed = bed_of(name, FLOPS)
+    Network.of(bed.scenario)
+    found = bounds(bed, 262144.0, 36)
+    assert 1.5 < found["bare"] <= found["filled"] < 4.0
+    # With many micro-batches weight gradients hide fill and drain, with few they cannot.
+    assert bounds(bed, 262144.0, 72)["filled"] / 72 <= found["filled"] / 36 < bounds(bed, 262144.0, 2)["filled"] / 2
+    systems = {system.label: system for system in systems_of(bed, ["int8:--codec int8"])}
+    assert systems["meshcee int8"].flags == ("--codec", "int8")
+    best = max(bed.speeds_flops_per_s.values())
+    assert bed.speeds_flops_per_s[systems["best single device"].hosts[0]] == best
+    fits = next(s for label, s in systems.items() if "DDP" in label).hosts
+    assert not any("2080" in host for host in fits)
+    assert best < 2 * bed.speeds_flops_per_s[fits[0]]
+
+
+def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
+    bed, run = bed_of("sag", FLOPS), Run(expected=2)
+    for step in range(6):
+        run.hear({"step": step, "at_s": 100.0 + 5 * step, "loss": 2.0, "samples": 12})
+        run.hear({"step": step, "at_s": 101.0 + 5 * step, "loss": 1.0, "samples": 24})
+    run.trace_s = 106.0
+    run.lines = {"cloud>edge": 62.5e6 / 8 * 10}  # ten of twenty seconds
+    found = figures(bed, run, [4 / 3] * 5 + [1.0])
+    assert found["step_s"] == 5.0
+    assert found["loss_difference"] == pytest.approx(1 / 3)
+    assert (found["busiest_line"], found["busiest_line_share"]) == ("cloud>edge", pytest.approx(0.5))
+    assert found["step_before_s"] == found["step_after_s"] == 5.0
+    data = {
+        "bounds": {"sag": {"bare": 2.0, "filled": 2.5}},
+        "rows": {"sag / meshcee": [found], "sag / x": [{"why": "no"}]},
+    }
+    drawn = table(data)
+    assert "| meshcee | 5.00 | 5.00 to 5.00 | 0.50 (0.40) | 1.00 | cloud>edge 50 % busy; 5.00 s before" in drawn
+    assert "LOSSES DIFFER by 3.3e-01" in drawn
+    assert "| x | - | - | - | - | no |" in drawn
