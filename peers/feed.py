@@ -5,7 +5,7 @@ The idea: every step can be drawn again at any time from (seed, step), so nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,22 @@ from peers.hyper import HyperSchedule
 from peers.messages import Step
 from peers.place import rows_of
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "loss_shares"]
+
+
+def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[int, int], Any]) -> list[float]:
+    """What the losses of these parts of a micro-batch count for in the loss of the whole.
+
+    A mean is the mean of its parts by their samples, or by the job's own weights of their targets, which `targets(first,
+    end)` returns; a sum is their sum.
+    """
+    if job.reduction == "sum":
+        return [1.0] * len(rows)
+    if job.weight is None:
+        own = [float(end - first) for first, end in rows]
+    else:
+        own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
+    return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
 
 
 class Feed:
@@ -90,10 +105,7 @@ class Feed:
         return self._capture.inputs_of(self.samples(spec, micro))
 
     def shares(self, spec: Step, stage: Stage) -> tuple[tuple[float, ...], ...]:
-        """For each member of the last stage, what the loss of its rows of each micro-batch counts for.
-
-        A mean is the mean of its parts by their samples, or by the job's own weights of their targets; a sum their sum.
-        """
+        """For each member of the last stage, what the loss of its rows of each micro-batch counts for."""
         if len(stage.members) == 1:
             return (spec.weights,)
         columns = []
@@ -104,12 +116,7 @@ class Feed:
 
     def parts(self, spec: Step, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
         """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
-        if self._job.reduction == "sum":
-            return [1.0] * len(rows)
-        if self._job.weight is None:
-            return [(end - first) / self.size(spec, micro) for first, end in rows]
-        own = [float(self._job.weight(self.samples(spec, micro, r)[1])) if r[0] < r[1] else 0.0 for r in rows]
-        return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
+        return loss_shares(self._job, rows, lambda *part: self.samples(spec, micro, part)[1])
 
     def _weights(self, step: int) -> tuple[float, ...]:
         """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""

@@ -15,9 +15,8 @@ from typing import Any
 import msgpack
 import torch
 
-from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program
+from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program, why_unsplit
 from meshcee.capture.draws import whole_draws
-from meshcee.capture.rows import why_unsplit
 from meshcee.codec import codec_of
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError, UsageError

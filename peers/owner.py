@@ -30,6 +30,7 @@ from peers.feed import Feed
 from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
+from peers.sharing import check_sharing
 from peers.snapshots import Cadence, Snapshots, state_for
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
 from peers.transport.base import Frame, StreamClosed, Transport
@@ -150,6 +151,7 @@ class Owner:
         try:
             async with asyncio.TaskGroup() as group:
                 watchdog = group.create_task(self._watch_failures())
+                await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
                 await self._offer_all(group)
                 if self._snapshots is not None:
                     completing = group.create_task(self._snapshots.run())

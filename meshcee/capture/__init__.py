@@ -9,6 +9,7 @@ from meshcee.capture.capture import Capture, capture
 from meshcee.capture.data import inputs_of, stack
 from meshcee.capture.encoding import decode_program, encode_program
 from meshcee.capture.program import Batch, Free, Program, Value
+from meshcee.capture.rows import why_unsplit
 from meshcee.capture.slicing import StageSpec
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "encode_program",
     "inputs_of",
     "stack",
+    "why_unsplit",
 ]

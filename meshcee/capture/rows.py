@@ -40,23 +40,22 @@ def cuts_of(program: Program) -> tuple[Cut, ...]:
     varies: list[bool] = []  # whether a value depends on the samples of the micro-batch
     for entry in program.inputs:
         raw = entry.kind == "raw"
-        cuts.append(_of_shape(entry.value, varies=raw, mixed=""))
+        cuts.append(_of_shape(entry.value, varies=raw))
         varies.append(raw)
     for node in program.nodes:
         number = len(cuts)
         if node.value.is_tensor or node.value.multiple:
-            mixed = next((cuts[r].mixed for r in node.refs if cuts[r].mixed), "")
             varies.append(any(varies[r] for r in node.refs))
-            cuts.append(_of_shape(node.value, varies=varies[number], mixed=mixed))
+            cuts.append(_of_shape(node.value, varies=varies[number]))
         else:
             cuts.append(_of_size(node, program, cuts))
             varies.append(False)
     return tuple(cuts)
 
 
-def _of_shape(value: Value, *, varies: bool, mixed: str) -> Cut:
-    if mixed or value.multiple:
-        return Cut(mixed=mixed)
+def _of_shape(value: Value, *, varies: bool) -> Cut:
+    if value.multiple:
+        return Cut()
     dims = [d for d, size in enumerate(value.shape) if _counts_samples(size)]
     if len(dims) == 1:
         return Cut(dims[0])
@@ -96,10 +95,10 @@ def why_unsplit(program: Program, first: int, end: int) -> str:
     spec, cuts = program.slice(first, end), cuts_of(program)
     if spec.mutated:
         return f"its buffer {spec.mutated[0]!r} holds statistics of the whole batch"
-    for number in (*spec.received_numbers, *spec.sent_numbers):
-        if cuts[number].mixed:
-            return cuts[number].mixed
-    return ""
+    mixed = {number: cuts[number].mixed for number in spec.received_numbers}
+    for number, node in spec.nodes:  # what is computed from something mixed here is mixed too
+        mixed[number] = cuts[number].mixed or next((why for r in node.refs if (why := mixed.get(r, ""))), "")
+    return next((why for n in (*spec.received_numbers, *spec.sent_numbers) if (why := mixed[n])), "")
 
 
 def divided(program: Program, numbers: tuple[int, ...]) -> tuple[Cut, ...]:
