@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
+from meshcee.planner.codecs import CODEC_CHOICES
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
@@ -121,6 +122,8 @@ class Job:
     checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
                writes one.
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
+    codec      how activations and gradients cross links: "none" (exact), "bf16", "int8", "int4", or "auto": bf16 between
+               regions, none inside; docs/benchmarks.md says what each costs in loss
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -144,6 +147,7 @@ class Job:
     recompute: bool = False
     checkpoint_every: int = 0
     weights: str | os.PathLike[str] | None = None
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -158,6 +162,8 @@ class Job:
             raise UsageError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
+        if self.codec not in CODEC_CHOICES:
+            raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError("clip_norm must be positive")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):

@@ -23,22 +23,24 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Codec:
-    """What a codec does to a boundary tensor, per element, and how fast it is in bytes of 16-bit tensor per second.
+    """What a codec does to a boundary tensor: bits per element on the wire, and seconds to encode and decode one.
 
-    Encoding and decoding delay a message; they neither hold the link nor the device (they run beside it).
+    Encoding and decoding delay a message; they neither hold the link nor the device (they run on a thread beside it).
     """
 
-    bits: float  # on the wire, per element
-    bytes_per_s: float  # of encoding, and of decoding
+    bits: float
+    element_s: float  # in and out
 
 
-# Bits measured on 16 MiB of bf16 with outlier channels: int8 per 64 is 1.94 times smaller, int4 per 64 3.76 times.
-# The speeds are assumptions: the measured fp8 cast ran at 7 GB/s on one CPU core, and these do two to three passes.
+# Bits are those of meshcee.codec (a test holds them together: a planner needs no torch). Seconds were measured by
+# benchmarks/codecs.py (docs/benchmarks.md): one core of an AMD EPYC, fp32 in pieces of 1 MiB; activations are
+# rounded to nearest, gradients by chance, so the figures are the means of both.
 CODECS: dict[str, Codec] = {
-    "bf16": Codec(16.0, math.inf),
-    "int8": Codec(16.0 / 1.94, 3e9),
-    "int4": Codec(16.0 / 3.76, 2e9),
+    "bf16": Codec(16.0, 0.2e-9),
+    "int8": Codec(8.25, 1.3e-9),
+    "int4": Codec(4.25, 5.2e-9),
 }
+PAYLOAD_S = 1e-4  # of every coded message: to the thread beside the device and back, on either side
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,14 @@ class Workload:
         return self.held_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
 
     def wire_bytes(self, size: float, codec: str) -> float:
-        """Bytes on the wire of a boundary tensor of `size` bytes."""
-        if codec == "none":
-            return size
-        return size / self.element_bytes * CODECS[codec].bits / 8
+        """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more."""
+        return size if codec == "none" else size * min(1.0, CODECS[codec].bits / 8 / self.element_bytes)
 
     def codec_s(self, size: float, codec: str) -> float:
-        """Encoding and decoding of a boundary tensor of `size` bytes."""
-        return 0.0 if codec == "none" else 2 * (size / self.element_bytes * 2) / CODECS[codec].bytes_per_s
+        """Seconds to encode and decode a boundary tensor of `size` bytes: a part for each message, and one for each byte.
+
+        What saves nothing, as bf16 on 16-bit tensors, travels as it is.
+        """
+        if self.wire_bytes(1.0, codec) >= 1.0:
+            return 0.0
+        return PAYLOAD_S + size / self.element_bytes * CODECS[codec].element_s

@@ -128,6 +128,10 @@ def train(
     stages: Annotated[
         int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")
     ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="What crosses links: none (exact), bf16, int8, int4, auto. Default: the job's own, none."),
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[
@@ -142,7 +146,7 @@ def train(
     from peers.commands.train import TrainOptions, run_train
 
     run_train(
-        TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every),
+        TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every, codec),
         as_json=as_json,
     )
 

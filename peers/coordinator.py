@@ -18,6 +18,7 @@ import structlog
 
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
 from meshcee.plan import LeftOut, Plan
+from meshcee.planner.codecs import CODEC_CHOICES
 from meshcee.planner.live import JobCosts, Measured, plan_job
 from meshcee.profile import BlockCost
 from meshcee.timing import BlockTimes
@@ -70,6 +71,7 @@ class PlanRequest:
             "batch_size": job.batch_size,
             "micro_batch": job.micro_batch,
             "recompute": job.recompute,
+            "codec": job.codec,
             "element_bytes": job.element_bytes,
             "message_bytes": list(job.message_bytes),
             "stages": self.stages,
@@ -114,6 +116,8 @@ class PlanRequest:
             raise ProtocolError("a message has bytes beside its samples, out and back")
         if (element_bytes := need(header, "element_bytes", int)) not in (2, 4):
             raise ProtocolError("an element has 2 or 4 bytes")
+        if (codec := need(header, "codec", str)) not in CODEC_CHOICES:
+            raise ProtocolError(f"codec {codec[:40]!r} is unknown to this coordinator; upgrade it")
         job = JobCosts(
             costs,
             batch_size,
@@ -123,6 +127,7 @@ class PlanRequest:
             (extra[0], extra[1]),
             tuple(alike),
             tuple((first, last, size) for first, last, size in tied),
+            codec,
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
         return cls(job, found, stages, wanted)

@@ -56,6 +56,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         message_bytes=(FRAME_BYTES + state, FRAME_BYTES),
         alike=alike(program),
         tied=tied(program),
+        codec=job.codec,
     )
 
 

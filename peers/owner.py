@@ -34,7 +34,7 @@ from peers.sharing import check_sharing
 from peers.snapshots import Cadence, Snapshots, state_for
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
 from peers.transport.base import Frame, StreamClosed, Transport
-from peers.walk import Report, Walk
+from peers.walk import CodecNews, Report, Walk
 
 __all__ = ["Owner", "Report"]
 
@@ -97,6 +97,7 @@ class Owner:
         ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
         self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
+        self._codecs = CodecNews(plan)
         self._failed = asyncio.Event()
         self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
         self._stop = False
@@ -398,8 +399,9 @@ class Owner:
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
                 limit=walk.limit(self.plan.pipelines[0].stages, self._names),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
-                codecs=walk.codecs,
+                codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
             )
+            self._codecs.hear(walk)
             if not feed.evaluates_after(walk.spec.step):
                 await self._tell(report, held)
 

@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
+
 from meshcee.codec import Measured
 from meshcee.errors import ProtocolError, UsageError
-from meshcee.plan import Stage
+from meshcee.plan import Plan, Stage
 from peers import messages
 from peers.messages import Step, need
 
-__all__ = ["Report", "Walk"]
+__all__ = ["CodecNews", "Report", "Walk"]
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Walk:
     losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
     parts: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    codecs: dict[str, Measured] = field(default_factory=dict)
+    codecs: dict[tuple[int, int], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,13 +68,12 @@ class Walk:
         for kind, target in ((messages.F, stage + 1), (messages.B, stage - 1)):
             measured = need(header, "codecs", dict).get(kind)
             if measured is not None:
-                boundary = f"{stage}->{target}"
                 try:
                     found = Measured.from_json(measured)
                 except UsageError as error:
                     raise ProtocolError(f"it applied a step: {error}") from error
-                known = self.codecs.get(boundary)  # of another member of the group
-                self.codecs[boundary] = found if known is None else known + found
+                known = self.codecs.get((stage, target))  # of another member of the group
+                self.codecs[stage, target] = found if known is None else known + found
         self.applied[peer_id] = header
 
     def heard_of(self, micro: int) -> bool:
@@ -102,3 +105,19 @@ class Walk:
         if busy >= 0.7:
             return f"compute of {name} (stage {index}, {busy:.0%} busy)"
         return f"links: the busiest stage, {index} on {name}, waits {1 - busy:.0%}"
+
+
+class CodecNews:
+    """A guard that has stepped back is told once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._known: dict[tuple[int, int], str] = {}  # (stage, target) -> the codec in use, as last heard
+        for stage, of in enumerate(plan.pipelines[0].stages):
+            self._known |= {(stage, stage + 1): of.codec_out, (stage, stage - 1): of.codec_back}
+
+    def hear(self, walk: Walk) -> None:
+        for where, found in walk.codecs.items():
+            if (left := self._known[where]) != found.codec:
+                at = {"step": walk.spec.step, "stage": where[0], "target": where[1]}
+                log.warning("a codec was too far off and has been left", **at, left=left, now=found.codec)
+                self._known[where] = found.codec

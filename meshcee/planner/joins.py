@@ -59,15 +59,16 @@ def join_groups(
     """Between members (peer, samples) of two groups; None when a pair that must exchange samples is not joined."""
     out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
     back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
-    share, coding = workload.wire_bytes(1.0, codec), workload.codec_s(1.0, codec)
+    share, each_s = workload.wire_bytes(1.0, codec), workload.codec_s(0.0, codec)
+    coding = workload.codec_s(1.0, codec) - each_s
     there, again = np.zeros_like(out), np.zeros_like(out)
     held: dict[tuple[str, str], float] = {}
     for i, j, samples in overlaps([n for _, n in a], [n for _, n in b]):
         go, come = cluster.path(a[i][0], b[j][0]), cluster.path(b[j][0], a[i][0])
         if go is None or come is None:
             return None
-        there = np.maximum(there, _seconds(go, samples * out, share, coding))
-        again = np.maximum(again, _seconds(come, samples * back, share, coding))
+        there = np.maximum(there, each_s + _seconds(go, samples * out, share, coding))
+        again = np.maximum(again, each_s + _seconds(come, samples * back, share, coding))
         for path, size in ((go, samples * float(out.max())), (come, samples * float(back.max()))):
             for line in path.lines:
                 held[line] = held.get(line, 0.0) + size * share / cluster.bandwidth(line)

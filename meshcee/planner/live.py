@@ -13,16 +13,17 @@ from statistics import median
 
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
+from meshcee.planner.codecs import BETWEEN_REGIONS, with_codec
 from meshcee.planner.job import Choice, Runs, plans
 from meshcee.planner.memory import STATE_FACTOR
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.search import Effort
 from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
+from meshcee.simulator import period_s
 from meshcee.timing import BlockTimes
 from meshcee.workload import KindTimes, Workload
 
 __all__ = [
-    "CODECS_RUN",
     "DEFAULT_LINK",
     "EFFORT",
     "RUNS",
@@ -37,7 +38,6 @@ __all__ = [
 # What every member of a mesh can run. Peers of another protocol version cannot even join, so this is a matter of the
 # version alone: whoever teaches the executor more, widens it here.
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
-CODECS_RUN = ("none",)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
@@ -52,6 +52,7 @@ class JobCosts:
 
     alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
+    codec  of every boundary, or "auto": between regions only
     """
 
     blocks: Sequence[BlockCost]
@@ -62,6 +63,7 @@ class JobCosts:
     message_bytes: tuple[int, int] = (0, 0)
     alike: tuple[int, ...] = ()
     tied: tuple[tuple[int, int, int], ...] = ()
+    codec: str = "none"
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,29 @@ def choose(
     """The best plans that the members can run, and what they were made from."""
     cluster, workload = situation(mesh, job)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
-    return plans(cluster, workload, codecs=CODECS_RUN, effort=effort or EFFORT, runs=runs), cluster, workload
+    codecs = (BETWEEN_REGIONS, "none") if job.codec == "auto" else (job.codec,)
+    choice = plans(cluster, workload, codecs=codecs, effort=effort or EFFORT, runs=runs)
+    if job.codec == "auto":
+        choice = _exact_inside_regions(choice, cluster, workload)
+    return choice, cluster, workload
+
+
+def _exact_inside_regions(choice: Choice, cluster: Cluster, workload: Workload) -> Choice:
+    """The search coded where it gained seconds; regions say where it may. Priced anew.
+
+    The best stays the best: why devices are left out was found out for it.
+    """
+    regions = {peer: device.region for peer, device in cluster.devices.items()}
+    found: list[tuple[float, Plan]] = []
+    for plan in (choice.best, *choice.runners_up):
+        coded = with_codec(plan, "auto", regions)
+        step_s = period_s(coded, cluster, workload)
+        if plan.predicted is not None:
+            rate = workload.global_batch / step_s
+            coded = replace(coded, predicted=replace(plan.predicted, step_s=step_s, samples_per_s=rate))
+        found.append((step_s, coded))
+    others = [plan for _, plan in sorted(found[1:], key=lambda x: x[0])]
+    return Choice(found[0][1], others, choice.single)
 
 
 def plan_job(

@@ -44,6 +44,7 @@ class TrainOptions:
     threads: int | None
     resume: str | None = None
     checkpoint_every: int | None = None
+    codec: str | None = None
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -68,6 +69,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     job = load_job(options.job)
     if options.checkpoint_every is not None:
         job = replace(job, checkpoint_every=options.checkpoint_every)
+    if options.codec is not None:
+        job = replace(job, codec=options.codec)
     where = JoinOptions(
         token=options.join,
         local=options.local,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshcee import workload
 from meshcee.codec import CODECS, LADDER, Codec, accepted, codec_of
 from meshcee.codec.blocks import BLOCK, PIECE
 from meshcee.codec.coder import relative_error
 from meshcee.errors import UsageError
+from tests import small
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = [codec for codec in LADDER if codec.name != "none"]
@@ -147,6 +150,21 @@ def test_sizes_are_as_documented() -> None:
     count = 1 << 20
     ratios = {name: 4 * count / codec.wire_bytes(torch.float32, count) for name, codec in CODECS.items()}
     assert ratios == pytest.approx({"none": 1.0, "bf16": 2.0, "int8": 3.879, "int4": 7.529}, rel=1e-3)
+
+
+def test_the_planner_prices_the_sizes_that_are_sent() -> None:
+    count = 1 << 16
+    for name, priced in workload.CODECS.items():
+        assert priced.bits == 8 * CODECS[name].wire_bytes(torch.float32, count) / count
+    job = replace(small.workload(3), element_bytes=4)
+    size = 4.0 * count
+    for name in CODECS:
+        assert job.wire_bytes(size, name) == CODECS[name].wire_bytes(torch.float32, count)
+    assert job.codec_s(size, "none") == 0.0
+    assert job.codec_s(size, "int4") > job.codec_s(size, "int8") > job.codec_s(size, "bf16") > workload.PAYLOAD_S
+    halves = replace(job, element_bytes=2)
+    assert halves.wire_bytes(size, "bf16") == size
+    assert halves.codec_s(size, "bf16") == 0.0
 
 
 def test_the_ladder_goes_up_to_none() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -179,10 +180,13 @@ async def test_fewer_bytes_cross_the_links() -> None:
 async def test_the_guard_steps_back_and_the_neighbours_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("int4", "int8"):
         monkeypatch.setattr(CODECS[name], "budget", 0.0)
-    trained = await run(make_job(), "int4", "int4")
+    with structlog.testing.capture_logs() as told:
+        trained = await run(make_job(), "int4", "int4")
     expected = await run(make_job(), "bf16", "bf16")
     assert trained.losses == expected.losses
     assert {m.codec for m in trained.reports[0].codecs.values()} == {"bf16"}
+    warned = sorted((e["stage"], e["target"], e["left"], e["now"]) for e in told if e["log_level"] == "warning")
+    assert warned == [(stage, target, "int4", "bf16") for stage, target in ((0, 1), (1, 0), (1, 2), (2, 1))]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ def test_a_live_mesh_is_planned() -> None:
     assert found.pipelines[0].stages[0].codec_out == "none"
     assert all(len(s.members) == 1 for s in found.pipelines[0].stages)
     assert found.predicted is not None
+
+
+def test_a_jobs_codec_is_planned_and_priced() -> None:
+    thin = measured(links={k: v if v is NEAR else LinkProfile(0.04, 2e6) for k, v in LINKS.items()})
+    plans = {codec: plan(thin, replace(JOB, codec=codec), 5) for codec in ("none", "int8", "int4")}
+    for codec, found in plans.items():
+        stages = found.pipelines[0].stages
+        assert {s.codec_out for s in stages[:-1]} == {s.codec_back for s in stages[1:]} == {codec}
+        assert (stages[0].codec_back, stages[-1].codec_out) == ("none", "none")
+    steps = {codec: found.predicted.step_s for codec, found in plans.items() if found.predicted is not None}
+    assert steps["int8"] < steps["none"]
+
+
+def test_auto_codes_between_regions_only() -> None:
+    found = plan(measured(), replace(JOB, codec="auto"), 5)
+    stages = found.pipelines[0].stages
+    for a, b in pairwise(stages):
+        across = HOME[a.peers[0]] != HOME[b.peers[0]]
+        assert (a.codec_out, b.codec_back) == (("bf16", "bf16") if across else ("none", "none"))
+    assert "bf16" in {s.codec_out for s in stages}
+    cluster, workload = situation(measured(), replace(JOB, codec="auto"))
+    assert found.predicted is not None
+    assert found.predicted.step_s == period_s(found, cluster, workload)
+    near = dict.fromkeys(LINKS, NEAR)
+    assert {s.codec_out for s in plan(measured(links=near), replace(JOB, codec="auto"), 5).pipelines[0].stages} == {
+        "none"
+    }
 
 
 def test_a_link_that_is_too_slow_is_not_crossed() -> None:

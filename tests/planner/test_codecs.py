@@ -1,0 +1,47 @@
+"""A job's codec on a plan: everywhere, or between regions only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer
+from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.planner.codecs import with_codec
+
+
+def plan() -> Plan:
+    stages = tuple(Stage(i, i + 1, (Member(f"p{i}", 4),), window=2, live_cap=2) for i in range(4))
+    return Plan(4, (Pipeline(8, stages),))
+
+
+def codecs(plan: Plan) -> list[tuple[str, str]]:
+    return [(s.codec_back, s.codec_out) for s in plan.pipelines[0].stages]
+
+
+def test_one_codec_holds_at_every_boundary_and_nowhere_else() -> None:
+    coded = codecs(with_codec(plan(), "int8", {}))
+    assert coded == [("none", "int8"), ("int8", "int8"), ("int8", "int8"), ("int8", "none")]
+    assert with_codec(with_codec(plan(), "int8", {}), "none", {}) == plan()
+
+
+def test_auto_is_exact_inside_a_region_and_16_bits_between() -> None:
+    regions = {"p0": "home", "p1": "home", "p2": "cloud", "p3": "cloud"}
+    coded = codecs(with_codec(plan(), "auto", regions))
+    assert coded == [("none", "none"), ("none", "bf16"), ("bf16", "none"), ("none", "none")]
+    assert with_codec(plan(), "auto", dict.fromkeys(regions, "home")) == plan()
+
+
+def test_a_job_takes_known_codecs_only() -> None:
+    def job(codec: str) -> Job:
+        data = [(torch.zeros(1), torch.zeros(1))] * 4
+        return Job(
+            nn.Linear(1, 1), nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), batch_size=4, steps=1, codec=codec
+        )
+
+    for name in ("none", "bf16", "int8", "int4", "auto"):
+        assert job(name).codec == name
+    with pytest.raises(UsageError, match="codec must be one of none, bf16, int8, int4, auto, got 'mp3'"):
+        job("mp3")
