@@ -4,9 +4,10 @@ The idea: what does not make sense is refused here, with the place where it stan
 
 A testbed file has `testbeds`, each with name, model, global_batch, `regions` (gbps per device port and direction,
 rtt_ms), `devices` (name, gpu, region), `links` between regions (gbps per direction, shared by all that crosses; rtt_ms)
-and perhaps a `trace` of link changes. A profile file has `models` (layers, hidden, vocab, sequence, and per device kind
-and micro-batch size the seconds [forward, backward, optimizer] of embed, block and head), `memory_gib` and
-`memory_model`. Block 0 is the embedding, 1..layers the transformer blocks, layers + 1 the head with the loss.
+and perhaps a `trace` of link changes. For emulation a device may have `really`, the share of its speed that it delivers,
+and the testbed `emulated_gflops`, the speed of all devices together. A profile file has `models` (layers, hidden, vocab,
+sequence, and per device kind and micro-batch size the seconds [forward, backward, optimizer] of embed, block and head),
+`memory_gib` and `memory_model`. Block 0 is the embedding, 1..layers the transformer blocks, layers + 1 the head with the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Scenario:
     cluster: Cluster
     workload: Workload
     trace: tuple[LinkChange, ...] = ()
+    really: Mapping[str, float] = field(default_factory=dict)  # device -> share of its speed that it has when emulated
+    emulated_flops_per_s: float | None = None  # all devices together
 
 
 def packaged(name: str) -> Path:
@@ -78,7 +81,11 @@ def load_scenario(testbeds: Path, name: str, profiles: Path) -> Scenario:
     kinds = list(dict.fromkeys(d.kind for d in cluster.devices.values()))
     batch = _whole(where, entry, "global_batch")
     workload = _workload(f"{profiles.name}: {model_name}", model, kinds, batch, per_parameter)
-    return Scenario(name, cluster, workload, _trace(where, entry, cluster))
+    really = {
+        d["name"]: _number(f"{where}: device {d['name']}", d, "really") for d in entry["devices"] if "really" in d
+    }
+    flops = 1e9 * _number(where, entry, "emulated_gflops") if "emulated_gflops" in entry else None
+    return Scenario(name, cluster, workload, _trace(where, entry, cluster), really, flops)
 
 
 def _read(path: Path) -> Any:

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 PROBE_EVERY_S = 60.0  # each link is measured again after this long
 LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
-LINKS_AWAITED_S = 6.0  # that a plan waits for links which nobody has measured yet
+LINKS_AWAITED_S = 6.0  # that a plan waits for the next link which nobody has measured yet
 
 
 @dataclass(frozen=True)
@@ -252,12 +252,15 @@ class Agent:
         return Measured(self.devices(), self.links(), {}, hints)
 
     async def wait_for_links(self) -> None:
-        """A moment for links between idle devices that are being measured; who is too slow is planned by defaults."""
+        """While links between idle devices are being measured; when none has come for a while, the plan uses defaults."""
+        known = -1
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINKS_AWAITED_S):
-                while len(self.links()) < (count := len(self.devices())) * (count - 1):
-                    await asyncio.sleep(self.timeouts.directory_poll_s / 2)
-                    await self.directory.refresh()
+            while known < (len(found := self.links())) < (count := len(self.devices())) * (count - 1):
+                known = len(found)
+                async with asyncio.timeout(LINKS_AWAITED_S):
+                    while len(self.links()) == known:
+                        await asyncio.sleep(self.timeouts.directory_poll_s / 2)
+                        await self.directory.refresh()
 
     async def wait_for_devices(self, count: int) -> None:
         """Until so many idle devices are known. Raises JoinError after join_s."""

@@ -29,6 +29,7 @@ class Pace:
     """An emulated device: `flops` of work take flops / speed seconds, never less than the real computation."""
 
     speed_flops_per_s: float
+    told_flops_per_s: float | None = None  # what it tells others, if that is another speed
 
     def seconds(self, flops: float) -> float:
         return flops / self.speed_flops_per_s

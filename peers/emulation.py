@@ -1,7 +1,8 @@
 """Emulates the devices and links of a testbed on one machine: paced compute, shaped transports, no root.
 
 The idea: relative speeds are kept, absolute ones cannot be: all devices of a shape together are paced to what a small
-machine computes with ease, so that pacing and not the processor decides. Links are the testbed's own.
+machine computes with ease, so that pacing and not the processor decides. Links are the testbed's own. A device may be
+slower than it tells others: then only what it shows at work gives it away.
 """
 
 from __future__ import annotations
@@ -63,4 +64,6 @@ def emulate(where: str, name: str, *, jitter_s: float = 0.0) -> Emulated:
             if path is not None:
                 links[pair] = LinkProfile(path.latency_s, path.bandwidth_bytes_per_s)
     ports = {name: cluster.devices[name].port_bytes_per_s}
-    return Emulated(Pace(speed(name) / total * TOTAL_FLOPS_PER_S), Shape(links, ports=ports, jitter_s=jitter_s))
+    told = speed(name) / total * (scenario.emulated_flops_per_s or TOTAL_FLOPS_PER_S)
+    pace = Pace(told * scenario.really.get(name, 1.0), told_flops_per_s=told)
+    return Emulated(pace, Shape(links, ports=ports, jitter_s=jitter_s))

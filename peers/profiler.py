@@ -81,7 +81,7 @@ async def measure_device(compute: Compute, memory_bytes: int | None = None) -> D
     """Profile this device; an emulated one reports the speed that it is paced to."""
     speed = await compute.run(_timed_speed, compute.device)
     if compute.pace is not None:
-        speed = min(speed, compute.pace.speed_flops_per_s)
+        speed = min(speed, compute.pace.told_flops_per_s or compute.pace.speed_flops_per_s)
     return DeviceProfile(
         kind=compute.device.type,
         name=_device_name(compute.device),

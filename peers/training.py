@@ -31,7 +31,7 @@ from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.view import report_json
 
-__all__ = ["REPLANS", "Result", "Training", "ask_plan", "own"]
+__all__ = ["REPLANS", "Result", "Training", "ask_plan", "own", "question"]
 
 log = structlog.get_logger()
 
@@ -68,12 +68,18 @@ class Result:
 
 async def ask_plan(agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...]) -> Planned:
     """The coordinator's plan, whose peers are all known here, after they have timed the job's blocks."""
-    await agent.see_the_mesh(lent)
-    costs = await asyncio.to_thread(costs_of, job, captured)
-    times = await profile(agent, job, captured, costs)
-    planned = await request_plan(agent, PlanRequest(costs, times, stages, lent))
+    planned = await request_plan(agent, await question(agent, job, captured, stages, lent))
     await agent.wait_for_peers(planned.plan.peers)
     return planned
+
+
+async def question(
+    agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
+) -> PlanRequest:
+    """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
+    await agent.see_the_mesh(lent)
+    costs = await asyncio.to_thread(costs_of, job, captured)
+    return PlanRequest(costs, await profile(agent, job, captured, costs), stages, lent)
 
 
 def own(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
@@ -18,6 +17,7 @@ from meshcee.planner.job import Choice, Runs, plans
 from meshcee.planner.memory import STATE_FACTOR
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.search import Effort
+from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
 from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.timing import BlockTimes
@@ -43,7 +43,6 @@ EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four device
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 BACKWARD = 1.0  # B and W each cost as many operations as F
 UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
-CLAIM = 3.0  # a device may claim so many times the speed that its blocks showed, compared with the others
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,14 @@ def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
             "running job is over (`meshcee status`)"
         )
     notes: list[str] = []
-    times = {p: t for p, t in mesh.times.items() if p in mesh.devices and set(job.alike) <= set(t.blocks)}
-    if not job.alike:
-        times = {}
-    devices = _by_their_blocks(mesh.devices, times, job, notes)
-    links = _all_joined(list(devices), mesh.links, notes)
+    devices = believed_devices(mesh.devices, notes)
+    if not devices:
+        raise PlanError(f"no device of the mesh can be planned with: {'; '.join(notes)}")
+    times: dict[str, BlockTimes] = {}
+    if job.alike:
+        sent = {p: t for p, t in mesh.times.items() if p in devices and set(job.alike) <= set(t.blocks)}
+        devices, times = believed_speeds(devices, sent, job.alike, [c.flops for c in job.blocks], notes)
+    links = _all_joined(list(devices), believed_links(list(devices), mesh.links, notes), notes)
     tensor = max((c.boundary_bytes for c in job.blocks[:-1]), default=0) * (job.micro_batch or 1)
     cluster = cluster_of(devices, links, max(tensor, 1), mesh.hints)
     cluster.notes[:0] = notes
@@ -154,36 +156,11 @@ def _whole_s(times: KindTimes) -> float:
     return times.stage(0, len(times.optimizer) - 1, size).total_s / size
 
 
-def _by_their_blocks(
-    devices: Mapping[str, DeviceProfile], times: Mapping[str, BlockTimes], job: JobCosts, notes: list[str]
-) -> dict[str, DeviceProfile]:
-    """Speeds as the job's blocks showed them; of the others, what they claim, as far as claims were right elsewhere."""
-    if not times:
-        if job.alike:
-            notes.append("no device has profiled the job's blocks; claimed speeds stand in")
-        return dict(devices)
-    flops = [c.flops for c in job.blocks]
-    shown = {p: t.speed_flops_per_s(job.alike, flops) for p, t in times.items()}
-    share = median(shown[p] / devices[p].speed_flops_per_s for p in shown)
-    found = {}
-    for peer, device in devices.items():
-        if peer in shown:
-            if shown[peer] * CLAIM < share * device.speed_flops_per_s:
-                claimed = share * device.speed_flops_per_s / shown[peer]
-                notes.append(f"{peer} claims {claimed:.1f} times the speed that its blocks showed; its blocks count")
-            found[peer] = replace(device, speed_flops_per_s=shown[peer])
-        else:
-            notes.append(f"{peer} has not profiled the job's blocks; {share:.2g} of its claimed speed stands in")
-            found[peer] = replace(device, speed_flops_per_s=share * device.speed_flops_per_s)
-    return found
-
-
 def _all_joined(
     peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], notes: list[str]
 ) -> dict[tuple[str, str], LinkProfile]:
     """Every measured link, and a default one between those that no measured link joins."""
-    here = set(peers)
-    found = {pair: link for pair, link in links.items() if set(pair) <= here and pair[0] != pair[1]}
+    found = dict(links)
     root = {p: p for p in peers}
 
     def top(peer: str) -> str:

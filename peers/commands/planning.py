@@ -1,27 +1,33 @@
-"""`meshcee plan` and `meshcee simulate` over files: nothing is rented, nothing is trained, torch is not even loaded.
+"""`meshcee plan` and `meshcee simulate`: nothing is rented, nothing is trained; over files torch is not even loaded.
 
-The idea: a thin layer over meshcee.planner and meshcee.simulator; what a live mesh measured goes the same way.
+The idea: a thin layer over meshcee.planner and meshcee.simulator; what a live mesh measured goes the same way, once
+peers/commands/live_plan.py has asked it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshcee.errors import UsageError
 from meshcee.plan import Plan
-from meshcee.scenario import Scenario, load_scenario, packaged
+from meshcee.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.workload import CODECS
 from peers.strict_json import dumps
+
+if TYPE_CHECKING:
+    from peers.commands.live_plan import LivePlan
 
 __all__ = ["plan", "read_scenario", "simulate"]
 
 Testbed = Annotated[
-    str, typer.Option("--testbed", help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")
+    str | None, typer.Option("--testbed", help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")
 ]
+Join = Annotated[str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token of a mesh.")]
 Profiles = Annotated[
     Path | None, typer.Option("--profiles", help="A file of device profiles; default: the one that ships with meshcee.")
 ]
@@ -43,41 +49,60 @@ def _codecs(text: str) -> tuple[str, ...]:
 
 
 def plan(
-    testbed: Testbed,
+    job: Annotated[Path | None, typer.Argument(help="With --join: a Python file that defines `job`.")] = None,
+    join: Join = None,
+    testbed: Testbed = None,
     profiles: Profiles = None,
-    codecs: Annotated[str, typer.Option(help="What boundaries may travel as: bf16,int8,int4.")] = "bf16",
-    effort: Annotated[float, typer.Option(min=0.01, help="How long to search: 1 takes about a second.")] = 1.0,
-    start: Annotated[Path | None, typer.Option(help="A plan in JSON to start from.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
+    codecs: Annotated[str, typer.Option(help="Of a testbed: what boundaries may travel as: bf16,int8,int4.")] = "bf16",
+    effort: Annotated[float, typer.Option(min=0.01, help="Of a testbed: how long to search; 1 takes about 1 s.")] = 1.0,
+    start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
 ) -> None:
-    """Plan a testbed: which device holds which blocks, how fast a step is, and who is left out and why."""
+    """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
     from meshcee.planner.explain import explain as explained
     from meshcee.planner.job import plans
     from meshcee.planner.page import page
     from meshcee.planner.search import Effort
 
-    scenario = read_scenario(testbed, profiles)
-    cluster, workload = scenario.cluster, scenario.workload
-    chosen = plans(
-        cluster,
-        workload,
-        codecs=_codecs(codecs),
-        start=None if start is None else _read_plan(start),
-        effort=Effort().times(effort),
-    )
-    text = (
-        explained(chosen.best, cluster, workload, chosen.single) if explain or html is not None or not as_json else ""
-    )
-    if html is not None:
-        html.write_text(page(chosen.best, cluster, workload, text, f"meshcee plan: {scenario.name}"), encoding="utf-8")
-    if as_json:
-        print(dumps(chosen.best.to_json()))
-    elif explain:
-        print(text)
+    extra: dict[str, Any] = {}
+    names: Mapping[str, str] = {}
+    if testbed is not None and job is None:
+        scenario = read_scenario(testbed, profiles)
+        title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
+        old = None if start is None else _read_plan(start)
+        chosen = plans(cluster, workload, codecs=_codecs(codecs), start=old, effort=Effort().times(effort))
+        best, single = chosen.best, chosen.single
     else:
-        print(_short(chosen.best, text))
+        live = _live(job, join, testbed, stages, as_json=as_json)
+        title, cluster, workload = live.title, live.cluster, live.workload
+        best, single, names = live.plan, live.single, live.names
+        extra = {"names": dict(names), "notes": list(live.notes)}
+    text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
+    if html is not None:
+        html.write_text(_named(page(best, cluster, workload, text, f"meshcee plan: {title}"), names), encoding="utf-8")
+    if as_json:
+        print(dumps({**best.to_json(), **extra}))
+    else:
+        print(_named(text if explain else _short(best, text), names))
+
+
+def _live(job: Path | None, join: str | None, testbed: str | None, stages: int | None, *, as_json: bool) -> LivePlan:
+    if job is None or join is None or testbed is not None:
+        raise UsageError(
+            "say what to plan: JOB.py --join TOKEN for a job on a live mesh, or --testbed NAME for a cluster in a file"
+        )
+    from peers.commands.live_plan import plan_live  # torch and a transport: not for files
+
+    return plan_live(job, join, stages, as_json=as_json)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    for peer, name in names.items():
+        text = text.replace(peer, name)
+    return text
 
 
 def _short(best: Plan, text: str) -> str:
@@ -102,30 +127,39 @@ def _read_plan(path: Path) -> Plan:
 
 
 def simulate(
-    plan_file: Annotated[Path, typer.Argument(help="A plan in JSON, as plan --json prints it.")],
-    testbed: Testbed,
+    file: Annotated[Path, typer.Argument(help="A plan as plan --json prints it; with --join a job, which is planned.")],
+    join: Join = None,
+    testbed: Testbed = None,
     profiles: Profiles = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 3,
     trace: Annotated[bool, typer.Option("--trace", help="Apply the link changes of the testbed's trace.")] = False,
     fail: Annotated[list[str] | None, typer.Option(help="PEER@SECONDS: this device dies then.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
-    """Simulate a plan: when each step ends, and how busy every device is."""
+    """Simulate a plan on a testbed, or a job on a live mesh: when each step ends, and how busy every device is."""
     from meshcee.planner.memory import shortages
     from meshcee.simulator import simulate as run
 
-    scenario = read_scenario(testbed, profiles)
-    chosen = _read_plan(plan_file)
-    for short in shortages(chosen, scenario.cluster, scenario.workload):
+    changes: Sequence[LinkChange] = ()
+    names: Mapping[str, str] = {}
+    if testbed is not None:
+        scenario = read_scenario(testbed, profiles)
+        cluster, workload, chosen = scenario.cluster, scenario.workload, _read_plan(file)
+        changes = scenario.trace if trace else ()
+    else:
+        live = _live(file, join, testbed, stages, as_json=as_json)
+        cluster, workload, chosen, names = live.cluster, live.workload, live.plan, live.names
+    for short in shortages(chosen, cluster, workload):
         missing = short.needed_bytes - short.memory_bytes
         raise UsageError(f"{short.peer} needs {short.needed_bytes} bytes for this plan, {missing} more than it has")
     timeline = run(
         chosen,
-        scenario.cluster,
-        scenario.workload,
+        cluster,
+        workload,
         steps=steps,
-        trace=scenario.trace if trace else (),
-        failures=dict(_failure(text, scenario) for text in fail or []),
+        trace=changes,
+        failures=dict(_failure(text, list(cluster.devices), names) for text in fail or []),
     )
     done = timeline.outcome.steps
     if as_json:
@@ -142,14 +176,15 @@ def simulate(
     if done:
         print(f"period {timeline.period_s:.4g} s, {chosen.global_batch / timeline.period_s:.4g} samples/s")
         for peer, share in timeline.utilisation().items():
-            print(f"  {peer}: busy {share:.0%}")
+            print(f"  {names.get(peer, peer)}: busy {share:.0%}")
 
 
-def _failure(text: str, scenario: Scenario) -> tuple[str, float]:
-    peer, _, at = text.rpartition("@")
-    if peer not in scenario.cluster.devices:
-        raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(scenario.cluster.devices)}")
+def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple[str, float]:
+    called, _, at = text.rpartition("@")
+    known = {names.get(p, p): p for p in peers}
+    if called not in known:
+        raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
     try:
-        return peer, float(at)
+        return known[called], float(at)
     except ValueError as error:
         raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds") from error

@@ -65,6 +65,9 @@ def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Pa
     assert done.code == 0, done.err
     reports = [line["report"] for line in done.lines if "report" in line]
     assert [r["step"] for r in reports] == list(range(10))
+    result = done.lines[-1]["result"]
+    assert result["step_s"] > 0
+    assert result["predicted_step_s"] > 0
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert safetensors.torch.load_file(out)["0.weight"].shape == (32, 16)
 
@@ -91,6 +94,27 @@ def test_a_dry_run_plans_and_trains_nothing(mesh: Peers, tmp_path: Path) -> None
     assert done.code == 0, done.err
     assert any("plan" in line for line in done.lines)
     assert not any("report" in line for line in done.lines)
+
+
+def test_plan_and_simulate_say_what_a_live_mesh_would_do(mesh: Peers, tmp_path: Path) -> None:
+    job, page = str(write_job(tmp_path)), tmp_path / "plan.html"
+    arguments = ("plan", job, "--join", mesh.token, "--stages", "2", "--explain", "--html", str(page))
+    told = meshcee(*arguments, home=mesh.home)
+    assert told.code == 0, told.err
+    assert "stage 1: blocks" in told.out
+    assert "best single device: peer-" in told.out
+    assert told.out.count("left out: peer-") == 1
+    assert not any(peer in told.out for peer in mesh.ids.values())
+    assert "<svg" in page.read_text()
+    done = meshcee("simulate", job, "--join", mesh.token, "--stages", "3", "--json", home=mesh.home)
+    assert done.code == 0, done.err
+    (result,) = done.lines
+    assert result["period_s"] > 0
+    assert set(result["utilisation"]) == set(mesh.ids.values())
+    refused = meshcee("plan", job, "--join", mesh.token, "--stages", "40", home=mesh.home)
+    assert refused.code == 5, refused.err
+    assert "40 stages were asked for" in refused.err
+    assert meshcee("plan", job, home=mesh.home).code == 2
 
 
 def test_runs_are_listed_and_their_logs_kept(mesh: Peers, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""`meshcee plan JOB.py --join TOKEN` and `meshcee simulate JOB.py --join TOKEN`: what a live mesh would do with a job.
+
+The idea: the plan is the coordinator's, as `meshcee train` would get it; what explains and simulates it is put together
+here from the same figures. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshcee.capture import capture
+from meshcee.errors import PlanError
+from meshcee.plan import Plan
+from meshcee.planner.live import choose, situation
+from meshcee.profile import Cluster
+from meshcee.workload import Workload
+from peers.assemble import JoinOptions, join
+from peers.commands.session import configure_logging, run_async
+from peers.coordinator import request_plan
+from peers.home import Home
+from peers.jobfile import load_job
+from peers.training import question
+
+__all__ = ["LivePlan", "plan_live"]
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """A plan for a live mesh, and everything behind it."""
+
+    title: str
+    plan: Plan
+    notes: tuple[str, ...]
+    cluster: Cluster
+    workload: Workload
+    names: Mapping[str, str]  # peer id -> name
+    single: tuple[str, float] | None  # the best device alone, and its seconds a step
+
+
+def plan_live(job_file: Path, token: str, stages: int | None, *, as_json: bool) -> LivePlan:
+    """Join, have the job's blocks timed, ask for a plan, leave."""
+    configure_logging(as_json=as_json, level="warning")
+    return run_async(_plan(job_file, token, stages))
+
+
+async def _plan(job_file: Path, token: str, stages: int | None) -> LivePlan:
+    job = load_job(job_file)
+    captured = capture(job)
+    async with join(JoinOptions(token=token, name="planner"), Home()) as mesh:
+        agent = mesh.agent
+        request = await question(agent, job, captured, stages)
+        planned = await request_plan(agent, request)
+        await agent.wait_for_peers(planned.plan.peers)
+        measured = replace(agent.measured(), times=request.times)
+        names = agent.names()
+    cluster, workload = situation(measured, request.job)
+    try:
+        alone = choose(measured, request.job, 1)[0].best
+    except PlanError:
+        single = None
+    else:
+        single = (alone.peers[0], alone.predicted.step_s) if alone.predicted is not None else None
+    return LivePlan(job.name, planned.plan, planned.notes, cluster, workload, names, single)
