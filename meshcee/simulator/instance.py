@@ -130,7 +130,8 @@ class _Builder:
     def _runs_fused(self, j: int, stage: Stage) -> bool:
         """As the executor does: where nobody waits for B, and where an earlier stage waits for W."""
         work = self.workload
-        return (j == 0 and work.fused_first) or any(a < stage.first <= b < stage.end for a, b, _ in work.tied)
+        tied = any(a < stage.first <= b < stage.end for a, b, _ in work.tied)
+        return stage.fused or (j == 0 and work.fused_first) or tied
 
     def edge(self, source: int, target: int, size: float, codec: str, extra: int = 0) -> Edge:
         a, b = self.nodes[source].peer, self.nodes[target].peer
