@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -228,17 +228,22 @@ class Agent:
         assert self.elector.lease is not None
         return self.elector.lease
 
-    def devices(self) -> dict[str, DeviceProfile]:
-        """Devices of the peers that are idle."""
-        return {p: r.device for p, r in self.directory.peers.items() if r.device is not None and not r.busy}
+    def devices(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[str, DeviceProfile]:
+        """Devices of the peers that are idle, or in `free`, and not in `without`."""
+        return {
+            p: r.device
+            for p, r in self.directory.peers.items()
+            if r.device is not None and p not in without and (p in free or not r.busy)
+        }
 
-    def busy(self) -> tuple[str, ...]:
+    def busy(self, free: Collection[str] = (), without: Collection[str] = ()) -> tuple[str, ...]:
         """Peers whose devices are taken."""
-        return tuple(p for p, r in self.directory.peers.items() if r.device is not None and r.busy)
+        known = self.directory.peers.items()
+        return tuple(p for p, r in known if r.device is not None and r.busy and p not in free and p not in without)
 
-    def links(self) -> dict[tuple[str, str], LinkProfile]:
-        """What peers measured of the links between idle devices, as far as it is not too old."""
-        idle, now = self.devices(), time.time()
+    def links(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[tuple[str, str], LinkProfile]:
+        """What peers measured of the links between these devices, as far as it is not too old."""
+        idle, now = self.devices(free, without), time.time()
         return {
             (source, target): link
             for source, record in self.directory.links.items()
@@ -246,10 +251,10 @@ class Agent:
             if source in idle and target in idle and source != target and now - link.measured_at < LINK_TTL_S
         }
 
-    def measured(self) -> Measured:
+    def measured(self, free: Collection[str] = (), without: Collection[str] = ()) -> Measured:
         """Everything that a plan may be made from, but the job's own profiles."""
         hints = {p: r.region for p, r in self.directory.peers.items() if r.region is not None}
-        return Measured(self.devices(), self.links(), {}, hints)
+        return Measured(self.devices(free, without), self.links(free, without), {}, hints)
 
     async def wait_for_links(self) -> None:
         """While links between idle devices are being measured; when none has come for a while, the plan uses defaults."""

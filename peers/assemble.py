@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dht.addresses import dialable
@@ -32,10 +33,11 @@ from peers.transport.shape import Shape, ShapedTransport
 if TYPE_CHECKING:
     from peers.transport.p2pd import P2PDaemon
 
-__all__ = ["JoinOptions", "Node", "agent", "join"]
+__all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "agent", "join"]
 
 
 GREETINGS = 3  # tries to shake hands with a seed
+QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,17 @@ class JoinOptions:
     shape_device: str | None = None
     jitter_s: float = 0.0
     pace: Pace | None = None  # emulate the device only
+    regroup_s: float | None = None
 
 
 @asynccontextmanager
 async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
     """A Mesh that may own jobs."""
     if options.local is not None:
-        async with _in_process(options, home) as mesh:
-            yield mesh
+        async with InProcess(options) as here:
+            for i in range(options.local):
+                await here.start(f"local-{i}")
+            yield await here.own(options.name, home)
         return
     home = home or Home()
     async with AsyncExitStack() as stack:
@@ -81,38 +86,51 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         yield Mesh(node, group, home, (lender.peer_id,) if lender else ())
 
 
-@asynccontextmanager
-async def _in_process(options: JoinOptions, home: Home | None) -> AsyncIterator[Mesh]:
-    """`local` peers and an owner in this event loop: the same agents over memory instead of libp2p."""
-    assert options.local is not None
-    network, shared, key = MemoryNetwork(), SharedMemory(), MeshKey()
-    quick = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)
+class InProcess:
+    """Peers in this event loop: the same agents over memory instead of libp2p. Lifetime is `async with`."""
 
-    async def one(stack: AsyncExitStack, name: str, compute: Compute | None) -> Agent:
-        identity = Identity.generate()
-        transport = await stack.enter_async_context(network.transport(identity.peer_id, key.secret, timeouts=quick))
-        transport.addresses = ()
-        return await stack.enter_async_context(
-            Agent(
-                AgentOptions(name, memory_bytes=options.memory_bytes),
-                identity,
-                key,
-                transport,
-                MemoryStore(shared),
-                compute,
-                timeouts=quick,
-                limits=Limits(),
-            )
+    def __init__(self, options: JoinOptions, network: MemoryNetwork | None = None, timeouts: Timeouts = QUICK) -> None:
+        self.network = network or MemoryNetwork()
+        self.agents: dict[str, Agent] = {}
+        self.stores: dict[str, MemoryStore] = {}
+        self._options = options
+        self._timeouts = timeouts
+        self._shared = SharedMemory()
+        self._key = MeshKey()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> InProcess:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def start(self, name: str, *, lends: bool = True) -> Agent:
+        """One more peer; one that lends no device may own jobs."""
+        identity, quick = Identity.generate(), self._timeouts
+        compute = await self._stack.enter_async_context(Compute(self._options.device)) if lends else None
+        transport = await self._stack.enter_async_context(
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick)
         )
+        transport.addresses = ()
+        store = self.stores[name] = MemoryStore(self._shared)
+        options = AgentOptions(name, memory_bytes=self._options.memory_bytes)
+        made = Agent(options, identity, self._key, transport, store, compute, timeouts=quick, limits=Limits())
+        self.agents[name] = await self._stack.enter_async_context(made)
+        return made
 
-    async with AsyncExitStack() as stack:
-        for i in range(options.local):
-            compute = await stack.enter_async_context(Compute(options.device))
-            await one(stack, f"local-{i}", compute)
-        owner = await one(stack, options.name, None)
-        await owner.wait_for_devices(options.local)
-        group = await stack.enter_async_context(asyncio.TaskGroup())
-        yield Mesh(owner, group, home)
+    async def own(self, name: str, home: Home | None) -> Mesh:
+        """A Mesh that may own jobs here."""
+        owner = await self.start(name, lends=False)
+        await owner.wait_for_devices(sum(1 for n in self.agents if n != name))
+        return Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
+
+    def crash(self, name: str) -> None:
+        """As if its process had been killed: all that the others notice is that nothing comes any more."""
+        self.network.kill(self.agents[name].peer_id)
+        self.stores[name].reachable = False
 
 
 @asynccontextmanager
@@ -123,6 +141,8 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     from peers.transport.p2pd import P2PDaemon
 
     timeouts, limits = Timeouts(), Limits()
+    if options.regroup_s is not None:
+        timeouts = replace(timeouts, regroup_s=options.regroup_s)
     token = Token.parse(options.token, time.time()) if options.token else None
     key = token.mesh_key if token else MeshKey() if options.open else MeshKey.generate()
     seeds = tuple(token.addresses) if token else ()

@@ -137,6 +137,9 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Go on with a run of this machine: RUN, RUN@STEP or last; `meshcee runs`.")
     ] = None,
+    regroup: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
     ] = None,
@@ -146,7 +149,9 @@ def train(
     from peers.commands.train import TrainOptions, run_train
 
     run_train(
-        TrainOptions(job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every, codec),
+        TrainOptions(
+            job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every, codec, regroup
+        ),
         as_json=as_json,
     )
 

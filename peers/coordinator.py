@@ -29,12 +29,13 @@ from peers.transport.base import Frame, Stream, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["PlanRequest", "PlanService", "Planned", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
 
 log = structlog.get_logger()
 
 MAX_BLOCKS = 4096
 MAX_WANTED = 16
+MAX_NAMED = 512
 MAX_BATCH = 1 << 24
 MAX_PROFILES = 1024
 MAX_NOTES = 64
@@ -58,6 +59,8 @@ class PlanRequest:
     times: Mapping[str, BlockTimes] = field(default_factory=dict)  # peer -> seconds of the job's blocks
     stages: int | None = None  # exactly so many; None leaves it to the planner
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
+    free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
+    without: tuple[str, ...] = ()  # peers that the owner has just missed
 
     def frame(self) -> Frame:
         job = self.job
@@ -76,6 +79,8 @@ class PlanRequest:
             "message_bytes": list(job.message_bytes),
             "stages": self.stages,
             "wanted": list(self.wanted),
+            "free": list(self.free),
+            "without": list(self.without),
         }
         return Frame(messages.PLAN_REQUEST, header, [msgpack.packb(body)])
 
@@ -130,7 +135,8 @@ class PlanRequest:
             codec,
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
-        return cls(job, found, stages, wanted)
+        free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))
+        return cls(job, found, stages, wanted, free, without)
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
@@ -179,11 +185,13 @@ class PlanService:
 
 
 async def answer(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
-    """Plan with what this peer knows of the mesh, once it knows enough."""
-    await agent.wait_for_peers(request.wanted)
-    await agent.wait_for_idle()
-    await agent.wait_for_links()
-    return await asyncio.to_thread(request.plan, agent.measured(), agent.busy())
+    """Plan with what this peer knows of the mesh, once it knows enough; at once for who has just asked who is there."""
+    chosen = (request.free, request.without)
+    if chosen == ((), ()):
+        await agent.wait_for_peers(request.wanted)
+        await agent.wait_for_idle()
+        await agent.wait_for_links()
+    return await asyncio.to_thread(request.plan, agent.measured(*chosen), agent.busy(*chosen))
 
 
 async def request_plan(agent: Agent, request: PlanRequest) -> Planned:

@@ -7,6 +7,7 @@ why, and leaves the peer ready for the next job.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from peers.inbox import Collect, Inbox, TakeSnapshot
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
+from peers.pulse import silence
 from peers.snapshot import by_parameter
 from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
@@ -30,6 +32,8 @@ from peers.transport.base import Frame, Stream, StreamClosed, Transport
 __all__ = ["Member", "Session", "norms_of"]
 
 log = structlog.get_logger()
+
+MOST_OWNERS = 256  # whose newest epoch is remembered
 
 
 class _OwnerDone(Exception):
@@ -76,6 +80,7 @@ class Session:
                 group.create_task(self._owner.run())
                 group.create_task(self._executor.run())
                 group.create_task(self._read_owner())
+                group.create_task(self._watch_owner())
         except* _OwnerDone:
             pass
         except* StreamClosed as closed:
@@ -89,6 +94,10 @@ class Session:
         self.done.set()
         for outbox in self._executor.links.outboxes.values():
             outbox.stream.abort()
+
+    async def _watch_owner(self) -> None:
+        await silence(self._stream, self._timeouts)
+        raise _OwnerDone
 
     async def _read_owner(self) -> None:
         while True:
@@ -110,6 +119,8 @@ class Session:
                 await self._inbox.walks.put(walk)
             elif frame.kind == messages.SNAPSHOT:
                 await self._inbox.walks.put(TakeSnapshot(need(frame.header, "next_step", int)))
+            elif frame.kind == messages.PING:
+                self._owner.post(Frame(messages.PONG))
             elif frame.kind == messages.PULL:
                 self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.COLLECT:
@@ -255,6 +266,10 @@ class Member:
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
         self._reserved = False
+        self._job: Stream | None = None  # of the owner that has reserved this peer
+        self._epochs: dict[str, tuple[int, int]] = {}  # owner -> the newest epoch that it has offered
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
@@ -267,19 +282,42 @@ class Member:
         stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
         async with asyncio.timeout(self._timeouts.offer_s):
             frame = await stream.recv()  # nobody keeps this peer busy by opening a stream and saying nothing
-        if self._reserved:
-            error = PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
+        try:
+            await self._make_room(stream, frame)
+        except MeshceeError as error:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
             return
-        self._reserved = True
+        self._reserved, self._job = True, stream
+        self._idle.clear()
         self.busy_changed.set()
         try:
             await self._serve(stream, frame)
         finally:
-            self._reserved = False
+            self._reserved, self._job = False, None
             self.session = None
+            self._idle.set()
             self.busy_changed.set()
+
+    async def _make_room(self, stream: Stream, frame: Frame) -> None:
+        """An owner's new epoch ends its old one here; an old epoch, or another owner, is refused while we are busy."""
+        owner = stream.peer_id
+        if frame.kind != messages.OFFER:
+            raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        epoch = messages.epoch_of(frame.header)
+        if epoch <= self._epochs.get(owner, (0, 0)):
+            raise NotPermittedError(f"epoch {epoch} is over: {self._epochs[owner]} has been offered since")
+        self._epochs.pop(owner, None)
+        self._epochs[owner] = epoch
+        while len(self._epochs) > MOST_OWNERS:
+            del self._epochs[next(iter(self._epochs))]
+        if self._job is not None and self._job.peer_id == owner:
+            self._job.abort()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.shutdown_s):
+                    await self._idle.wait()
+        if self._reserved:
+            raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 
     async def _serve(self, stream: Stream, frame: Frame) -> None:
         try:
@@ -330,7 +368,7 @@ class Member:
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
         receiver = StateReceiver(offer.expected_state)
         stream.max_payload_bytes = receiver.max_payload_bytes
-        more_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
+        more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
         while not await asyncio.to_thread(receiver.take, await stream.recv()):
             pass

@@ -22,7 +22,7 @@ from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.home import Home
 from peers.owner import Report
-from peers.training import REPLANS, Result, Training, ask_plan, own
+from peers.training import REPLANS, Result, Training, ask_plan, next_incarnation, own, question
 
 __all__ = ["Mesh", "Result"]
 
@@ -46,7 +46,7 @@ class Mesh:
 
     async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> Planned:
         """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given."""
-        return await ask_plan(self.agent, job, captured, stages, self._lent)
+        return await ask_plan(self.agent, await question(self.agent, job, captured, stages, self._lent))
 
     async def evaluate(
         self,
@@ -100,7 +100,7 @@ class Mesh:
         predictions = Predictions(captured) if predicts else None
         for attempt in range(REPLANS + 1):
             plan, term, _ = await self.plan(job, captured, stages)
-            epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
+            epoch = (next_incarnation(self._home), 1)
             owner = own(self.agent, job, captured, plan, term, epoch)
             feed = EvaluationFeed(job, captured, plan.micro_batch)
             try:

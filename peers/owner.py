@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -24,14 +26,14 @@ from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolEr
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers import messages, tensors
-from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.evaluation import Outputs, averaged
 from peers.feed import Feed
 from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
+from peers.pulse import beat
 from peers.sharing import check_sharing
-from peers.snapshots import Cadence, Snapshots, state_for
+from peers.snapshots import Kept, Snapshots, state_for
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import CodecNews, Report, Walk
@@ -42,6 +44,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+SILENT = "nothing has come from it for too long"
 GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
 
 
@@ -70,9 +73,7 @@ class Owner:
         names: Mapping[str, str],
         timeouts: Timeouts,
         limits: Limits,
-        base: Checkpoint | None = None,
-        store: CheckpointStore | None = None,
-        cadence: Cadence | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._job = job
         self._capture = capture
@@ -84,9 +85,7 @@ class Owner:
         self._names = names
         self._timeouts = timeouts
         self._limits = limits
-        self._base = base  # None: the model as it was captured
-        self._store = store  # None: no checkpoints
-        self._cadence = cadence or Cadence(job.checkpoint_every)
+        self._kept = kept or Kept()
         self._snapshots: Snapshots | None = None
         self._links: list[Link] = []
         self._source: Feed | None = None
@@ -99,23 +98,20 @@ class Owner:
         self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)
         self._failed = asyncio.Event()
+        self.blamed: Counter[str] = Counter()  # peers that other members have lost
         self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
-        self._stop = False
+        self.stopped = False
         self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
         self._step = 0  # the first step that is not yet complete, for errors
 
     def stop(self) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C."""
-        self._stop = True
+        self.stopped = True
 
     @property
     def _leaders(self) -> list[Link]:
         """One link a stage, in order: who speaks for its state."""
         return [link for link in self._links if link.leads]
-
-    @property
-    def was_stopped(self) -> bool:
-        return self._stop
 
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> dict[str, torch.Tensor]:
         """Run the job to its end; returns the weights and buffers by name. Raises the cause of a failure."""
@@ -148,23 +144,25 @@ class Owner:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._source = feed
         self._outputs = Outputs(self._job, self._capture, feed, self._in_users_thread, hear_outputs)
-        completing: asyncio.Task[None] | None = None
+        beside: list[asyncio.Task[None]] = []  # ended when all is done
         try:
             async with asyncio.TaskGroup() as group:
-                watchdog = group.create_task(self._watch_failures())
+                beside.append(group.create_task(self._watch_failures()))
                 await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
                 await self._offer_all(group)
+                for link in self._links:
+                    silent = partial(self._gone, link, SILENT)
+                    beside.append(group.create_task(beat(link.outbox, self._timeouts, silent)))
                 if self._snapshots is not None:
-                    completing = group.create_task(self._snapshots.run())
+                    beside.append(group.create_task(self._snapshots.run()))
                 group.create_task(self._feed(feed))
                 await body()
                 for link in self._links:
                     link.closing = True
                     await link.outbox.finish()
                     await link.stream.aclose()
-                watchdog.cancel()
-                if completing is not None:
-                    completing.cancel()
+                for task in beside:
+                    task.cancel()
         except* _EpochFailed:
             pass
         except* MeshceeError as group:  # of our own: the user's data or metrics
@@ -197,15 +195,15 @@ class Owner:
 
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
         terms = Terms.of(self._job, self._capture)
-        same = (self._capture.train, self._capture.evaluate, self._addresses, self._base is not None)
+        same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
         async with asyncio.TaskGroup() as offering:
             for peer_id in self.plan.peers:
                 offer = Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)
                 offering.create_task(self._offer(offer))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
-        if self._store is not None and self._source is not None:
+        if self._kept.store is not None and self._source is not None:
             offers = [link.offer for link in self._leaders]
-            self._snapshots = Snapshots(self._store, self._cadence, offers, self._capture.state, self._source.start)
+            self._snapshots = Snapshots(self._kept, offers, self._capture.state, self._source.start)
             for i, link in enumerate(self._leaders):
                 largest = self._snapshots.largest_payload_bytes(i)
                 link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
@@ -215,7 +213,7 @@ class Owner:
 
     async def _offer(self, offer: Offer) -> None:
         peer_id = offer.peer_id
-        lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step; run the command again")
+        lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step")
         limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
@@ -232,7 +230,7 @@ class Owner:
                     )
                 await stream.send(frame)
                 hashes = {}
-                base = await asyncio.to_thread(state_for, offer, self._capture, self._base)
+                base = await asyncio.to_thread(state_for, offer, self._capture, self._kept.base)
                 with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
                     for kind, state in base.items():
                         frames = state_frames(state)
@@ -270,7 +268,7 @@ class Owner:
         next_step, walks = feed.start, feed.walks()
         while (spec := await self._in_users_thread(next, walks, None)) is not None:
             if not spec.forward_only:
-                if self._stop:
+                if self.stopped and spec.step >= self._kept.least:
                     break
                 if self._snapshots is not None and spec.step > feed.start and self._snapshots.is_due(spec.step):
                     await self._snapshot(spec.step)
@@ -306,10 +304,8 @@ class Owner:
     # -- hearing -------------------------------------------------------------------------------------------------------
 
     async def _send(self, link: Link) -> None:
-        try:
+        with contextlib.suppress(StreamClosed):  # the reader tells of it, after what the member itself has said
             await link.outbox.run()
-        except StreamClosed as closed:
-            self._gone(link, closed)
 
     async def _read(self, link: Link) -> None:
         try:
@@ -320,6 +316,8 @@ class Owner:
                     for asked in await asyncio.to_thread(self._snapshots.take, link.offer.index, frame):
                         link.outbox.post(asked)
                     self._snapshots.heard()
+                elif frame.kind == messages.PONG:
+                    pass  # that it has come is all
                 elif frame.kind not in (messages.STATE, messages.STATE_END):
                     await self._take(link, frame)
                 elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
@@ -330,7 +328,7 @@ class Owner:
         except ProtocolError as error:
             self._fail(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
 
-    def _gone(self, link: Link, closed: StreamClosed) -> None:
+    def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self._fail(
             1,
             PeerLostError(
@@ -346,6 +344,7 @@ class Owner:
             if isinstance(error, PeerLostError):
                 lost = header.get("lost")
                 who = self._describe(lost) if isinstance(lost, str) else "another stage"
+                self.blamed.update([lost] if isinstance(lost, str) else [])
                 self._fail(
                     2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}")
                 )
@@ -444,6 +443,6 @@ class Owner:
             check_replicas(self._links, self._describe)
         if wanted and self._snapshots is not None:
             await self._until(self._snapshots.settled)
-            if (last := self._snapshots.latest) is not None:
+            if (last := self._snapshots.latest or self._kept.base) is not None:
                 state.update(await asyncio.to_thread(last.weights, self._snapshots.changed))
         return self._capture.state_dict(state)

@@ -24,7 +24,7 @@ from peers.offer import Offer
 from peers.snapshot import CHUNK_BYTES, FILES, parse_header
 from peers.transport.base import Frame
 
-__all__ = ["Cadence", "Snapshots", "state_for"]
+__all__ = ["Cadence", "Kept", "Snapshots", "state_for"]
 
 log = structlog.get_logger()
 
@@ -61,6 +61,20 @@ class Cadence:
         self._took_s = now_s - self._began_s
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What an epoch begins with, and where it keeps what it does.
+
+    `base` is the state to go on from (None: the model as it was captured), `store` the place for checkpoints (None: there
+    are none), `least` the number of steps that were reported before: they are done again even if the user stops the run.
+    """
+
+    base: Checkpoint | None = None
+    store: CheckpointStore | None = None
+    cadence: Cadence = field(default_factory=Cadence)
+    least: int = 0
+
+
 @dataclass
 class _Stage:
     """What one stage has to send, and how much of it is here."""
@@ -77,17 +91,10 @@ class _Stage:
 class Snapshots:
     """One epoch's snapshots. `take` runs in threads, one call at a time for each stage; the rest in the event loop."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        cadence: Cadence,
-        offers: Sequence[Offer],
-        state: Mapping[str, torch.Tensor],
-        start: int = 0,
-    ) -> None:
-        self._store = store
-        self._cadence = cadence
-        cadence.start(start, _now_s())
+    def __init__(self, kept: Kept, offers: Sequence[Offer], state: Mapping[str, torch.Tensor], start: int = 0) -> None:
+        assert kept.store is not None
+        self._store, self._cadence = kept.store, kept.cadence
+        self._cadence.start(start, _now_s())
         self._layouts = [(offer.changed_state, offer.expected_optimizer) for offer in offers]
         changed = {name for offer in offers for name in offer.changed_state}
         self.changed = frozenset(changed)

@@ -7,6 +7,7 @@ reported are remembered; a step that is computed again must give the same loss, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 import time
@@ -18,7 +19,7 @@ import structlog
 import torch
 
 from meshcee.capture import Capture, capture
-from meshcee.errors import MeshceeError, StaleTermError, UsageError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent, run_record
@@ -29,9 +30,11 @@ from peers.home import Home, Run
 from peers.job_costs import costs_of, profile
 from peers.offer import check_generators
 from peers.owner import Owner, Report
+from peers.recovery import Recovery
+from peers.snapshots import Cadence, Kept
 from peers.view import report_json
 
-__all__ = ["REPLANS", "Result", "Training", "ask_plan", "own", "question"]
+__all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
 
 log = structlog.get_logger()
 
@@ -66,9 +69,9 @@ class Result:
         return self.plan.micro_batch
 
 
-async def ask_plan(agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...]) -> Planned:
-    """The coordinator's plan, whose peers are all known here, after they have timed the job's blocks."""
-    planned = await request_plan(agent, await question(agent, job, captured, stages, lent))
+async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
+    """The coordinator's plan, whose peers are all known here."""
+    planned = await request_plan(agent, request)
     await agent.wait_for_peers(planned.plan.peers)
     return planned
 
@@ -107,6 +110,14 @@ def own(
     )
 
 
+_incarnations = itertools.count(1)
+
+
+def next_incarnation(home: Home | None) -> int:
+    """Higher than any before: on disk where there is a home, else in this process, which then is all there is."""
+    return home.next_incarnation() if home is not None else next(_incarnations)
+
+
 class Training:
     """`run` in a task; reports, and then None or the error that ended it, go to `reports`."""
 
@@ -139,11 +150,17 @@ class Training:
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._announced_s = -math.inf
+        self._epoch_number = (0, 0)
+        self._recovery = Recovery(agent)
+        self._cadence = Cadence(job.checkpoint_every)
+        self._request: PlanRequest
+        self._stopping = False
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
         if self._owner is None:
             return False
+        self._stopping = True
         self._owner.stop()
         return True
 
@@ -201,19 +218,59 @@ class Training:
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     async def _epochs(self) -> None:
+        """One epoch after the other until the job is done; raises what no further epoch would mend."""
         captured = self._captured
         assert captured is not None
-        for attempt in range(REPLANS + 1):
-            plan, term, notes = await ask_plan(self._agent, self._job, captured, self._stages, self._lent)
-            self.result.notes = notes
+        stale = 0
+        self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
+        plan, term, self.result.notes = await ask_plan(self._agent, self._request)
+        while True:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
                 await self._epoch(captured, plan, term)
-            except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
-                if attempt == REPLANS:
-                    raise
-            else:
                 return
+            except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
+                stale += 1
+                if stale > REPLANS:
+                    raise
+                lost = None
+            except PeerLostError as error:
+                lost = error
+            except PlanError:  # somebody else was quicker
+                if not self._recovery.count:
+                    raise
+                self._recovery.free = ()
+                lost = None
+            if lost is None and not self._recovery.count:
+                plan, term, self.result.notes = await ask_plan(self._agent, self._request)
+            else:
+                plan, term, self.result.notes = await self._go_on_without(lost, plan)
+
+    async def _go_on_without(self, lost: PeerLostError | None, plan: Plan) -> Planned:
+        """A plan for those who are left, and the newest state that can be had; PeerLostError when there is no plan."""
+        assert self._owner is not None
+        try:
+            if lost is not None:
+                await self._recovery.after(lost, plan.peers, self._owner.blamed, len(self.result.losses))
+            if self._run is not None:
+                found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
+                self._base = found[0] if found else self._base
+            costs = replace(self._request.job, micro_batch=plan.micro_batch)
+            planned = await self._recovery.plan(replace(self._request, job=costs, wanted=()))
+            await self._agent.wait_for_peers(planned.plan.peers)
+            return planned
+        except (PeerLostError, PlanError, JoinError) as error:
+            raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+
+    def _how_to_go_on(self, error: MeshceeError) -> str:
+        waited_s = self._agent.timeouts.regroup_s
+        why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
+        if self._run is None or self._base is None:
+            return f"{why}; start more peers and run the command again"
+        return (
+            f"{why}; the state before step {self._base.next_step} is in {self._base.folder}: start more peers, then go on "
+            f"with `meshcee train JOB.py --resume {self._run.id}`"
+        )
 
     async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
         """Offer this plan, feed it to the end."""
@@ -223,16 +280,28 @@ class Training:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
         self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
-        epoch = (self._home.next_incarnation() if self._home is not None else 1, 1)
+        if self._epoch_number == (0, 0):
+            self._epoch_number = (next_incarnation(self._home), 0)
+        epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
+        start = self._base.next_step if self._base is not None else 0
 
         async def hear(report: Report) -> None:
             await self._hear(report, plan, epoch)
 
-        self._owner = own(self._agent, self._job, captured, plan, term, epoch, base=self._base, store=store)
-        start = self._base.next_step if self._base is not None else 0
+        self._owner = own(
+            self._agent,
+            self._job,
+            captured,
+            plan,
+            term,
+            epoch,
+            kept=Kept(self._base, store, self._cadence, len(self.result.losses)),
+        )
+        if self._stopping:
+            self._owner.stop()
         self.result.state_dict = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
-        self.result.stopped = self._owner.was_stopped
+        self.result.stopped = self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
         """The run's folder, made or taken over by this process, and its checkpoints."""

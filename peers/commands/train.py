@@ -45,6 +45,7 @@ class TrainOptions:
     resume: str | None = None
     checkpoint_every: int | None = None
     codec: str | None = None
+    regroup: float | None = None
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -77,6 +78,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         compute=options.compute,
         device=resolve_device(options.device) if options.compute or options.local else "cpu",
         name="owner",
+        regroup_s=options.regroup,
     )
     current: list[Mesh] = []
 

@@ -59,6 +59,7 @@ class Peers:
     token: str = ""
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
 
     def start(self, name: str, *flags: str, entry: Sequence[str] = ("-m", "meshcee")) -> dict[str, Any]:
         """Start one peer, joining those that run; returns what it printed. `entry` may name a script that sabotages it."""
@@ -92,7 +93,7 @@ class Peers:
         if '"token"' not in line:
             raise AssertionError(f"{name} did not start:\n{self.log(name)[-3000:]}")
         event: dict[str, Any] = json.loads(line)
-        self.ids[name] = event["peer"]
+        self.ids[name], self.tokens[name] = event["peer"], event["token"]
         self.token = self.token or event["token"]
         return event
 

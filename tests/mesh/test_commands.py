@@ -312,24 +312,14 @@ def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) ->
     assert "identity" in done.err
 
 
-@pytest.mark.parametrize("victim", ["peer-1", "peer-2"])
-def test_a_killed_peer_is_named_with_the_step_within_ten_seconds(tmp_path: Path, victim: str) -> None:
-    with peers(tmp_path / "home", 3) as mesh:
-        with training(mesh, write_job(tmp_path, steps=1_000_000), "--stages", "3") as process:
-            mesh.kill(victim)
-            killed_s = time.monotonic()
-            _, err = process.communicate(timeout=30)
+def test_a_job_whose_last_peer_is_killed_ends_with_its_name_and_how_to_go_on(tmp_path: Path) -> None:
+    with peers(tmp_path / "home", 1) as mesh:
+        with training(mesh, write_job(tmp_path, steps=1_000_000), "--regroup", "0.5") as process:
+            mesh.kill("peer-0")
+            _, err = process.communicate(timeout=60)
         assert process.returncode == 6, err
-        assert time.monotonic() - killed_s < 10
-        assert victim in err
+        assert "peer-0" in err
         assert "step" in err
-        left = [n for n in mesh.processes if n != victim]
-
-        def forgotten() -> bool:
-            seen = json.loads(meshcee("status", "--join", mesh.token, "--json", home=mesh.home).out)
-            return {p["name"] for p in seen["peers"] if p["device"]} == set(left)
-
-        wait_until("the directory forgets the dead peer", forgotten, 10)
 
 
 def test_nothing_of_ours_survives_a_kill(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from peers.home import Home, Run
 from peers.offer import Offer, Terms
 from peers.owner import Owner
 from peers.snapshot import Image, optimizer_layout, parse_header
-from peers.snapshots import Cadence, Snapshots
+from peers.snapshots import Cadence, Kept, Snapshots
 from peers.training import Result
 from peers.transport.base import Frame
 from tests.peers.mesh_fixture import even_plan
@@ -264,7 +264,9 @@ async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: P
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)
     offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
-    snapshots = Snapshots(CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1), [offer], captured.state)
+    snapshots = Snapshots(
+        Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured.state
+    )
     part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
     with pytest.raises(ProtocolError, match="nobody asked for"):
         snapshots.take(0, part)

@@ -1,0 +1,130 @@
+"""Going on without a member that is gone: who is left, when to try again, and when to give up.
+
+The idea: the owner asks the members themselves, not their records, which outlive them by seconds. Who does not answer is
+left out at once, until it has announced itself anew and answers; who answers is free for the next plan, whatever its
+record still says. The coordinator is asked for the plan like before; if it is gone too, or silent, the owner plans by the
+same rules from the same records under the last term, which every member can refuse if it knows a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import structlog
+
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
+from peers.agent import Agent
+from peers.coordinator import Planned, PlanRequest, answer, request_plan
+from peers.transport.base import StreamClosed
+
+__all__ = ["Recovery", "roll_call"]
+
+log = structlog.get_logger()
+
+ANSWER_S = 1.5  # to a roll call; a handshake takes a few round trips
+COORDINATOR_S = 5.0  # for a new plan, before the owner makes it
+FRUITLESS = 6  # recoveries in a row after which no new step was done
+LONGEST_PAUSE_S = 8.0
+
+
+async def roll_call(agent: Agent, peers: Iterable[str]) -> set[str]:
+    """Those who answer, now: a process that is gone, stopped or cut off does not."""
+
+    async def answers(peer_id: str) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                stream = await agent.transport.open(peer_id, "join", agent.addresses_of([peer_id]).get(peer_id, ()))
+        except (MeshceeError, StreamClosed, TimeoutError):
+            return False
+        stream.abort()
+        return True
+
+    async with asyncio.TaskGroup() as group:
+        tasks = {peer_id: group.create_task(answers(peer_id)) for peer_id in set(peers)}
+    return {peer_id for peer_id, task in tasks.items() if task.result()}
+
+
+class Recovery:
+    """One for each job. `gone` maps a peer to when it was missed, by our clock."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._fruitless = 0
+        self._done = -1  # steps that were done when the last member was lost
+        self.count = 0
+        self.gone: dict[str, float] = {}
+        self.free: tuple[str, ...] = ()
+
+    async def after(self, lost: PeerLostError, members: Iterable[str], blamed: Counter[str], done: int) -> None:
+        """Find out who is left; raises `lost` when going on again and again leads nowhere."""
+        self.count += 1
+        self._fruitless = self._fruitless + 1 if done == self._done else 0
+        self._done = done
+        if self._fruitless >= FRUITLESS:
+            raise lost
+        if self._fruitless > 1:
+            await asyncio.sleep(min(0.5 * 2**self._fruitless, LONGEST_PAUSE_S))
+        members = set(members)
+        here = await roll_call(self._agent, members)
+        now = time.time()
+        missed = members - here
+        if self._fruitless and not missed:
+            missed = {peer_id for peer_id, _ in blamed.most_common(1)}  # it answers us, but others keep losing it
+        self.gone.update(dict.fromkeys(missed, now))
+        self.free = tuple(sorted(members - missed))
+        names = self._agent.names()
+        log.warning(
+            "a member was lost",
+            error=str(lost),
+            gone=[names.get(p, p) for p in sorted(missed)],
+            left=[names.get(p, p) for p in self.free],
+        )
+
+    async def plan(self, request: PlanRequest) -> Planned:
+        """A plan for who is left and who has come; waits regroup_s for peers who can hold the job.
+
+        Raises the last PlanError or JoinError when none came.
+        """
+        try:
+            async with asyncio.timeout(self._agent.timeouts.regroup_s):
+                while True:
+                    await self._welcome_back()
+                    asked = replace(request, free=self.free, without=tuple(sorted(self.gone)))
+                    try:
+                        return await self._plan_once(asked)
+                    except (PlanError, JoinError) as error:
+                        log.debug("no plan yet", error=str(error))
+                        last = error
+                    await self._agent.directory.wait_for_change()
+        except TimeoutError:
+            raise last from None
+
+    async def _plan_once(self, request: PlanRequest) -> Planned:
+        """Of as many stages as were asked for, or as there are peers for, or of any number."""
+        if request.stages is not None:
+            count = len(self._agent.devices(request.free, request.without))
+            with contextlib.suppress(PlanError):
+                return await self._ask(replace(request, stages=max(1, min(request.stages, count))))
+        return await self._ask(replace(request, stages=None))
+
+    async def _ask(self, request: PlanRequest) -> Planned:
+        lease = self._agent.lease
+        if lease is not None and lease.peer_id not in self.gone:
+            with contextlib.suppress(TimeoutError, JoinError):
+                async with asyncio.timeout(COORDINATOR_S):
+                    return await request_plan(self._agent, request)
+        term = max(self._agent.elector.accepted, lease.term if lease is not None else (0, ""))
+        plan, notes = await answer(self._agent, request)
+        return Planned(plan, term, notes)
+
+    async def _welcome_back(self) -> None:
+        """Who was missed and has announced itself since may take part again, if it answers."""
+        known = self._agent.directory.peers
+        back = [p for p, missed_at in self.gone.items() if p in known and known[p].sent_at > missed_at]
+        for peer_id in await roll_call(self._agent, back):
+            del self.gone[peer_id]

@@ -1,0 +1,186 @@
+"""A lost member costs time, never a step: the run goes on with who is left, and nothing that is told of it differs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.config import Timeouts
+from meshcee.eager import eager
+from meshcee.errors import PeerLostError
+from meshcee.job import Job
+from peers.assemble import QUICK, InProcess, JoinOptions
+from peers.commands.session import unwrap
+from peers.home import Home
+from peers.mesh import Mesh
+from peers.owner import Report
+from peers.training import Result
+from peers.transport.memory import Impairment
+from tests.peers.test_training import make_job
+
+STEPS = 30
+FAST = replace(QUICK, record_ttl_s=2.0, lease_ttl_s=2.0, beat_s=0.1, silent_s=1.0, regroup_s=3.0)
+
+
+def job_of(**changes: object) -> Job:
+    return make_job(**{"steps": STEPS, "micro_batch_size": 6, "checkpoint_every": 3, **changes})
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+@functools.cache
+def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, model = eager(job_of(), STEPS, 6)
+    return losses, model.state_dict()
+
+
+@asynccontextmanager
+async def a_mesh(home: Home, peers: int, timeouts: Timeouts = FAST) -> AsyncIterator[tuple[InProcess, Mesh]]:
+    try:
+        async with InProcess(JoinOptions(), timeouts=timeouts) as here:
+            for i in range(peers):
+                await here.start(f"p{i}")
+            yield here, await here.own("owner", home)
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def train(mesh: Mesh, hear: Callable[[Report], None], **more: object) -> Result:
+    async for report in mesh.train(job_of(), captured=captured_job(), **{"stages": len(mesh.agent.devices()), **more}):
+        hear(report)
+    return mesh.result
+
+
+def stage_of(here: InProcess, mesh: Mesh, index: int) -> str:
+    """The name of the peer that holds this stage now."""
+    assert mesh.result.plan is not None
+    peer_id = mesh.result.plan.pipelines[0].stages[index].members[0].peer
+    return next(name for name, agent in here.agents.items() if agent.peer_id == peer_id)
+
+
+def assert_undisturbed(result: Result, told: list[Report], home: Home) -> None:
+    losses, state = expected()
+    assert result.losses == losses
+    assert [r.step for r in told] == list(range(STEPS))  # each step once
+    assert [r.loss for r in told] == losses
+    assert [line["step"] for line in home.run("last").reports()] == list(range(STEPS))
+    for name, tensor in result.state_dict.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path, stage: int) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, stage))
+
+        result = await train(mesh, hear)
+        assert result.plan is not None
+        assert len(result.plan.pipelines[0].stages) == 2
+    assert_undisturbed(result, told, home)
+
+
+async def test_two_losses_a_newcomer_and_no_snapshot_yet(tmp_path: Path) -> None:
+    """The first loss comes before any checkpoint: the run begins anew, and is told of as if it had not."""
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh), asyncio.TaskGroup() as group:
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 1:
+                here.crash(stage_of(here, mesh, 1))
+                group.create_task(here.start("late"))
+            elif report.step == 15:
+                here.crash(stage_of(here, mesh, 0))
+
+        result = await train(mesh, hear)
+    assert_undisturbed(result, told, home)
+
+
+async def test_the_coordinators_loss_stops_nothing(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                lease = mesh.agent.lease
+                assert lease is not None
+                here.crash(next(n for n, agent in here.agents.items() if agent.peer_id == lease.peer_id))
+
+        result = await train(mesh, hear)
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_cut_between_two_stages_that_both_answer_the_owner(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                one, other = (here.agents[stage_of(here, mesh, i)].peer_id for i in (0, 1))
+                here.network.cut(one, other)
+
+        result = await train(mesh, hear)
+        assert result.plan is not None
+        assert len(result.plan.pipelines[0].stages) == 2
+    assert_undisturbed(result, told, home)
+
+
+async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+
+    def hear(report: Report) -> None:
+        told.append(report)
+
+    async def alone() -> None:
+        async with a_mesh(home, 1) as (here, mesh):
+
+            def hear_and_crash(report: Report) -> None:
+                hear(report)
+                if report.step == 10:
+                    here.crash("p0")
+
+            await train(mesh, hear_and_crash)
+
+    with pytest.raises(PeerLostError, match=r"was lost in step .* no .*device.*--resume \S+-job`") as caught:
+        await alone()
+    run = str(caught.value).rpartition("--resume ")[2].rstrip("`")
+    assert home.run(run).state == "failed"
+    async with a_mesh(home, 2) as (_, mesh):
+        result = await train(mesh, hear, resume=run)
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_member_that_falls_silent_is_given_up_and_finds_its_epoch_over(tmp_path: Path) -> None:
+    """Nothing breaks and nothing comes, as of a process that is stopped; then everything comes, late."""
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                silent = here.agents[stage_of(here, mesh, 1)].peer_id
+                for agent in here.agents.values():
+                    here.network.impair(silent, agent.peer_id, Impairment(latency_s=4.0))
+                    here.network.impair(agent.peer_id, silent, Impairment(latency_s=4.0))
+
+        result = await train(mesh, hear)
+        await mesh.agent.wait_for_devices(3)  # it is idle again
+    assert_undisturbed(result, told, home)
