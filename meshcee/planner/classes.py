@@ -33,7 +33,10 @@ class DeviceClass:
     peers: tuple[str, ...]
 
 
-def class_key(device: Device) -> tuple[str, str, int, float]:
+ClassKey = tuple[str, str, int, float]
+
+
+def class_key(device: Device) -> ClassKey:
     return device.kind, device.region, device.memory_bytes, device.port_bytes_per_s
 
 
@@ -74,48 +77,68 @@ class StageTable:
         recompute: bool = False,
         ring: tuple[float, float] = (0.0, 0.0),
         num_micro: int = 1,
+        known: dict[object, tuple[Floats, ...]] | None = None,
     ) -> None:
         """wire_share: bytes on the wire over bytes of the boundary tensor; count: devices that this stands for.
 
-        ring  what a group's reduction takes once a step: seconds per byte of gradients, and seconds of latency
+        ring   what a group's reduction takes once a step: seconds per byte of gradients, and seconds of latency
+        known  tables of single devices, filled and used again
         """
         self.count, self.recompute = count, recompute
-        blocks = workload.num_blocks
-        first, end = np.arange(blocks + 1)[:, None], np.arange(blocks + 1)[None, :]
-        valid = end > first
-        out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
-        back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
-        state, activation = workload.sums("state_bytes"), workload.sums("activation_bytes")
-        shape = (blocks + 1, blocks + 1)
-        self.forward_backward: Floats = np.zeros(shape)
-        self.busy: Floats = np.zeros(shape)
-        self.live: Floats = np.full(shape, 1e9)
+        known = {} if known is None else known
+        found = []
+        for device, samples in dict.fromkeys((class_key(d), n) for d, n in members):
+            key = (device, samples, wire_share, recompute)
+            if key not in known:
+                known[key] = _alone(workload, device, samples, wire_share, recompute)
+            found.append(known[key])
+        # like members take equally long; of unlike ones the slowest counts
+        self.forward_backward: Floats = _merged(np.maximum, [x[0] for x in found])
+        self.live: Floats = _merged(np.minimum, [x[2] for x in found])
         self.once: Floats = _runs(workload.sums("gradient_bytes")) * ring[0] + ring[1]
-        members = list({(class_key(d), n): (d, n) for d, n in members}.values())  # like members take equally long
-        for device, samples in members:
-            f, b, w = workload.times[device.kind].cumulated(samples)
-            forward_backward, total = _runs(f + b), _runs(f + b + w)
-            if recompute:
-                forward_backward, total = forward_backward + _runs(f), total + _runs(f)
-            # a port sends activations on and gradients back, and receives as much
-            port = np.maximum(out[None, :] + back[:, None], out[:, None] + back[None, :]) * samples * wire_share
-            self.forward_backward = np.maximum(self.forward_backward, forward_backward)
-            self.busy = np.maximum(self.busy, np.maximum(total, port / device.port_bytes_per_s))
-            each = _runs(activation) * samples
-            room = device.memory_bytes - _runs(state)
-            if recompute:
-                room, each = room - each, np.broadcast_to(out[:, None] * samples, shape)
-            live = np.where(each > 0, np.floor(room / np.maximum(each, 1e-9)), np.where(room >= 0, 1e9, 0.0))
-            self.live = np.minimum(self.live, live)
-        self.once = self.once + np.max([_runs(workload.times[d.kind].optimizer) for d, _ in members], axis=0)
-        self.busy = self.busy + self.once / num_micro
-        self.live = np.where(valid & (self.live >= 1), self.live, 0.0)
-        self.busy = np.where(self.live >= 1, self.busy, np.inf)
+        self.once = self.once + _merged(np.maximum, [x[3] for x in found])
+        self.busy: Floats = np.where(
+            self.live >= 1, _merged(np.maximum, [x[1] for x in found]) + self.once / num_micro, np.inf
+        )
         # seconds of all blocks on this group, memory aside
         self.busy_alone = max(
             float(sum(x[-1] for x in workload.times[device.kind].cumulated(samples))) for device, samples in members
         )
-        self.tight = bool(np.any(self.live[valid] < ENOUGH))
+        self.tight = bool(np.any((self.live < ENOUGH) & _valid(workload.num_blocks)))
+
+
+def _alone(
+    workload: Workload, device: ClassKey, samples: int, wire_share: float, recompute: bool
+) -> tuple[Floats, ...]:
+    """Of one device: F + B, the least period, live micro-batches and the optimizer's seconds, each [first, end]."""
+    kind, _, memory_bytes, port_bytes_per_s = device
+    out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
+    back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
+    times = workload.times[kind]
+    f, b, w = times.cumulated(samples)
+    again = f if recompute else np.zeros_like(f)
+    # a port sends activations on and gradients back, and receives as much
+    port = np.maximum(out[None, :] + back[:, None], out[:, None] + back[None, :]) * samples * wire_share
+    busy = np.maximum(_runs(f + b + w + again), port / port_bytes_per_s)
+    each = _runs(workload.sums("activation_bytes")) * samples
+    room = memory_bytes - _runs(workload.sums("state_bytes"))
+    if recompute:
+        room, each = room - each, np.broadcast_to(out[:, None] * samples, each.shape)
+    live = np.where(each > 0, np.floor(room / np.maximum(each, 1e-9)), np.where(room >= 0, 1e9, 0.0))
+    live = np.where(_valid(workload.num_blocks) & (live >= 1), live, 0.0)
+    return _runs(f + b + again), busy, live, _runs(times.optimizer)
+
+
+def _merged(how: np.ufunc, tables: Sequence[Floats]) -> Floats:
+    merged: Floats = tables[0]
+    for table in tables[1:]:
+        merged = how(merged, table)
+    return merged
+
+
+def _valid(blocks: int) -> npt.NDArray[np.bool_]:
+    """Where a stage has a block at all."""
+    return np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
 
 
 def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float] | None:

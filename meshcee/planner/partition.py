@@ -183,22 +183,20 @@ def _follow(
     grid: Floats,
     empty: Floats,
 ) -> tuple[Floats | None, Ints, Ints]:
-    """The least residence of what comes after a run of class `at`, boundary included."""
-    shape = empty.shape
-    none: Ints = np.full(shape, -1, dtype=np.int64)
+    """The least residence of what comes after a run of class `at`, boundary included; which class, of what length."""
+    none: Ints = np.full(empty.shape, -1, dtype=np.int64)
     if not rest:
         return empty, none, none
-    least, which, used = np.full(shape, np.inf), none.copy(), none.copy()
-    for after in range(count):
-        join = joins[at][after]
-        if not rest >> after & 1 or join is None or (rest, after) not in best:
-            continue
-        residence, lengths = best[rest, after]
-        total = np.where(join.occupied_s[None] <= grid, residence + join.round_trip_s[None], np.inf)
-        better = total < least
-        least = np.where(better, total, least)
-        which, used = np.where(better, after, which), np.where(better, lengths, used)
-    return (least if np.isfinite(least).any() else None), which, used
+    after = [k for k in range(count) if rest >> k & 1 and joins[at][k] is not None and (rest, k) in best]
+    if not after:
+        return None, none, none
+    hops = [join for k in after if (join := joins[at][k]) is not None]
+    totals = np.stack([best[rest, k][0] + join.round_trip_s[None] for k, join in zip(after, hops)])
+    totals[np.stack([join.occupied_s for join in hops])[:, None, :] > grid[None]] = np.inf
+    which = totals.argmin(axis=0)[None]
+    least = np.take_along_axis(totals, which, 0)[0]
+    lengths = np.take_along_axis(np.stack([best[rest, k][1] for k in after]), which, 0)[0]
+    return (least if np.isfinite(least).any() else None), np.array(after)[which[0]], lengths
 
 
 def _extend(
@@ -214,8 +212,9 @@ def _extend(
 ) -> _Run:
     """Runs of exactly `length` devices: one more stage in front of a shorter run."""
     shape = follow.shape
-    least = np.full(shape, np.inf)
     end, table_of, before = (np.full(shape, -1, dtype=np.int64) for _ in range(3))
+    run = _Run(np.full(shape, np.inf), end, table_of, before, which, used)
+    first = True
     for k, ((cost, longest), table) in enumerate(zip(costs, tables)):
         left = length - table.count
         if left < 0 or (left and inside is None):
@@ -230,11 +229,13 @@ def _extend(
         residence = cost + tail[:, None, :]
         residence[residence > longest] = np.inf
         choice, value = residence.argmin(axis=2), residence.min(axis=2)
-        better = value < least
-        least = np.where(better, value, least)
-        end, table_of = np.where(better, choice, end), np.where(better, k, table_of)
-        before = np.where(better, left, before)
-    return _Run(least, end, table_of, before, which, used)
+        better = value < run.residence
+        if first:  # most groups have one table
+            run.residence, run.end, first = value, choice, False
+        else:
+            run.residence, run.end = np.where(better, value, run.residence), np.where(better, choice, run.end)
+        run.table[better], run.before[better] = k, left
+    return run
 
 
 def _trace(

@@ -179,6 +179,7 @@ class Proposals:
                         recompute=recompute,
                         ring=ring,
                         num_micro=num_micro,
+                        known=self.rows.alone,
                     )
                     row.append(table)
                     if not table.tight:

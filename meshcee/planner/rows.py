@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
-from meshcee.planner.classes import DeviceClass, StageTable, ring_of
+from meshcee.planner.classes import DeviceClass, Floats, StageTable, ring_of
 from meshcee.planner.joins import GroupJoin, join_groups
 from meshcee.planner.partition import Join, cut, ladder
 from meshcee.planner.runs import Runs
@@ -38,6 +38,7 @@ class Rows:
         self.cluster, self.workload, self.classes = cluster, workload, classes
         self.runs = runs or Runs()
         self._class_of = {p: i for i, c in enumerate(classes) for p in c.peers}
+        self.alone: dict[object, tuple[Floats, ...]] = {}  # tables of single devices
         self._tables: dict[object, tuple[list[StageTable], tuple[int, ...]] | None] = {}
         self._joins: dict[object, GroupJoin | None] = {}
         self._cuts: dict[object, tuple[float, Chain] | None] = {}
@@ -123,12 +124,15 @@ class Rows:
             ring = ring_of(self.cluster, group)
             if taken is not None and ring is not None:
                 members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
-                tables = [StageTable(self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro)]
-                if tables[0].tight:
-                    again = StageTable(
-                        self.workload, members, share, count=len(group), ring=ring, num_micro=num_micro, recompute=True
-                    )
-                    tables.append(again)
+                tables = []
+                for recompute in (False, True):
+                    table = StageTable(
+                        self.workload, members, share, count=len(group), recompute=recompute,
+                        ring=ring, num_micro=num_micro, known=self.alone,
+                    )  # fmt: skip
+                    tables.append(table)
+                    if not table.tight:
+                        break
                 self._tables[key] = (tables, taken)
         return self._tables[key]
 
