@@ -35,13 +35,13 @@ MOST_SIZES = 8  # micro-batch sizes looked at
 class Effort:
     """How much is tried. `events` bounds the simulator's work in the local search."""
 
-    periods: int = 7
+    periods: int = 5
     candidates: int = 12  # of each micro-batch size and set of classes
     beam: int = 4
     rows: int = 30_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
     beside: int = 4  # layouts of several pipelines, of each micro-batch size
-    starts: int = 3
+    starts: int = 4
     finalists: int = 6  # simulated whole
     events: int = 700_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program; beyond, the cluster is large
@@ -72,6 +72,7 @@ class Proposals:
         together: list[Row] = [(tuple(members[:LARGEST_GROUP]),), tuple(tuple(r[:LARGEST_GROUP]) for r in regions)]
         narrow = self.sizes()
         work = self.effort.rows // len(narrow) // len(self.codecs)
+        keep = max(3, rescored // len(narrow))
         found: list[Layout] = []
         for micro_batch in [*narrow, *self.wide_sizes(narrow)]:
             proposals: list[tuple[float, Layout]] = []
@@ -84,11 +85,11 @@ class Proposals:
                 else:  # only groups of unlike devices can compute it
                     rows = together
                 judged = self.rows.improve([*rows, *alone], micro_batch, codec, self.effort.beam, work)
-                proposals += [(estimate, (chain,)) for estimate, chain in judged[: self.effort.candidates]]
+                proposals += [(estimate, (chain,)) for estimate, chain in judged[: max(self.effort.candidates, keep)]]
                 beside += side_by_side(judged, self.rows, micro_batch, codec, self.runs.pipelines, self.effort.beside)
-            for some, keep in ((proposals, max(3, rescored // len(narrow))), (beside, self.effort.beside)):
+            for some, most in ((proposals, keep), (beside, self.effort.beside)):
                 some.sort(key=lambda x: x[0])
-                found += list(dict.fromkeys(layout for _, layout in some))[:keep]
+                found += list(dict.fromkeys(layout for _, layout in some))[:most]
         return found
 
     def sizes(self) -> list[int]:

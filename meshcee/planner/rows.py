@@ -23,7 +23,7 @@ from meshcee.workload import Workload
 __all__ = ["Row", "Rows"]
 
 Row = tuple[tuple[str, ...], ...]
-PERIODS = 12
+PERIODS = 8
 HOPELESS = 1.2  # a row whose bound is this many times the best estimate is not cut
 WORK_OF_A_ROW = 2000  # cells: tables and boundaries are mostly known
 SPAN = 2.2  # the slowest period looked at, over the least possible
@@ -159,7 +159,8 @@ class Rows:
 
         def judge(row: Row) -> None:
             nonlocal best
-            if (shape := self.shape(row)) in looked_at:
+            # in which order a group lists its members changes little, and would fill the beam with one row
+            if (shape := tuple(tuple(sorted(g)) for g in self.shape(row))) in looked_at:
                 return
             looked_at.add(shape)
             parts = self._parts(row, micro_batch, codec, num_micro)

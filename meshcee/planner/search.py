@@ -27,7 +27,7 @@ from meshcee.workload import Workload
 __all__ = ["Effort", "Search"]
 
 SHAKEN, SHAKEN_FROM = 2, 60
-TUNED = 10  # rows whose windows are tuned before the best of them are improved
+TUNED = 8  # rows whose windows are tuned before the best of them are improved
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 CELLS = 200  # of the dynamic program over rows that take as long as one simulated event
 
@@ -49,7 +49,7 @@ class Search:
         """The best layouts found with their periods, best first; empty when nothing fits."""
         small = 9 / len(self.cluster.devices)  # a simulation costs so much less there
         events = self.effort.events * min(2.0, max(0.4, small))
-        rescored = int(self.effort.rescored * min(4.0, max(1.0, small**2)))
+        rescored = int(self.effort.rescored * min(6.0, max(1.0, small**2)))
         ranked = self.rank([*starts, *self.proposals.singles(), *self.proposals.layouts(rescored)])
         self.events = 0
         begun = self.tuned(ranked)
@@ -87,7 +87,7 @@ class Search:
         for period, layout in ranked:
             if period < FAR_BEHIND * ranked[0][0] and len(forms) < TUNED:
                 forms.setdefault(self._form(layout), layout)
-        others = [tuple(replace(c, slack=s) for c in layout) for layout in forms.values() for s in SLACKS]
+        others = [tuple(replace(c, slack=s) for c in layout) for layout in forms.values() for s in SLACKS[1::2]]
         starts: dict[object, Layout] = {}
         sizes: dict[int, int] = {}
         for _, layout in self.rank([*forms.values(), *others]):
