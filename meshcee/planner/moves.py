@@ -7,13 +7,13 @@ judged by the best that it can be. A move changes one pipeline, or moves a devic
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshcee.planner.chain import Chain, Codecs, Layout, peers_of
 from meshcee.planner.rows import Rows, without
 
-__all__ = ["SLACKS", "Moves"]
+__all__ = ["SLACKS", "Moves", "all_shifted"]
 
 Row = list[tuple[str, ...]]
 
@@ -30,6 +30,15 @@ def shifted(chain: Chain, j: int, by: int) -> Chain | None:
         return None
     stages[j], stages[j + 1] = replace(a, end=at), replace(b, first=at)
     return replace(chain, stages=tuple(stages))
+
+
+def all_shifted(layout: Layout) -> Iterator[Layout]:
+    """Every boundary one block to either side."""
+    for i, chain in enumerate(layout):
+        for j in range(len(chain.stages) - 1):
+            for by in (-1, 1):
+                if (other := shifted(chain, j, by)) is not None:
+                    yield (*layout[:i], other, *layout[i + 1 :])
 
 
 class Moves:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from meshcee.errors import PlanError
 from meshcee.plan import Pipeline, Plan
 from meshcee.planner.chain import Layout, peers_of, to_plan
-from meshcee.planner.moves import SLACKS, Moves
+from meshcee.planner.moves import SLACKS, Moves, all_shifted
 from meshcee.planner.proposals import Effort, Proposals
 from meshcee.planner.runs import Runs
 from meshcee.profile import Cluster
@@ -52,7 +52,7 @@ class Search:
         rescored = int(self.effort.rescored * min(6.0, max(1.0, small**2)))
         ranked = self.rank([*starts, *self.proposals.singles(), *self.proposals.layouts(rescored)])
         self.events = 0
-        begun = self.tuned(ranked)
+        begun = self.tuned(ranked, small)
         for layout in begun:
             self.improve(layout, int(events / 2) // len(begun))
         # windows alone are worth two percent, and no formula knows which: the best rows, their windows shaken
@@ -81,20 +81,26 @@ class Search:
         """What layouts share that differ in cuts and windows only."""
         return tuple((c.micro_batch, self.rows.shape(tuple(s.peers for s in c.stages))) for c in layout)
 
-    def tuned(self, ranked: Sequence[tuple[float, Layout]]) -> list[Layout]:
-        """Where to start from: the best rows that are not far behind, of several micro-batch sizes, with their best windows."""
+    def tuned(self, ranked: Sequence[tuple[float, Layout]], small: float) -> list[Layout]:
+        """Where to start from: the best rows that are not far behind, of several micro-batch sizes, with their best windows.
+
+        small   where simulations cost little, more rows are looked at, and with every boundary moved
+        """
         forms: dict[object, Layout] = {}
+        near = FAR_BEHIND if small <= 1 else 1 + 3 * (FAR_BEHIND - 1)
         for period, layout in ranked:
-            if period < FAR_BEHIND * ranked[0][0] and len(forms) < TUNED:
+            if period < near * ranked[0][0] and len(forms) < TUNED * min(2.0, max(1.0, small)):
                 forms.setdefault(self._form(layout), layout)
         others = [tuple(replace(c, slack=s) for c in layout) for layout in forms.values() for s in SLACKS[1::2]]
+        if small > 1:
+            others += [other for layout in forms.values() for other in all_shifted(layout)]
         starts: dict[object, Layout] = {}
-        sizes: dict[int, int] = {}
+        kinds: dict[tuple[int, int], int] = {}
         for _, layout in self.rank([*forms.values(), *others]):
-            form, size = self._form(layout), layout[0].micro_batch
-            if form not in starts and sizes.get(size, 0) < 2 and len(starts) < self.effort.starts:
+            form, kind = self._form(layout), (layout[0].micro_batch, len(layout))
+            if form not in starts and kinds.get(kind, 0) < 2 and len(starts) < self.effort.starts:
                 starts[form] = layout
-                sizes[size] = sizes.get(size, 0) + 1
+                kinds[kind] = kinds.get(kind, 0) + 1
         return list(starts.values())
 
     def best_single(self) -> tuple[str, float] | None:

@@ -15,10 +15,14 @@ from meshcee.planner.search import Effort
 from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.workload import Workload
-from tests.planner.oracle import random_case
+from tests.planner.oracle import random_case, random_wide_case
 
 QUICK = Effort(events=60_000, rows=3_000_000)
-SEEDS = range(200, 205)
+SEEDS = [*range(200, 204), -1, -3, -9]  # below zero: few devices, light gradients, so that several pipelines pay
+
+
+def case(seed: int) -> tuple[Cluster, Workload]:
+    return random_wide_case(-seed) if seed < 0 else random_case(seed)
 
 
 def planned(where: Cluster, work: Workload, start: Plan | None = None) -> Plan | None:
@@ -48,7 +52,7 @@ def step(plan: Plan | None) -> float:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_valid_accounted_for_and_no_slower_than_any_device_alone(seed: int) -> None:
-    where, work = random_case(seed)
+    where, work = case(seed)
     plan = planned(where, work)
     if plan is None:
         return
@@ -67,7 +71,7 @@ def test_a_plan_is_valid_accounted_for_and_no_slower_than_any_device_alone(seed:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_more_never_makes_a_step_slower(seed: int) -> None:
-    where, work = random_case(seed)
+    where, work = case(seed)
     old = planned(where, work)
     first = next(iter(where.devices.values()))
     for better in (
@@ -82,7 +86,7 @@ def test_more_never_makes_a_step_slower(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_names_do_not_matter_and_the_same_question_has_the_same_answer(seed: int) -> None:
-    where, work = random_case(seed)
+    where, work = case(seed)
     plan = planned(where, work)
     again = planned(where, work)
     letters = [f"{chr(ord('z') - i)}eer" for i in range(len(where.devices))]
@@ -108,6 +112,11 @@ def test_names_do_not_matter_and_the_same_question_has_the_same_answer(seed: int
     assert again.hash() == plan.hash()
     assert [name[p] for p in plan.peers] == list(third.peers)
     assert step(third) == step(plan)
+
+
+def test_some_of_these_plans_have_two_pipelines() -> None:
+    plans_of = [planned(*case(seed)) for seed in SEEDS if seed < 0]
+    assert any(p is not None and len(p.pipelines) > 1 for p in plans_of)
 
 
 def test_runners_up_are_ready_and_slower() -> None:
