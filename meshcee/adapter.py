@@ -8,20 +8,16 @@ that flaps makes the run stay. A change never touches the batch or its gradient,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from meshcee.migration import moves, moving_s
 from meshcee.plan import Plan
-from meshcee.profile import Cluster
-from meshcee.simulator import period_s
-from meshcee.workload import Workload
 
 __all__ = ["Adapter", "Decision", "Level", "WorkFunction", "level_of"]
 
 SETTLING_STEPS = 4  # what a change costs besides moving: drain, offer, fill
+MOST_CANDIDATES = 24
 
 
 class Level(IntEnum):
@@ -66,8 +62,15 @@ class WorkFunction:
 
     def __init__(self, current: int, moving_s: Sequence[Sequence[float]]) -> None:
         self.current = current
-        self._moving_s = [[(a + b) / 2 for a, b in zip(*rows)] for rows in zip(moving_s, zip(*moving_s))]
+        self._moving_s = _metric(moving_s)
         self.work_s = list(self._moving_s[current])  # as if the run had moved there before its first step
+
+    def widen(self, moving_s: Sequence[Sequence[float]]) -> None:
+        """More candidates, behind those that there are: as if they had been there all along and been nowhere."""
+        known = len(self.work_s)
+        self._moving_s = _metric(moving_s)
+        for p in range(known, len(moving_s)):
+            self.work_s.append(min(self.work_s[q] + self._moving_s[q][p] for q in range(known)))
 
     def observe(self, step_s: Sequence[float]) -> int:
         """One more step, which would have taken `step_s[p]` under each candidate; returns where to go on."""
@@ -84,63 +87,68 @@ class WorkFunction:
         return self.current
 
 
+def _metric(moving_s: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[(a + b) / 2 for a, b in zip(*rows)] for rows in zip(moving_s, zip(*moving_s))]
+
+
 @dataclass(frozen=True)
 class Decision:
     """What to do from the next step on, and why: `step_s` are the candidates' periods under the present network."""
 
     plan: Plan
     level: Level
-    gain: float  # present step over the new one's, as simulated; 1 when nothing changes
+    gain: float  # present step over the new one's, as priced; 1 when nothing changes
     moving_s: float
     step_s: tuple[float, ...]
 
 
-class Adapter:
-    """The candidates of one run: its plan, the planner's runner-ups, and the windows that suit a changed network."""
+Price = Callable[[Plan], float]  # a plan's period now; infinite when it cannot run
 
-    def __init__(
-        self,
-        plan: Plan,
-        candidates: Sequence[Plan],
-        cluster: Cluster,
-        workload: Workload,
-        *,
-        price: Callable[[Plan, Cluster, Workload], float] = period_s,
-    ) -> None:
-        self.plans = list({p.hash(): p for p in (plan, *candidates)}.values())
-        self._workload = workload
+
+class Adapter:
+    """The candidates of one run: its plan, and whatever searches under changed networks have found."""
+
+    def __init__(self, plan: Plan, price: Price, moving_s: Callable[[Plan, Plan], float]) -> None:
+        """`moving_s(a, b)`: what it takes to go from one plan to another, besides SETTLING_STEPS of the first plan."""
+        self.plans = [plan]
         self._price = price
-        self._priced: tuple[Cluster, list[float]] | None = None
-        periods = self._periods(cluster)
-        settle_s = SETTLING_STEPS * periods[0]
-        price_s = [
-            [0.0 if a is b else settle_s + moving_s(moves(a, b), cluster, workload) for b in self.plans]
-            for a in self.plans
-        ]
-        self._moving_s = price_s
-        self._rule = WorkFunction(0, price_s)
+        self._periods = [price(plan)]
+        self._settle_s = SETTLING_STEPS * self._periods[0]
+        self._moving = moving_s
+        self._moving_s = [[0.0]]
+        self._rule = WorkFunction(0, self._moving_s)
 
     @property
     def plan(self) -> Plan:
         return self.plans[self._rule.current]
 
-    def observe(self, cluster: Cluster) -> Decision:
-        """One step has run on this network. Call it with the same object while nothing changes: pricing is by identity."""
+    def weather(self, price: Price, candidates: Sequence[Plan] = ()) -> None:
+        """The network has changed: what plans take now, and what a search found for it."""
+        known = {_what_runs(p) for p in self.plans}
+        for plan in candidates:
+            if _what_runs(plan) not in known and len(self.plans) < MOST_CANDIDATES:
+                known.add(_what_runs(plan))
+                self.plans.append(plan)
+        self._price = price
+        self._periods = [price(p) for p in self.plans]
+        self._moving_s = [
+            [0.0 if a is b else self._settle_s + self._moving(a, b) for b in self.plans] for a in self.plans
+        ]
+        self._rule.widen(self._moving_s)
+
+    def observe(self) -> Decision:
+        """One more step has run."""
         before = self._rule.current
-        periods = self._periods(cluster)
-        after = self._rule.observe(periods)
+        after = self._rule.observe(self._periods)
         return Decision(
             self.plans[after],
             level_of(self.plans[before], self.plans[after]),
-            periods[before] / periods[after],
+            self._periods[before] / self._periods[after],
             self._moving_s[before][after],
-            tuple(periods),
+            tuple(self._periods),
         )
 
-    def _periods(self, cluster: Cluster) -> list[float]:
-        if self._priced is None or self._priced[0] is not cluster:
-            found = [self._price(p, cluster, self._workload) for p in self.plans]
-            if not all(math.isfinite(t) and t > 0 for t in found):
-                raise ValueError(f"a candidate's step takes {found} seconds; leave out what cannot run")
-            self._priced = (cluster, found)
-        return self._priced[1]
+
+def _what_runs(plan: Plan) -> str:
+    """Its hash without what was predicted and who was left out, which change with the weather."""
+    return replace(plan, predicted=None, left_out=()).hash()

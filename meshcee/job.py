@@ -124,6 +124,8 @@ class Job:
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     codec      how activations and gradients cross links: "none" (exact), "bf16", "int8", "int4", or "auto": bf16 between
                regions, none inside; docs/benchmarks.md says what each costs in loss
+    adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
+               number of the run
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -148,6 +150,7 @@ class Job:
     checkpoint_every: int = 0
     weights: str | os.PathLike[str] | None = None
     codec: str = "none"
+    adapt: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshcee.errors import ProtocolError
@@ -76,6 +76,17 @@ class BlockTimes:
         """How far apart p10 and p90 are, as a share of p50: the median over everything measured."""
         shares = sorted((t[2] - t[0]) / t[1] for rows in self.seconds for row in rows for t in row if t[1] > 0)
         return shares[len(shares) // 2] if shares else 0.0
+
+    def scaled(self, factor: float) -> BlockTimes:
+        """The same device, if everything took so many times as long."""
+
+        def longer(triple: Triple) -> Triple:
+            return (factor * triple[0], factor * triple[1], factor * triple[2])
+
+        seconds = tuple(tuple(tuple(map(longer, row)) for row in rows) for rows in self.seconds)
+        return replace(
+            self, seconds=seconds, apply_s=tuple(factor * s for s in self.apply_s), call_s=longer(self.call_s)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -110,7 +110,9 @@ class InProcess:
     async def start(self, name: str, *, lends: bool = True) -> Agent:
         """One more peer; one that lends no device may own jobs."""
         identity, quick = Identity.generate(), self._timeouts
-        compute = await self._stack.enter_async_context(Compute(self._options.device)) if lends else None
+        compute = (
+            await self._stack.enter_async_context(Compute(self._options.device, self._options.pace)) if lends else None
+        )
         transport = await self._stack.enter_async_context(
             self.network.transport(identity.peer_id, self._key.secret, timeouts=quick)
         )

@@ -131,6 +131,7 @@ class Executor:
             "norm": self.settlement.norm,
             "seconds": seconds,
             "codecs": codecs,
+            "rates": self.links.rates(),
         }
         await self._owner.put(Frame(messages.APPLIED, header))
 

@@ -33,6 +33,11 @@ class Links:
         self._outboxes[peer] = outbox
         self._added.set()
 
+    def rates(self) -> dict[str, list[float | None]]:
+        """Bytes per second to and from each peer since the last call, where large frames have passed."""
+        found = {peer: list(outbox.stream.rates()) for peer, outbox in self._outboxes.items()}
+        return {peer: pair for peer, pair in found.items() if pair != [None, None]}
+
     async def put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         while peer not in self._outboxes:
             self._added.clear()

@@ -399,6 +399,7 @@ class Owner:
                 limit=walk.limit(self.plan.pipelines[0].stages, self._names),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
+                observed=walk.observed(),
             )
             self._codecs.hear(walk)
             if not feed.evaluates_after(walk.spec.step):

@@ -22,6 +22,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from peers.adaptation import Adaptation
 from peers.agent import Agent, run_record
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest, request_plan
@@ -32,16 +33,30 @@ from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.recovery import Recovery
 from peers.snapshots import Cadence, Kept
-from peers.view import report_json
+from peers.view import named, report_json
 
 __all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
 
 log = structlog.get_logger()
 
 REPLANS = 3  # when the coordinator changes between planning and offering
+MEASURED = 5  # steps whose median is compared before and after a change of plan
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
+
+
+@dataclass
+class Change:
+    """Of the plan of a running job, because something else had changed."""
+
+    step: int  # the last one under the old plan
+    cause: tuple[str, ...]
+    level: str  # as meshcee.adapter.Level
+    alternatives: int  # plans that were priced
+    gain: float  # old step over new, as priced
+    before_s: float  # a step under the old plan, after the cause
+    after_s: float | None = None  # and under the new one, once it has run MEASURED steps
 
 
 @dataclass
@@ -57,6 +72,7 @@ class Result:
     run: str | None = None  # its folder under MESHCEE_HOME, where there is one
     notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
     steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
+    changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
 
     @property
     def step_s(self) -> float | None:
@@ -155,6 +171,10 @@ class Training:
         self._cadence = Cadence(job.checkpoint_every)
         self._request: PlanRequest
         self._stopping = False
+        self._adaptation: Adaptation | None = None
+        self._next: Plan | None = None  # to go over to at the next step's end
+        self._began_s = 0.0  # the running epoch
+        self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
@@ -228,7 +248,11 @@ class Training:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
                 await self._epoch(captured, plan, term)
-                return
+                if self._next is None or self._stopping:
+                    return
+                plan, self._next = self._next, None
+                self._base = await self._newest()
+                continue
             except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
                 stale += 1
                 if stale > REPLANS:
@@ -252,15 +276,21 @@ class Training:
         try:
             if lost is not None:
                 await self._recovery.after(lost, plan.peers, self._owner.blamed, len(self.result.losses))
-            if self._run is not None:
-                found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
-                self._base = found[0] if found else self._base
+            self._base = await self._newest()
+            self._next = None
             costs = replace(self._request.job, micro_batch=plan.micro_batch)
             planned = await self._recovery.plan(replace(self._request, job=costs, wanted=()))
             await self._agent.wait_for_peers(planned.plan.peers)
             return planned
         except (PeerLostError, PlanError, JoinError) as error:
             raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+
+    async def _newest(self) -> Checkpoint | None:
+        """The state to go on from."""
+        if self._run is None:
+            return self._base
+        found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
+        return found[0] if found else self._base
 
     def _how_to_go_on(self, error: MeshceeError) -> str:
         waited_s = self._agent.timeouts.regroup_s
@@ -285,6 +315,11 @@ class Training:
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         start = self._base.next_step if self._base is not None else 0
+        self._began_s = time.monotonic()
+        if store is None or not self._job.adapt:
+            self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
+        elif self._adaptation is None or not self._adaptation.moved(plan):
+            self._adaptation = Adaptation(self._agent, self._request, plan)
 
         async def hear(report: Report) -> None:
             await self._hear(report, plan, epoch)
@@ -301,7 +336,7 @@ class Training:
         if self._stopping:
             self._owner.stop()
         self.result.state_dict = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
-        self.result.stopped = self._owner.stopped
+        self.result.stopped = self._stopping and self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
         """The run's folder, made or taken over by this process, and its checkpoints."""
@@ -334,12 +369,47 @@ class Training:
             self._announced_s = now_s
             record = run_record(self._agent.peer_id, self._job.name, epoch, report.step, report.loss, plan)
             await self._agent.announce_run(record)
+        if len(self.result.steps_s) == 1:
+            self._changing_s = 2 * max(0.0, time.monotonic() - self._began_s - report.step_s)
+        await self._adapt(report)
         if again:
             return
         self._known[report.step] = report.loss
         if self._run is not None:
             self._run.report(report_json(report))
         await self._reports.put(report)
+
+    async def _adapt(self, report: Report) -> None:
+        """Go over to another plan if that pays before the job ends; and see what the last change has brought."""
+        if self._adaptation is None or self._next is not None:
+            return
+        recent_s = statistics.median(self.result.steps_s[-MEASURED:])
+        left = report.steps - report.step - 1
+        decision = await self._adaptation.hear(report.observed, self._changing_s, left * recent_s)
+        changes, names = self.result.changes, self._agent.names()
+        if changes and changes[-1].after_s is None and len(self.result.steps_s) > MEASURED:
+            changes[-1].after_s = recent_s
+            log.info(
+                "since the plan changed", gain=round(changes[-1].before_s / recent_s, 2), step_s=round(recent_s, 3)
+            )
+        if decision is None:
+            return
+        if left * recent_s * (1 - 1 / decision.gain) <= decision.moving_s:
+            return
+        cause = tuple(named(text, names) for text in self._adaptation.cause)
+        level = decision.level.name.lower()
+        changes.append(Change(report.step, cause, level, len(decision.step_s), decision.gain, recent_s))
+        log.warning(
+            "the plan changes",
+            cause=cause,
+            level=level,
+            gain=round(decision.gain, 2),
+            takes_s=round(decision.moving_s, 1),
+            alternatives=len(decision.step_s) - 1,
+        )
+        assert self._owner is not None
+        self._next = decision.plan
+        self._owner.stop()
 
     def _compare(self, report: Report, plan: Plan) -> None:
         before = self._known[report.step]

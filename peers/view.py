@@ -24,7 +24,7 @@ __all__ = ["JsonView", "LineView", "RichView", "View", "named", "plan_table", "r
 
 def report_json(report: Report) -> dict[str, Any]:
     """A report as the documented JSON object."""
-    data = dict(vars(report))
+    data = {name: value for name, value in vars(report).items() if name != "observed"}
     data["metrics"] = dict(report.metrics)
     data["codecs"] = {boundary: measured.to_json() for boundary, measured in report.codecs.items()}
     return data

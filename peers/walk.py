@@ -6,6 +6,7 @@ The idea: the owner fills a Walk as answers arrive in any order; a Report is mad
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,14 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
+class Observed:
+    """What a step showed of the mesh that ran it."""
+
+    compute_s: Mapping[str, float] = field(default_factory=dict)  # peer -> seconds of its F, B and W together
+    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # (from, to) -> bytes per second
+
+
+@dataclass(frozen=True)
 class Report:
     """One committed step. `loss` is the weighted sum over its micro-batches, in micro order."""
 
@@ -37,6 +46,7 @@ class Report:
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction, "0->1" or "1->0"
+    observed: Observed = Observed()
 
 
 @dataclass
@@ -64,7 +74,6 @@ class Walk:
 
     def apply(self, peer_id: str, stage: int, header: Mapping[str, Any]) -> None:
         """A member has applied the step; what it measured is checked."""
-        need(header, "seconds", dict)
         for kind, target in ((messages.F, stage + 1), (messages.B, stage - 1)):
             measured = need(header, "codecs", dict).get(kind)
             if measured is not None:
@@ -74,7 +83,28 @@ class Walk:
                     raise ProtocolError(f"it applied a step: {error}") from error
                 known = self.codecs.get((stage, target))  # of another member of the group
                 self.codecs[stage, target] = found if known is None else known + found
+        figures = list(need(header, "seconds", dict).values())
+        for pair in need(header, "rates", dict).values():
+            if type(pair) is not list or len(pair) != 2:
+                raise ProtocolError("a link has two rates, out and in")
+            figures += [rate for rate in pair if rate is not None]
+        if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
+            raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[peer_id] = header
+
+    def observed(self) -> Observed:
+        """Once it is complete."""
+        compute_s: dict[str, float] = {}
+        rates: dict[tuple[str, str], float] = {}
+        for peer, header in self.applied.items():
+            compute_s[peer] = sum(float(header["seconds"].get(kind, 0.0)) for kind in ("f", "b", "w"))
+            for other, (out, into) in header["rates"].items():
+                if other in self.applied:
+                    # Of two ends that saw one direction, the slower view: the other saw a buffer fill.
+                    for pair, rate in (((peer, other), out), ((other, peer), into)):
+                        if rate:
+                            rates[pair] = min(rate, rates.get(pair, rate))
+        return Observed(compute_s, rates)
 
     def heard_of(self, micro: int) -> bool:
         """Whether every member of the last stage has told its loss of this micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.adapter import NETWORKS, optimum_s, thresholds, total_s, work_function
 from meshcee.adapter import SETTLING_STEPS, Adapter, Level, WorkFunction, level_of
 from meshcee.migration import Move, moves, moving_s
-from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.plan import Member, Pipeline, Plan, Predicted, Stage
 from meshcee.profile import Cluster, Device, LinkProfile
+from meshcee.simulator import period_s
 from meshcee.workload import Workload
 from tests.small import workload
 
@@ -128,15 +130,39 @@ def test_it_beats_thresholds_where_links_flap() -> None:
 
 def test_the_adapter_prices_its_plans_and_follows_the_network() -> None:
     job, good, poor = _workload(), cluster(1e9), cluster(2e4)
-    adapter = Adapter(WIDE, [ALONE, WIDE], good, job)
+    adapter = Adapter(WIDE, lambda p: period_s(p, good, job), lambda a, b: moving_s(moves(a, b), good, job))
+    adapter.weather(lambda p: period_s(p, good, job), [ALONE, WIDE])
     assert len(adapter.plans) == 2
-    stays = [adapter.observe(good) for _ in range(20)]
+    stays = [adapter.observe() for _ in range(20)]
     assert {d.level for d in stays} == {Level.ABSORB}
     assert stays[0].step_s[0] < stays[0].step_s[1], "two devices are faster while the link is"
+    adapter.weather(lambda p: period_s(p, poor, job))
     decisions = []
     while adapter.plan is WIDE and len(decisions) < 2000:
-        decisions.append(adapter.observe(poor))
+        decisions.append(adapter.observe())
     assert decisions[-1].plan is ALONE
     assert decisions[-1].level is Level.REGROUP
     assert decisions[-1].gain > 1
     assert decisions[-1].moving_s > SETTLING_STEPS * stays[0].step_s[0]
+
+
+def test_a_plan_found_late_has_the_history_of_the_others() -> None:
+    job, good = _workload(), cluster(1e9)
+    adapter = Adapter(ALONE, lambda p: period_s(p, good, job), lambda a, b: 1.0)
+    for _ in range(10):
+        adapter.observe()
+    predicted = replace(ALONE, predicted=Predicted(1.0, 1.0, 1.0))
+    adapter.weather(lambda p: period_s(p, good, job), [WIDE, predicted])
+    assert adapter.plans == [ALONE, WIDE], "the same plan with other words is no other plan"
+    assert adapter.observe().plan is ALONE, "what it would gain has to pay for the move first"
+    steps = 1
+    while adapter.plan is ALONE and steps < 1000:
+        adapter.observe()
+        steps += 1
+    assert adapter.plan is WIDE
+
+
+def test_a_plan_that_cannot_run_is_never_chosen() -> None:
+    adapter = Adapter(WIDE, lambda p: 10.0, lambda a, b: 0.0)
+    adapter.weather(lambda p: 10.0 if p is WIDE else math.inf, [ALONE])
+    assert {adapter.observe().plan for _ in range(100)} == {WIDE}

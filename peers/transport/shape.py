@@ -24,6 +24,7 @@ from meshcee.errors import UsageError
 from meshcee.profile import LinkProfile
 from peers.transport.base import Frame, Handler, Stream, StreamClosed
 from peers.transport.frame import PRELUDE_BYTES, Encoder, views
+from peers.transport.rate import Rate
 
 __all__ = ["Shape", "ShapedTransport"]
 
@@ -148,6 +149,7 @@ class _ShapedStream:
         self._changed = asyncio.Condition()
         self._over: BaseException | None = None
         self.courier: asyncio.Task[None] | None = None
+        self._rate = Rate()  # of what leaves: the courier hands frames over whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)  # what a stream knows of itself and of its peer
@@ -163,6 +165,9 @@ class _ShapedStream:
     @property
     def closed(self) -> bool:
         return self._over is not None or self._inner.closed
+
+    def rates(self) -> tuple[float | None, float | None]:
+        return self._rate.take(), None
 
     async def recv(self) -> Frame:
         return await self._inner.recv()
@@ -183,13 +188,15 @@ class _ShapedStream:
                 )
             if self._over is not None:
                 raise StreamClosed(str(self._over))
-            leaves = loop.time()
+            began_s = leaves = loop.time()
+            whole = size
             while size > 0:
                 part = min(size, self._shape.slice_bytes(*self._pair))
                 # The next slice was ready when the last had left, however late this task was woken.
                 leaves = self._shape.reserve(*self._pair, part, leaves)
                 size -= part
                 await _sleep_until(leaves - _AHEAD_S)
+            self._rate.add(whole, leaves - began_s)
             self._last_arrival = max(self._last_arrival, leaves + self._shape.delay_s(*self._pair))
             copied = Frame(frame.kind, dict(frame.header), [bytes(view) for view in payloads])
             async with self._changed:

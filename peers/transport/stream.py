@@ -33,6 +33,7 @@ from peers.transport.frame import (
     frame_cost,
     views,
 )
+from peers.transport.rate import Rate
 from peers.transport.window import ReceiveWindow, SendWindow
 
 __all__ = ["FramedStream", "short"]
@@ -86,6 +87,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self._receiver: asyncio.Future[None] | None = None
         self._sender: asyncio.Future[None] | None = None
         self._lost = asyncio.Event()
+        self._rate = Rate()  # of what arrives; what leaves is only known to have left when it has arrived
 
     def __repr__(self) -> str:
         return f"<stream {self.purpose!r} with {short(self.peer_id)}{', closed' if self._why else ''}>"
@@ -125,6 +127,9 @@ class FramedStream(asyncio.BufferedProtocol):
     async def wait_closed(self) -> None:
         """Until the other side, or we, have closed."""
         await self._lost.wait()
+
+    def rates(self) -> tuple[float | None, float | None]:
+        return None, self._rate.take()
 
     # -- sending
 
@@ -247,6 +252,7 @@ class FramedStream(asyncio.BufferedProtocol):
     def _happened(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Whole):
+                self._rate.end(asyncio.get_running_loop().time())
                 self._incoming.arrive(event.cost)
                 if self._closing:
                     self._take(self._incoming.complete())  # nobody else will
@@ -327,10 +333,16 @@ class FramedStream(asyncio.BufferedProtocol):
         self.received_bytes += nbytes
         if self._why is not None:
             return
+        if self._decoder.mid_frame:
+            self._rate.more(nbytes)
+        else:
+            self._rate.begin(asyncio.get_running_loop().time())
         try:
             self._happened(self._decoder.advance(nbytes))
         except ProtocolError as error:
             self._misbehaved(error)
+        if self._decoder.mid_frame and not self._rate.running:  # the next frame came right behind
+            self._rate.begin(asyncio.get_running_loop().time())
 
     def _feed(self, data: bytes) -> None:
         self.received_bytes += len(data)

@@ -158,3 +158,22 @@ async def test_time_stands_still_while_a_thread_computes() -> None:
     assert now() == start
     await asyncio.sleep(3600)
     assert now() == start + 3600
+
+
+@virtual_time
+async def test_the_receiver_reads_the_bandwidth_off_large_frames() -> None:
+    network = MemoryNetwork()
+    async with network.transport("a", KEY) as a, network.transport("b", KEY) as b:
+        near, far = await pair(a, b)
+        for speed in (1e6, 250e3):
+            network.impair("a", "b", Impairment(latency_s=0.2, bandwidth_bytes_per_s=speed))
+            assert far.rates() == (None, None)
+            sending = asyncio.create_task(near.send(Frame("x", {}, [bytes(1_000_000)])))
+            await far.recv()
+            await sending
+            out, seen = far.rates()
+            assert out is None
+            assert seen == pytest.approx(speed, rel=0.1)
+            await near.send(Frame("small", {}, [bytes(1000)]))
+            await far.recv()
+        assert near.rates() == (None, None), "nothing large has come to it"

@@ -56,6 +56,20 @@ async def test_a_frame_takes_its_bytes_over_the_bandwidth_and_then_the_latency()
 
 
 @virtual_time
+async def test_the_sender_knows_how_fast_its_frames_left() -> None:
+    shape = Shape({("a", "b"): LinkProfile(0.1, 10 * MB)})
+    async with shaped(shape) as (a, b):
+        there, back = await pair(a, b)
+        for speed in (10 * MB, 2 * MB):
+            shape.set("a", "b", LinkProfile(0.1, speed))
+            receiving = asyncio.create_task(arrivals(back, 1))
+            await there.send(Frame("x", {}, [bytes(MB)]))
+            await receiving
+            out, _ = there.rates()
+            assert out == pytest.approx(speed, rel=0.02)
+
+
+@virtual_time
 async def test_latency_is_pipelined_and_bandwidth_is_not() -> None:
     async with shaped(Shape({("a", "b"): LinkProfile(0.3, 10 * MB)})) as (a, b):
         there, back = await pair(a, b)

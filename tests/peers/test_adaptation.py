@@ -1,0 +1,165 @@
+"""What steps show of a mesh, and when that becomes another plan."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.adapter import Level
+from meshcee.capture import capture
+from meshcee.eager import eager
+from meshcee.job import Job, Optimizer
+from peers.adaptation import HELD, Senses
+from peers.assemble import QUICK, InProcess, JoinOptions
+from peers.compute import Pace
+from peers.home import Home
+from peers.training import Result
+from peers.transport.memory import Impairment, MemoryNetwork
+from peers.walk import Observed
+
+
+def step(compute_s: float = 1.0, rate: float = 1e6) -> Observed:
+    return Observed({"a": compute_s, "b": 2.0}, {("a", "b"): rate})
+
+
+def warmed(**bandwidths: float) -> Senses:
+    senses = Senses({("a", "b"): 1e6, **{(k[0], k[1]): v for k, v in bandwidths.items()}})
+    for _ in range(HELD + 1):
+        assert senses.hear(step()) == []
+    return senses
+
+
+def test_what_holds_is_told_once_and_what_passes_is_not() -> None:
+    senses = warmed()
+    for _ in range(HELD // 2):
+        assert senses.hear(step(compute_s=3.0, rate=1e5)) == [], "it may pass"
+    for _ in range(2 * HELD):
+        assert senses.hear(step()) == []
+    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(rate=2.5e5))]
+    assert told == ["the link from a to b has 0.25 times its bandwidth"]
+    assert senses.rates == {("a", "b"): 2.5e5}
+    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step())]
+    assert told == ["the link from a to b has 4.00 times its bandwidth"]
+    assert senses.rates == {("a", "b"): 1e6}
+
+
+def test_a_slow_device_is_told_from_its_own_usual_time() -> None:
+    senses = warmed()
+    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=1.5))]
+    assert told == ["a takes 1.50 times as long to compute"]
+    assert senses.slow == {"a": 1.5}
+    senses.restart()  # other blocks: what is usual has to be learnt anew, and the first step warms up
+    assert senses.hear(step(compute_s=40.0)) == []
+    assert [shift for _ in range(3 * HELD) for shift in senses.hear(step(compute_s=4.0))] == []
+    assert senses.slow == {"a": 1.5}, "what was learnt of the device stays"
+
+
+def test_noise_and_links_faster_than_the_machine_are_no_shifts() -> None:
+    noise = random.Random(0)
+    senses = Senses({("a", "b"): 1e6, ("b", "a"): 1e9})
+    for _ in range(300):
+        seen = step(compute_s=noise.uniform(0.92, 1.08), rate=noise.uniform(0.92e6, 1.08e6))
+        rates = {**seen.rates, ("b", "a"): noise.uniform(6e7, 5e8)}
+        assert senses.hear(Observed(seen.compute_s, rates)) == []
+    assert not senses.rates
+    told = [s for _ in range(HELD) for s in senses.hear(Observed({}, {("b", "a"): 1e7}))]
+    assert len(told) == 1, "a fast link that has become slow is one"
+
+
+def test_probes_tell_of_links_that_no_step_crosses() -> None:
+    senses = Senses({("a", "b"): 1e6})
+    for _ in range(2 * HELD):
+        senses.hear(step(rate=1e5))
+    assert senses.rates == {("a", "b"): 1e5}
+    assert senses.probed({("a", "b"): 1.2e5, ("b", "c"): 1e6}) == [], "probes are noisy, and the unknown is no shift"
+    assert senses.probed({("a", "b"): 1e6}) == ["the link from a to b has 10.00 times its bandwidth"]
+    assert not senses.rates, "the probe counts"
+
+
+def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None:
+    senses = Senses({})
+    for _ in range(HELD + 1):
+        assert senses.hear(step()) == []
+    assert len([s for _ in range(HELD) for s in senses.hear(step(rate=1e5))]) == 1
+
+
+STEPS, MICRO = 60, 8
+GOOD, POOR = 1e8, 1e6  # bytes per second
+
+
+class Wide(nn.Module):
+    """Little state, large activations: 128 KiB a micro-batch at every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Noise:
+    def __len__(self) -> int:
+        return 320
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.Generator().manual_seed(i)
+        x = torch.randn(64, 64, generator=made)
+        return x, x.roll(1, 0)
+
+
+def wide_job() -> Job:
+    torch.manual_seed(0)
+    return Job(
+        model=Wide(),
+        loss=nn.functional.mse_loss,
+        data=Noise(),
+        optimizer=Optimizer("AdamW", lr=1e-3),
+        batch_size=4 * MICRO,
+        micro_batch_size=MICRO,
+        steps=STEPS,
+    )
+
+
+async def run(home: Home) -> Result:
+    """Three paced peers; after ten steps the links of the second stage's have a hundredth of their bandwidth."""
+    options = JoinOptions(pace=Pace(4e8))
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.001, bandwidth_bytes_per_s=GOOD))
+    async with InProcess(options, network, timeouts=QUICK) as here:
+        for i in range(3):
+            await here.start(f"p{i}")
+        mesh = await here.own("owner", home)
+        job = wide_job()
+        async for report in mesh.train(job, captured=capture(job)):
+            if report.step == 10:
+                assert mesh.result.plan is not None
+                stages = mesh.result.plan.pipelines[0].stages
+                assert len(stages) > 1, "paced devices are faster together"
+                slow = stages[1].peers[0]
+                for agent in here.agents.values():
+                    if agent.peer_id != mesh.agent.peer_id:
+                        for pair in ((slow, agent.peer_id), (agent.peer_id, slow)):
+                            network.impair(*pair, Impairment(latency_s=0.001, bandwidth_bytes_per_s=POOR))
+        return mesh.result
+
+
+@pytest.mark.slow
+async def test_a_link_that_sags_is_planned_around_and_no_number_changes(tmp_path: Path) -> None:
+    result = await run(Home(tmp_path))
+    assert result.plan is not None
+    assert [c.level for c in result.changes] == [Level.REGROUP.name.lower()]
+    change = result.changes[0]
+    assert any("times its bandwidth" in cause for cause in change.cause)
+    assert change.gain > 1.5
+    assert change.after_s is not None
+    assert change.after_s < change.before_s
+    losses, model = eager(wide_job(), STEPS, MICRO)
+    assert result.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(result.state_dict[name], tensor), name
