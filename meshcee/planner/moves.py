@@ -21,24 +21,25 @@ SLACKS = ((0.7, 1), (0.7, 2), (0.85, 2), (1.0, 1), (1.0, 2), (1.3, 2), (1.6, 2),
 BETWEEN = 0.3  # of the moves, where there are several pipelines: from one to another
 
 
-def shifted(chain: Chain, j: int, by: int) -> Chain | None:
-    """The boundary after stage j moved by so many blocks."""
+def shifted(chain: Chain, j: int, by: int, last: int | None = None) -> Chain | None:
+    """The boundaries after stages j to `last` (j alone) moved by so many blocks; those between keep their sizes."""
     stages = list(chain.stages)
-    a, b = stages[j], stages[j + 1]
-    at = a.end + by
-    if not a.first < at < b.end:
+    for k in range(j, (j if last is None else last) + 1):
+        at = stages[k].end + by
+        stages[k], stages[k + 1] = replace(stages[k], end=at), replace(stages[k + 1], first=at)
+    if any(s.first >= s.end for s in stages):
         return None
-    stages[j], stages[j + 1] = replace(a, end=at), replace(b, first=at)
     return replace(chain, stages=tuple(stages))
 
 
 def all_shifted(layout: Layout) -> Iterator[Layout]:
-    """Every boundary one block to either side."""
+    """Every run of boundaries one block to either side."""
     for i, chain in enumerate(layout):
         for j in range(len(chain.stages) - 1):
-            for by in (-1, 1):
-                if (other := shifted(chain, j, by)) is not None:
-                    yield (*layout[:i], other, *layout[i + 1 :])
+            for last in range(j, len(chain.stages) - 1):
+                for by in (-1, 1):
+                    if (other := shifted(chain, j, by, last)) is not None:
+                        yield (*layout[:i], other, *layout[i + 1 :])
 
 
 class Moves:
@@ -140,7 +141,9 @@ class Moves:
     def _shift(self, chain: Chain) -> Chain | None:
         if len(chain.stages) < 2:
             return None
-        return shifted(chain, self.random.randrange(len(chain.stages) - 1), self.random.choice((-1, 1)))
+        j = self.random.randrange(len(chain.stages) - 1)
+        last = self.random.randrange(j, len(chain.stages) - 1) if self.random.random() < 0.15 else j
+        return shifted(chain, j, self.random.choice((-1, 1)), last)
 
     def _windows(self, chain: Chain) -> Chain | None:
         if self.random.random() < 0.3:
