@@ -43,6 +43,7 @@ class Children:
         self.home = home
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.token = ""
+        self._tokens: dict[str, str] = {}
 
     async def __aenter__(self) -> Children:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,12 @@ class Children:
                 group.create_task(self._start(name, threads, self.token, emulation))
         return self.token
 
+    async def add(self, name: str, *, threads: int = 1) -> None:
+        """One more, joining through one that lives."""
+        living = [n for n, process in self.processes.items() if process.returncode is None and n in self._tokens]
+        self.token = self._tokens[living[-1]]
+        await self._start(name, threads, self.token, ())
+
     async def _start(self, name: str, threads: int, token: str | None, emulation: tuple[str, ...]) -> str:
         log = (self.home / f"{name}.log").open("ab")
         command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", "127.0.0.1:0"]
@@ -97,7 +104,8 @@ class Children:
                 while line := await process.stdout.readline():
                     event: dict[str, Any] = json.loads(line)
                     if "token" in event:
-                        return str(event["token"])
+                        self._tokens[name] = str(event["token"])
+                        return self._tokens[name]
         except TimeoutError as error:
             raise MeshceeError(f"{name} did not start within {START_S:.0f} s; its log is {log.name}") from error
         lines = Path(log.name).read_text(errors="replace").splitlines()[-15:]

@@ -1,0 +1,104 @@
+"""Peers are killed, stopped and replaced by a schedule from a seed while a job trains; its losses are held against the plain loop.
+
+`python -m benchmarks.chaos [--seeds 3] [--first 0] [--steps 60] [--blows 5]` prints a JSON line for each seed: what was done at
+which step, and how it ended. Six real peers, four stages. A seed takes one to two minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.arena import Arena
+from meshcee._demo_job import job as demo
+from meshcee.eager import eager
+
+PEERS, STAGES = 6, 4
+BLOWS = ("kill a member", "kill any", "stop", "kill p2pd", "join", "kill two")
+
+
+async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
+    """A run under blows; "outcome" is "equal", or what went wrong."""
+    draw = random.Random(seed)
+    when = sorted(draw.sample(range(2, steps - 5), blows))
+    done: list[str] = []
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="meshcee-chaos-") as folder:
+        async with Arena(Path(folder), steps=steps, stages=STAGES) as arena:
+            await arena.children.start_peers(PEERS, threads=1)
+            await arena.train("--checkpoint-every", "4")
+            try:
+                for at in when:
+                    await arena.until(lambda at=at: arena.steps >= at)
+                    done.append(f"step {at}: {await strike(arena, draw, len(done))}")
+                code = await arena.ends()
+            except (TimeoutError, RuntimeError) as error:
+                return {"seed": seed, "blows": done, "outcome": f"{type(error).__name__}: {error}"}
+            reports = arena.run.reports()
+            plan = next(event["plan"] for _, event in arena.events if "plan" in event)
+        orphans = arena.orphans()
+    torch.set_num_threads(1)
+    losses, _ = eager(demo, steps, plan["micro_batch"])
+    outcome = "equal"
+    if code != 0:
+        outcome = f"exit code {code}"
+    elif [r["step"] for r in reports] != list(range(steps)):
+        outcome = "steps were lost or told of twice"
+    elif [r["loss"] for r in reports] != losses:
+        outcome = "other losses"
+    elif orphans:
+        outcome = f"orphans: {orphans}"
+    return {"seed": seed, "blows": done, "outcome": outcome, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+async def strike(arena: Arena, draw: random.Random, number: int) -> str:
+    """One blow; at least two peers stay."""
+    kind = draw.choice(BLOWS)
+    if len(arena.living) <= 3 or kind == "join":
+        await arena.children.add(f"new-{number}")
+        return f"new-{number} joined"
+    members = [name for name in arena.members() if name in arena.living] or arena.living
+    if kind == "stop":
+        victim = draw.choice(members)
+        arena.stop(victim)
+        return f"stopped {victim}"
+    if kind == "kill p2pd":
+        victim = draw.choice(members)
+        arena.kill_daemon(victim)
+        return f"killed the p2pd of {victim}"
+    victims = (
+        draw.sample(members, min(2, len(members)))
+        if kind == "kill two"
+        else [draw.choice(members if kind == "kill a member" else arena.living)]
+    )
+    for victim in victims:
+        await arena.kill(victim)
+    return "killed " + " and ".join(victims)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--blows", type=int, default=5)
+    options = parser.parse_args()
+    failed = 0
+    for seed in range(options.first, options.first + options.seeds):
+        result = asyncio.run(one(seed, options.steps, options.blows))
+        print(json.dumps(result), flush=True)
+        failed += result["outcome"] != "equal"
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
