@@ -25,6 +25,7 @@ from meshcee.profile import DeviceProfile, LinkProfile
 
 __all__ = [
     "CLOCK_SKEW_S",
+    "MAX_LINKS",
     "MAX_TTL_S",
     "Envelope",
     "LeaseRecord",
@@ -122,17 +123,38 @@ class LinkRecord(Record):
     kind: ClassVar[str] = "links"
     links: tuple[tuple[str, LinkProfile], ...] = ()
 
+    def to_wire(self) -> dict[str, Any]:
+        """A link is seven numbers: p10, p50 and p90 of latency and of bandwidth, and when it was measured."""
+        links = []
+        for to, link in self.links:
+            fast = link.latency_range_s or (link.latency_s, link.latency_s)
+            wide = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s, link.bandwidth_bytes_per_s)
+            figures = [fast[0], link.latency_s, fast[1], wide[0], link.bandwidth_bytes_per_s, wide[1], link.measured_at]
+            links.append([to, figures])
+        return {"sent_at": self.sent_at, "links": links}
+
     @classmethod
     def from_wire(cls, fields: Fields, signer: str) -> Self:
         links = []
         for pair in fields.sequence("links", MAX_LINKS):
-            if type(pair) is not list or len(pair) != 2:
-                raise ProtocolError("a link record holds something else than pairs")
-            profile = Fields(pair[1], "a link")
+            if type(pair) is not list or len(pair) != 2 or type(pair[1]) is not list or len(pair[1]) != 7:
+                raise ProtocolError("a link record holds something else than pairs of a peer and seven figures")
             to = Fields({"to": pair[0]}, "a link").text("to", 64)
             public_key_of(to)
-            figures = (profile.number(n) for n in ("latency_s", "bandwidth_bytes_per_s", "measured_at"))
-            links.append((to, LinkProfile(*figures)))
+            told = Fields({str(i): figure for i, figure in enumerate(pair[1])}, "one of the links")
+            low_s, latency_s, high_s, least, bandwidth, most, at = (told.number(str(i)) for i in range(7))
+            links.append(
+                (
+                    to,
+                    LinkProfile(
+                        latency_s,
+                        bandwidth,
+                        at,
+                        (low_s, high_s) if low_s != high_s else None,
+                        (least, most) if least != most else None,
+                    ),
+                )
+            )
         return cls(signer, fields.number("sent_at"), tuple(links))
 
     def smaller(self) -> Self | None:

@@ -39,16 +39,26 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """One ordered pair of peers, as measured by the sender."""
+    """One ordered pair of peers, as measured by the sender: medians, and p10 and p90 where it measured several times."""
 
     latency_s: float  # one way
     bandwidth_bytes_per_s: float
     measured_at: float = 0.0  # wall clock, seconds since the epoch
+    latency_range_s: tuple[float, float] | None = None
+    bandwidth_range_bytes_per_s: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _positive(bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
         if not math.isfinite(self.latency_s) or self.latency_s < 0:
             raise ProtocolError(f"latency_s must be finite and not negative, got {self.latency_s!r}")
+        for middle, spread in (
+            (self.latency_s, self.latency_range_s),
+            (self.bandwidth_bytes_per_s, self.bandwidth_range_bytes_per_s),
+        ):
+            if spread is not None and not 0 <= spread[0] <= middle <= spread[1] < math.inf:
+                raise ProtocolError(
+                    f"p10 <= p50 <= p90 must be finite and not negative, got {spread} around {middle!r}"
+                )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import structlog
 
 from dht.directory import Directory
 from dht.election import Elector
-from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord
+from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord, RunRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from dht.terms import TermFile
@@ -27,6 +27,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured
+from meshcee.planner.probing import FEW, whom_to_probe
 from meshcee.profile import DeviceProfile, LinkProfile
 from peers.block_profiler import BlockProfiler
 from peers.compute import Compute
@@ -41,7 +42,8 @@ __all__ = ["Agent", "AgentOptions"]
 
 log = structlog.get_logger()
 
-PROBE_EVERY_S = 60.0  # each link is measured again after this long
+PROBE_EVERY_S = 60.0  # each link is measured again after this long, or later
+PROBE_SHARE = 0.02  # of a peer's time, at most, in which links that were measured before are measured again
 LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
 LINKS_AWAITED_S = 6.0  # that a plan waits for the next link which nobody has measured yet
 
@@ -183,14 +185,20 @@ class Agent:
     # -- links ---------------------------------------------------------------------------------------------------------
 
     async def _probe_forever(self) -> None:
-        """Measure the links to others that lend a device, one at a time, new ones first."""
+        """Measure the links to others that lend a device, one at a time, new ones first.
+
+        Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on the
+        wire; while the peer trains, not at all.
+        """
+        rest_until_s = 0.0
         while True:
-            target = self._stalest_link()
+            target, known = self._stalest_link(may_repeat=time.monotonic() >= rest_until_s)
             if target is None:
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
             record = self.directory.peers[target]
             self._tried[target] = time.time()
+            start_s = time.monotonic()
             try:
                 async with asyncio.timeout(self.timeouts.join_s):
                     self._measured[target] = await probe_link(self.transport, target, record.addresses, time.time())
@@ -198,21 +206,31 @@ class Agent:
                 log.debug("link not measured", peer=record.name, error=str(error))
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
+            finally:
+                if known:
+                    now_s = time.monotonic()
+                    rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
             alive = self.directory.peers
-            links = tuple((peer, link) for peer, link in self._measured.items() if peer in alive)
+            newest = sorted(self._measured.items(), key=lambda x: -x[1].measured_at)
+            links = tuple((peer, link) for peer, link in newest if peer in alive)[:MAX_LINKS]
             await self.directory.publish(LinkRecord(self.peer_id, 0.0, links))
 
-    def _stalest_link(self) -> str | None:
+    def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
+        """The link that it is most time to measure, and whether it was measured before."""
         busy = self._member is not None and self._member.is_busy
         now = time.time()
-        due: list[tuple[float, str]] = []
-        for peer, record in self.directory.peers.items():
-            if peer == self.peer_id or record.device is None:
-                continue
+        lending = [p for p, r in self.directory.peers.items() if r.device is not None]
+        published = {(p, to): link for p, r in self.directory.links.items() for to, link in r.links}
+        published |= {(self.peer_id, to): link for to, link in self._measured.items()}
+        due: list[tuple[bool, float, str]] = []
+        for peer in whom_to_probe(self.peer_id, lending, published):
             known = self._measured.get(peer)
-            if known is None or (not busy and now - known.measured_at > PROBE_EVERY_S):
-                due.append((self._tried.get(peer, 0.0), peer))
-        return min(due)[1] if due else None
+            if known is None or (may_repeat and not busy and now - known.measured_at > PROBE_EVERY_S):
+                due.append((known is not None, self._tried.get(peer, 0.0), peer))
+        if not due:
+            return None, False
+        known_before, _, target = min(due)
+        return target, known_before
 
     # -- what the mesh knows ---------------------------------------------------------------------------------------------
 
@@ -260,7 +278,7 @@ class Agent:
         """While links between idle devices are being measured; when none has come for a while, the plan uses defaults."""
         known = -1
         with contextlib.suppress(TimeoutError):
-            while known < (len(found := self.links())) < (count := len(self.devices())) * (count - 1):
+            while known < (len(found := self.links())) < (count := len(self.devices())) * (min(count, FEW) - 1):
                 known = len(found)
                 async with asyncio.timeout(LINKS_AWAITED_S):
                     while len(self.links()) == known:

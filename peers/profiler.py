@@ -1,7 +1,8 @@
 """What this peer measures: its device's speed and memory, and its links to the others.
 
 The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work; a link by a
-few empty round trips and one payload sized so that it takes about a tenth of a second.
+few empty round trips and payloads sized so that each takes about a tenth of a second. Each end measures the direction in
+which it sends.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -23,7 +25,8 @@ from peers.transport.base import Frame, Stream, Transport
 __all__ = ["measure_device", "probe_link", "resolve_device", "serve_probe"]
 
 MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
-PING_COUNT = 5
+PING_COUNT = 7
+PAYLOAD_COUNT = 3
 FIRST_PAYLOAD_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 4 << 20  # a probe never sends more than this at once
 TARGET_S = 0.1
@@ -101,29 +104,47 @@ async def serve_probe(stream: Stream) -> None:
         await stream.send(Frame(messages.PONG, {"bytes": frame.payload_bytes}))
 
 
-async def _ping(stream: Stream, payload: bytes) -> float:
-    start_s = time.perf_counter()
+async def _ping(stream: Stream, payload: bytes, clock: Callable[[], float]) -> float:
+    start_s = clock()
     await stream.send(Frame(messages.PING, {}, [payload] if payload else []))
     reply = await stream.recv()
-    elapsed_s = time.perf_counter() - start_s
+    elapsed_s = clock() - start_s
     if reply.kind != messages.PONG or need(reply.header, "bytes", int) != len(payload):
         raise ProtocolError(f"peer {stream.peer_id} answered a probe with something else")
     return elapsed_s
 
 
-async def probe_link(transport: Transport, peer_id: str, addresses: tuple[str, ...], now: float) -> LinkProfile:
-    """Latency is half the median empty round trip; bandwidth what a payload took beyond it. Raises JoinError."""
+async def probe_link(
+    transport: Transport,
+    peer_id: str,
+    addresses: tuple[str, ...],
+    now: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LinkProfile:
+    """Latency is half an empty round trip; bandwidth what a payload took beyond the median one. Raises JoinError."""
     stream = await transport.open(peer_id, "probe", addresses)
     stream.max_payload_bytes = 0  # answers have none
     try:
-        round_trip_s = statistics.median([await _ping(stream, b"") for _ in range(PING_COUNT)])
-        size, elapsed_s = FIRST_PAYLOAD_BYTES, 0.0
-        while True:
-            elapsed_s = max(await _ping(stream, bytes(size)) - round_trip_s, 1e-6)
+        await _ping(stream, b"", clock)  # whatever a first use costs
+        pings_s = [await _ping(stream, b"", clock) for _ in range(PING_COUNT)]
+        round_trip_s = statistics.median(pings_s)
+        size = FIRST_PAYLOAD_BYTES
+        rates: list[float] = []
+        while len(rates) < PAYLOAD_COUNT:
+            elapsed_s = max(await _ping(stream, bytes(size), clock) - round_trip_s, 1e-6)
             if elapsed_s >= TARGET_S / 2 or size >= MAX_PAYLOAD_BYTES:
-                break
-            size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * TARGET_S / elapsed_s)))
+                rates.append(size / elapsed_s)
+            else:
+                size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * TARGET_S / elapsed_s)))
             await asyncio.sleep(0)
-        return LinkProfile(round_trip_s / 2, size / elapsed_s, now)
+        (low_s, high_s), (least, most) = _range([p / 2 for p in pings_s]), _range(rates)
+        return LinkProfile(round_trip_s / 2, statistics.median(rates), now, (low_s, high_s), (least, most))
     finally:
         await stream.aclose()
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """p10 and p90, which lie around the median."""
+    found = statistics.quantiles(values, n=10, method="inclusive")
+    middle = statistics.median(values)
+    return min(found[0], middle), max(found[8], middle)

@@ -1,0 +1,51 @@
+"""Probing a link, on virtual time: what is measured is what the link does, in the direction in which the prober sends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.compute import Compute, Pace
+from peers.profiler import measure_device, probe_link, serve_probe
+from peers.transport.memory import Impairment, MemoryNetwork
+from tests.virtual_time import virtual_time
+
+
+@virtual_time
+async def test_each_direction_has_its_own_bandwidth_and_half_the_round_trip() -> None:
+    network = MemoryNetwork()
+    clock = asyncio.get_running_loop().time
+    async with network.transport("a") as a, network.transport("b") as b:
+        network.impair("a", "b", Impairment(latency_s=0.03, bandwidth_bytes_per_s=2e5))
+        network.impair("b", "a", Impairment(latency_s=0.05, bandwidth_bytes_per_s=2e7))
+        for transport in (a, b):
+            transport.serve("probe", serve_probe)
+        up = await probe_link(a, "b", (), 7.0, clock)
+        down = await probe_link(b, "a", (), 8.0, clock)
+    assert up.latency_s == pytest.approx(0.04, rel=0.02)
+    assert down.latency_s == pytest.approx(0.04, rel=0.02)
+    assert up.bandwidth_bytes_per_s == pytest.approx(2e5, rel=0.05)
+    assert down.bandwidth_bytes_per_s == pytest.approx(2e7, rel=0.05)
+    assert (up.measured_at, down.measured_at) == (7.0, 8.0)
+
+
+@virtual_time
+async def test_jitter_shows_in_the_range() -> None:
+    network = MemoryNetwork(seed=1)
+    async with network.transport("a") as a, network.transport("b") as b:
+        network.impair("a", "b", Impairment(latency_s=0.02, jitter_s=0.05, bandwidth_bytes_per_s=1e6))
+        b.serve("probe", serve_probe)
+        link = await probe_link(a, "b", (), 0.0, asyncio.get_running_loop().time)
+    assert link.latency_range_s is not None
+    assert link.bandwidth_range_bytes_per_s is not None
+    low_s, high_s = link.latency_range_s
+    assert 0.01 <= low_s < link.latency_s < high_s <= 0.036
+    assert link.bandwidth_range_bytes_per_s[0] < link.bandwidth_range_bytes_per_s[1]
+
+
+async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
+    async with Compute(pace=Pace(800.0, told_flops_per_s=1000.0)) as compute:
+        assert (await measure_device(compute)).speed_flops_per_s == 1000.0
+        assert compute.pace is not None
+        assert compute.pace.seconds(800.0) == 1.0
