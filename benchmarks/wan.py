@@ -28,6 +28,7 @@ from benchmarks.measure import machine, row
 from benchmarks.rivals.launch import WARM, Bed, Run, System, run
 from meshcee.capture import capture
 from meshcee.errors import MeshceeError
+from meshcee.plan import Plan
 from meshcee.scenario import load_scenario, packaged
 from peers.commands.session import unwrap
 
@@ -137,16 +138,20 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
         "load": os.getloadavg()[0],
     }
     if result.plan:
-        stages = result.plan["pipelines"][0]["stages"]
+        plan = Plan.from_json(result.plan)
         found["stages"] = [
-            [result.names.get(m["peer"], m["peer"]) for m in stage["members"]] + [stage["first"], stage["end"]]
-            for stage in stages
+            f"{', '.join(result.names.get(m.peer, m.peer) for m in stage.members)}: {stage.first}..{stage.end - 1}"
+            f", {stage.codec_out}, window {stage.window}"
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
         ]
+        found["predicted_s"] = plan.predicted.step_s if plan.predicted else None
         found["limit"] = result.limit
     if result.trace_s is not None:
         drop = result.trace_s + bed.scenario.trace[0].at_s
-        for key, chosen in (("step_before_s", lambda e: e <= drop), ("step_after_s", lambda e: e > drop)):
-            some = [e for e in ends[WARM - 1 :] if chosen(e)]
+        counted = ends[WARM - 1 :]
+        parts = {"step_before_s": [e for e in counted if e <= drop], "step_after_s": [e for e in counted if e > drop]}
+        for key, some in parts.items():
             if len(some) > 1:
                 found[key] = (some[-1] - some[0]) / (len(some) - 1)
     return found
@@ -232,6 +237,8 @@ def _limit(found: Sequence[dict[str, Any]]) -> str:
     """The busiest line, the steps before and after a trace's change, and losses that are not the plain loop's."""
     good = [r for r in found if "step_s" in r]
     said = [f"{good[-1]['busiest_line']} {100 * statistics.median(r['busiest_line_share'] for r in good):.0f} % busy"]
+    if good[-1].get("predicted_s"):
+        said.append(f"{good[-1]['predicted_s']:.2f} s predicted")
     if good[-1].get("limit"):
         said.append(f"reports say: {good[-1]['limit']}")
     if any("step_after_s" in r and "step_before_s" in r for r in good):

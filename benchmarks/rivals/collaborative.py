@@ -28,7 +28,7 @@ WAIT_S = 60.0
 def main(order: Order) -> None:
     host = f"/ip4/{order.addresses[order.rank]}/tcp"
     seeds = [order.seed] if order.seed else []
-    dht = hivemind.DHT(initial_peers=seeds, host_maddrs=[f"{host}/{order.port}"], start=True)
+    dht = hivemind.DHT(initial_peers=seeds, host_maddrs=[f"{host}/{order.port + order.rank}"], start=True)
     if order.rank == 0:
         print(json.dumps({"seed": str(dht.get_visible_maddrs()[0])}), flush=True)
     part = shares(job.batch_size, order.speeds_flops_per_s)[order.rank]
@@ -47,6 +47,11 @@ def main(order: Order) -> None:
         average_state_every=1 << 30,  # all start equal and stay so
         tracker_opts={"min_refresh_period": 0.1, "max_refresh_period": 1.0, "default_refresh_period": 0.5},
     )
+    # hivemind makes the optimizer's state by a step with zero gradients, which Adam counts; the plain loop has none.
+    for state in optimizer.state_averager.optimizer.state.values():
+        state["step"].zero_()
+    for parameter, fresh in zip(model.parameters(), build().parameters(), strict=True):
+        parameter.data.copy_(fresh.data)
     for step in range(order.steps):
         x, y = samples_of(step, part)
         value = loss(model(x), y)

@@ -12,6 +12,7 @@ from benchmarks.rivals.launch import Run
 from benchmarks.rivals.pace import PacedDevice, paced
 from benchmarks.rivals.pipeline import cuts
 from benchmarks.wan import NETWORKS, bed_of, bounds, figures, systems_of, table
+from meshcee.plan import Member, Pipeline, Plan, Stage
 
 FLOPS = [0.0, *[13e6] * 16, 17e6]
 
@@ -70,9 +71,12 @@ def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
         run.hear({"step": step, "at_s": 100.0 + 5 * step, "loss": 2.0, "samples": 12})
         run.hear({"step": step, "at_s": 101.0 + 5 * step, "loss": 1.0, "samples": 24})
     run.trace_s = 106.0
+    stages = tuple(Stage(9 * i, 9 * i + 9, (Member(f"id{i}", 1),), window=2, live_cap=3) for i in range(2))
+    run.plan, run.names = Plan(1, (Pipeline(36, stages),)).to_json(), {"id0": "cloud-a100-40-0"}
     run.lines = {"cloud>edge": 62.5e6 / 8 * 10}  # ten of twenty seconds
     found = figures(bed, run, [4 / 3] * 5 + [1.0])
     assert found["step_s"] == 5.0
+    assert found["stages"] == ["cloud-a100-40-0: 0..8, none, window 2", "id1: 9..17, none, window 2"]
     assert found["loss_difference"] == pytest.approx(1 / 3)
     assert (found["busiest_line"], found["busiest_line_share"]) == ("cloud>edge", pytest.approx(0.5))
     assert found["step_before_s"] == found["step_after_s"] == 5.0
