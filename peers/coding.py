@@ -55,8 +55,14 @@ class Coding:
         """
         coder = self._coders.get(kind)
         if coder is None:
-            meta, payloads = tensors.pack(values)
-            return Frame(kind, {**header, "tensors": meta}, payloads)
+
+            def plain() -> Frame:
+                meta, payloads = tensors.pack(values)
+                return Frame(kind, {**header, "tensors": meta}, payloads)
+
+            # A copy from a GPU waits for its kernels.
+            waits = any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values)
+            return self._compute.beside(plain) if waits else plain()
 
         def encode(index: int, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
             if index >= len(coded) or not coded[index]:

@@ -18,7 +18,7 @@ from peers.inbox import Inbox
 from peers.links import Links
 from peers.messages import Step
 from peers.place import Place
-from peers.stage import StageRunner, clip_coefficient, global_norm
+from peers.stage import StageRunner
 from peers.transport.base import Frame
 
 __all__ = ["Settlement"]
@@ -76,8 +76,8 @@ class Settlement:
         place, inbox = self._place, self._inbox
         pairs: list[tuple[int, float]] = []
         if place.clip_norm is not None and place.peer == place.leader:  # all members of a group hold the same sums
-            own = await self._compute.run(self._runner.grad_norms)
-            pairs = [(place.norm_order[name], float(norm)) for name, norm in own if name not in place.totals_from]
+            own = await self._compute.run(self._runner.norm_values)
+            pairs = [(place.norm_order[name], norm) for name, norm in own if name not in place.totals_from]
         while not set(place.below) <= inbox.norms.get(walk, {}).keys():
             await self._wait()
         pairs += [pair for peer in place.below for pair in inbox.norms[walk][peer]]
@@ -90,9 +90,9 @@ class Settlement:
             await self.commit(walk, None)
         else:
             # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
-            norms = [torch.tensor(norm, dtype=place.norm_dtype) for _, norm in sorted(pairs)]
-            self.norm = float(global_norm(norms))
-            await self.commit(walk, float(clip_coefficient(norms, place.clip_norm)))
+            norms = [norm for _, norm in sorted(pairs)]
+            self.norm, clip = await self._compute.run(self._runner.clip, norms, place.norm_dtype, place.clip_norm)
+            await self.commit(walk, clip)
 
     async def commit(self, walk: int, clip: float | None) -> None:
         """The step is committed: tell those below at once, before any F of the next step, then note it."""

@@ -239,11 +239,26 @@ class StageRunner:
         """The norm of each gradient that this stage owns; a shared parameter is counted by its first holder."""
         return self.weights.norms(self.owned)
 
+    def norm_values(self) -> list[tuple[str, float]]:
+        """`grad_norms` as numbers, read off the device in one go."""
+        found = self.grad_norms()
+        values = torch.stack([norm.double() for _, norm in found]).tolist() if found else []
+        return [(name, value) for (name, _), value in zip(found, values)]
+
+    def clip(self, norms: Sequence[float], dtype: torch.dtype, max_norm: float) -> tuple[float, float]:
+        """The global norm of all parameters' norms, and what gradients are multiplied by.
+
+        Computed on the device: a GPU adds in another order than a CPU, and the plain loop has its norms where its gradients
+        are.
+        """
+        given = torch.tensor(norms, dtype=dtype, device=self.device).unbind()
+        return float(global_norm(given)), float(clip_coefficient(given, max_norm))
+
     def apply(self, clip: torch.Tensor | None = None, hyper: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Commit: clip, one optimizer step with these options per group (lr and the like), keep the written buffers."""
         if self._micros:
             raise ProtocolError(f"a step was committed with {len(self._micros)} micro-batches unfinished")
-        self.weights.commit(clip, hyper)
+        self.weights.commit(None if clip is None else clip.to(self.device), hyper)
         self.weights.buffers.update(self._working)
         self.rollback()
 

@@ -6,6 +6,7 @@ The idea: this loop is the definition of "exactly"; nothing of the capture or th
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,15 @@ def stacked(items: list[Any]) -> Any:
     return torch.stack([torch.as_tensor(i) for i in items])
 
 
-def halved(x: Any) -> Any:
+def mapped(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(x, dict):
-        return {k: halved(v) for k, v in x.items()}
+        return {k: mapped(v, change) for k, v in x.items()}
     if isinstance(x, tuple):
-        return tuple(halved(v) for v in x)
+        return tuple(mapped(v, change) for v in x)
+    return change(x)
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16() if x.is_floating_point() else x
 
 
@@ -68,9 +73,9 @@ def built(job: Job) -> nn.Module:
     return model
 
 
-def reference(job: Job, steps: int | None = None) -> Reference:
-    """Train a copy of the job's model eagerly."""
-    model = built(job)
+def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Reference:
+    """Train a copy of the job's model eagerly, on one device."""
+    model = built(job).to(device)
     model.train()
     bf16 = job.precision == "bf16"
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
@@ -87,9 +92,9 @@ def reference(job: Job, steps: int | None = None) -> Reference:
         parts = [drawn[i : i + micro_size] for i in range(0, len(drawn), micro_size)]
         batches = [tuple(stacked([job.data[i][k] for i in part]) for k in (0, 1)) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
-        for micro, (x, y) in enumerate(batches):
+        for micro, (x, y) in enumerate(mapped(pair, lambda t: t.to(device)) for pair in batches):
             with seeded(job.seed, step, micro):
-                loss = job.loss(call(model, halved(x) if bf16 else x), y)
+                loss = job.loss(call(model, mapped(x, halved) if bf16 else x), y)
             share = weights[micro] / sum(weights) if job.reduction == "mean" else 1.0
             (loss * share).backward()
             losses.append(loss.detach())

@@ -25,7 +25,7 @@ from meshcee.capture.export import Exported, export_module
 from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Node, Program
 from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
-from meshcee.errors import CaptureError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
 from meshcee.tensor_files import Checkpoint, Layout
@@ -156,6 +156,11 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
+    if elsewhere and recorder is None:
+        raise UsageError(
+            f"the model is on {elsewhere[0]}; give it on the CPU (model.cpu()), peers put its blocks on their own devices"
+        )
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors

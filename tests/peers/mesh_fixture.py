@@ -79,12 +79,14 @@ class Trained:
 
 
 @asynccontextmanager
-async def members(network: MemoryNetwork, count: int, limits: Limits) -> AsyncIterator[list[Member]]:
+async def members(
+    network: MemoryNetwork, count: int, limits: Limits, device: str = "cpu"
+) -> AsyncIterator[list[Member]]:
     async with AsyncExitStack() as stack:
         found = []
         for j in range(count):
             transport = await stack.enter_async_context(network.transport(f"p{j}"))
-            compute = await stack.enter_async_context(Compute())
+            compute = await stack.enter_async_context(Compute(device))
             found.append(
                 Member(
                     transport,
@@ -107,6 +109,7 @@ async def train(
     live_cap: int | None = None,
     after_step: tuple[int, Callable[[], None]] | None = None,
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
+    device: str = "cpu",
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
     network = network or MemoryNetwork()
@@ -120,7 +123,7 @@ async def train(
         if after_step is not None and report.step == after_step[0]:
             after_step[1]()
 
-    async with members(network, len(plan.peers), limits) as found, network.transport("owner") as transport:
+    async with members(network, len(plan.peers), limits, device) as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
             job,
