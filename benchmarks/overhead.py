@@ -1,10 +1,11 @@
-"""What meshcee costs: one stage through the executor against the plain loop, and frames against raw libp2p streams.
+"""What meshcee costs: one stage through the executor against the plain loop, the ways to run a backward pass, and frames
+against raw libp2p streams.
 
 The idea: the executor with one stage does the same arithmetic as the plain loop, so the difference in time is all ours:
 the graph instead of the module, the hops between event loop and compute thread, the queues. Samples are stacked before,
 on both sides: that is the owner's work. A run whose losses differ from the plain loop's ends with an error.
 
-    python benchmarks/overhead.py [--threads N] [--device cuda:0] [--turns N] [--json] [--only executor|transport]
+    python benchmarks/overhead.py [--threads N] [--device cuda:0] [--turns N] [--json] [--only executor|backward|transport]
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 import transport
 import uvloop
+from backward import three_ways
 from measure import Turns, machine, row
+from sized import SIZED
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
@@ -43,7 +46,7 @@ from peers.transport.base import Frame
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # The demo's model, and one whose blocks take less than 5 ms.
-JOBS = {"gpt": 6, "digits": 30}  # steps in a turn
+JOBS = {"gpt": 6, "digits": 30, "gpt2": 2, "vit": 2, "resnet": 2}  # steps in a turn
 AHEAD = 2  # steps that are fed before the first of them is applied, as the owner does
 
 Batch = tuple[Any, Any]
@@ -127,9 +130,8 @@ class OneStage:
 async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[OneStage]:
     blocks, micro_batch = captured.train.num_blocks, job.micro_batch_size or job.batch_size
     num_micro = job.batch_size // micro_batch
-    runner = StageRunner(
-        captured.train.slice(0, blocks), captured.state, job.optimizer, stages=[(0, blocks)], index=0, device=device
-    )
+    spec = captured.train.slice(0, blocks)
+    runner = StageRunner(spec, captured.state, job.optimizer, stages=[(0, blocks)], device=device, split=False)
     stage = Stage(0, blocks, (Member("here", micro_batch),), window=2, live_cap=2)
     order = {name: i for i, name in enumerate(captured.param_order)}
     place = Place("here", (stage,), (1, 1), job.seed, job.clip_norm, order)
@@ -147,7 +149,7 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
 
 async def executor_against_loop(name: str, turns: int, device: str) -> dict[str, Any]:
     """Median seconds a step of both, the ratio, and how long one micro-batch's F and B take in the plain loop."""
-    job = load_job(EXAMPLES / f"{name}.py")
+    job = SIZED[name]() if name in SIZED else load_job(EXAMPLES / f"{name}.py")
     per_turn = JOBS[name]
     batches = batches_of(job, per_turn * (turns + 1))
     captured = capture(job)
@@ -176,14 +178,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--only", choices=("executor", "transport"))
+    parser.add_argument("--only", choices=("executor", "backward", "transport"))
     parser.add_argument("--json", action="store_true", help="one JSON object instead of table rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report: dict[str, Any] = {"machine": machine(options.device)}
-    if options.only != "transport":
+    if options.only in (None, "executor"):
         report["executor"] = [uvloop.run(executor_against_loop(name, options.turns, options.device)) for name in JOBS]
-    if options.only != "executor":
+    if options.only in (None, "backward"):
+        report["backward"] = [three_ways(build(), options.turns, options.device) for build in SIZED.values()]
+    if options.only in (None, "transport"):
         report["transport"] = uvloop.run(transport.frames_against_raw(options.turns))
     if options.json:
         print(json.dumps(report, indent=2))
@@ -194,6 +198,12 @@ def main() -> None:
         name = f"{r['job']} ({r['blocks']} blocks, {r['micro_s'] * 1e3:.1f} ms a micro-batch)"
         figures = f"{r['baseline_s'] * 1e3:.1f}", f"{r['ours_s'] * 1e3:.1f}", f"{r['ratio']:.3f}"
         print(row(where, name, *figures, f"{r['ratio_min']:.3f} to {r['ratio_max']:.3f}"))
+    for r in report.get("backward", ()):
+        kept, later = r["kept_f_to_b_bytes"], r["kept_b_to_w_bytes"]
+        milliseconds = [f"{r['seconds'][way] * 1e3:.1f}" for way in ("fused", "split", "recompute")]
+        ratios = f"{r['fused_over_split']:.2f}", f"{r['split_over_recompute']:.2f}"
+        held = [f"{size / 1e6:.2f}" for size in (kept["fused"], kept["recompute"], later["split"])]
+        print(row(where, f"{r['job']}, {r['blocks']} blocks", *milliseconds, *ratios, *held))
     for r in report.get("transport", ()):
         print(row(where, r["what"], r["raw"], r["frames"], f"{r['ratio']:.2f}"))
     sys.stdout.flush()

@@ -32,6 +32,19 @@ def test_there_are_at_least_as_many_blocks_as_layers(model: str) -> None:
     assert all(cost.flops > 0 for cost in found.costs)
 
 
+MORE_LAYERS = {
+    **{"llama": 3, "llama_eager": 3, "mixtral": 3, "bert": 3, "albert": 3, "t5": 4, "vit": 3, "resnet": 4},
+    **{"lstm": 3, "gru": 3, "moe": 3, "many": 3, "lora": 3, "lengths": 4, "sizes": 4},
+}
+
+
+@pytest.mark.slow
+def test_models_of_every_kind_have_at_least_as_many_blocks_as_layers() -> None:
+    assert LAYERS.keys() | MORE_LAYERS.keys() == set(zoo.ALL)
+    found = {model: captured(model).train.num_blocks for model in MORE_LAYERS}
+    assert {model: found[model] for model, layers in MORE_LAYERS.items() if found[model] < layers} == {}
+
+
 @pytest.mark.parametrize("model", LAYERS)
 def test_costs_cover_every_parameter_once(model: str) -> None:
     found = captured(model)
