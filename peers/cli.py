@@ -132,6 +132,9 @@ def train(
         str | None,
         typer.Option(help="What crosses links: none (exact), bf16, int8, int4, auto. Default: the job's own, none."),
     ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Train by the plan in this JSON file (as --dry-run --json prints it).")
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[
@@ -150,7 +153,20 @@ def train(
 
     run_train(
         TrainOptions(
-            job, join, local, out, dry_run, compute, stages, device, threads, resume, checkpoint_every, codec, regroup
+            job,
+            join,
+            local,
+            out,
+            dry_run,
+            compute,
+            stages,
+            device,
+            threads,
+            resume,
+            checkpoint_every,
+            codec,
+            regroup,
+            plan,
         ),
         as_json=as_json,
     )

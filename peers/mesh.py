@@ -20,6 +20,7 @@ from meshcee.plan import Plan
 from peers.agent import Agent
 from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
+from peers.given_plan import given_plan
 from peers.home import Home
 from peers.owner import Report
 from peers.training import REPLANS, Result, Training, ask_plan, next_incarnation, own, question
@@ -44,8 +45,13 @@ class Mesh:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
         return self._training is not None and self._training.stop()
 
-    async def plan(self, job: Job, captured: Capture, stages: int | None = None) -> Planned:
-        """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given."""
+    async def plan(self, job: Job, captured: Capture, stages: int | None = None, given: Plan | None = None) -> Planned:
+        """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given.
+
+        A plan that is `given` is only checked; its peers may be named by their names.
+        """
+        if given is not None:
+            return await given_plan(self.agent, given, job, captured)
         return await ask_plan(self.agent, await question(self.agent, job, captured, stages, self._lent))
 
     async def evaluate(
@@ -118,10 +124,13 @@ class Mesh:
         *,
         captured: Capture | None = None,
         stages: int | None = None,
+        plan: Plan | None = None,
         resume: str | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
+
+        `plan` takes the place of the coordinator's: its members may be peer ids or names.
 
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
@@ -133,6 +142,7 @@ class Mesh:
             job,
             captured,
             stages=stages,
+            plan=plan,
             resume=resume,
             on_plan=on_plan,
             reports=reports,

@@ -27,6 +27,7 @@ from peers.agent import Agent, run_record
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.feed import Feed
+from peers.given_plan import given_plan
 from peers.home import Home, Run
 from peers.job_costs import costs_of, profile
 from peers.offer import check_generators
@@ -134,6 +135,10 @@ def next_incarnation(home: Home | None) -> int:
     return home.next_incarnation() if home is not None else next(_incarnations)
 
 
+def _shares_samples(plan: Plan) -> bool:
+    return any(len(stage.members) > 1 for pipeline in plan.pipelines for stage in pipeline.stages)
+
+
 class Training:
     """`run` in a task; reports, and then None or the error that ended it, go to `reports`."""
 
@@ -146,6 +151,7 @@ class Training:
         captured: Capture | None,
         *,
         stages: int | None,
+        plan: Plan | None,
         resume: str | None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
         reports: Reports,
@@ -157,6 +163,7 @@ class Training:
         self._job = job
         self._captured = captured
         self._stages = stages
+        self._given = plan
         self._resume = resume
         self._on_plan = on_plan
         self._reports = reports
@@ -165,6 +172,7 @@ class Training:
         self._base: Checkpoint | None = None  # what the next epoch begins with; None: the model as it was captured
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
+        self._shares = False  # whether a group has shared samples in it: sums have had another order
         self._announced_s = -math.inf
         self._epoch_number = (0, 0)
         self._recovery = Recovery(agent)
@@ -233,6 +241,8 @@ class Training:
                 self.result.metrics.append((line["step"], line["metrics"]))
         self.result.losses = [self._known.get(s, math.nan) for s in range(base.next_step)]
         self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
+        if (before := run.info.get("plan")) is not None:
+            self._shares = _shares_samples(Plan.from_json(before))
         self._run = run
 
     # -- epochs --------------------------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ class Training:
         assert captured is not None
         stale = 0
         self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
-        plan, term, self.result.notes = await ask_plan(self._agent, self._request)
+        plan, term, self.result.notes = await self._plan(captured)
         while True:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
@@ -266,9 +276,14 @@ class Training:
                 self._recovery.free = ()
                 lost = None
             if lost is None and not self._recovery.count:
-                plan, term, self.result.notes = await ask_plan(self._agent, self._request)
+                plan, term, self.result.notes = await self._plan(captured)
             else:
                 plan, term, self.result.notes = await self._go_on_without(lost, plan)
+
+    async def _plan(self, captured: Capture) -> Planned:
+        if self._given is not None:
+            return await given_plan(self._agent, self._given, self._job, captured)
+        return await ask_plan(self._agent, self._request)
 
     async def _go_on_without(self, lost: PeerLostError | None, plan: Plan) -> Planned:
         """A plan for those who are left, and the newest state that can be had; PeerLostError when there is no plan."""
@@ -309,6 +324,7 @@ class Training:
         if self._on_plan is not None:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
+        self._shares |= _shares_samples(plan)
         self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
         if self._epoch_number == (0, 0):
             self._epoch_number = (next_incarnation(self._home), 0)
@@ -417,7 +433,7 @@ class Training:
             return
         stages = plan.pipelines[0].stages
         lossy = any(s.codec_out != "none" or s.codec_back != "none" for s in stages)
-        alike = len(self._kinds) == 1 and all(len(s.members) == 1 for s in stages)
+        alike = len(self._kinds) == 1 and not self._shares
         told = f"step {report.step} had loss {before!r} and has {report.loss!r} now that it is computed again"
         if not lossy and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
             raise MeshceeError(

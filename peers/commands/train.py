@@ -18,6 +18,7 @@ from meshcee.planner.memory import needs
 from meshcee.tensor_files import TensorFile
 from peers.assemble import JoinOptions, join
 from peers.commands.session import configure_logging, run_async
+from peers.given_plan import read_plan
 from peers.home import Home
 from peers.job_costs import costs_of
 from peers.jobfile import load_job
@@ -46,6 +47,7 @@ class TrainOptions:
     checkpoint_every: int | None = None
     codec: str | None = None
     regroup: float | None = None
+    plan: Path | None = None
 
 
 def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
@@ -64,6 +66,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
     if options.out is not None and not options.out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {options.out.parent}")
+    if options.plan is not None and options.stages is not None:
+        raise UsageError("--plan says how many stages there are: leave --stages out")
+    given = read_plan(options.plan) if options.plan is not None else None
     configure_logging(as_json=as_json, level="warning")
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -87,7 +92,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
 
     view = view_for(as_json=as_json)
     with view:
-        result = run_async(_train(job, where, options, view, current), polite)
+        result = run_async(_train(job, where, options, given, view, current), polite)
     if result is None:
         return
     out = options.out
@@ -123,7 +128,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         print(f"  eval {name}: {value:.4f}")
 
 
-async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View, current: list[Mesh]) -> Result | None:
+async def _train(
+    job: Job, where: JoinOptions, options: TrainOptions, given: Plan | None, view: View, current: list[Mesh]
+) -> Result | None:
     start_s = time.perf_counter()
     captured = capture(job)
     view.note(
@@ -132,7 +139,7 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
     )
     async with join(where, Home()) as mesh:
         if options.dry_run:
-            plan, _, notes = await mesh.plan(job, captured, options.stages)
+            plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
             view.plan(plan, names)
             for line in (*_memory(job, captured, plan, mesh), *notes):
@@ -147,7 +154,7 @@ async def _train(job: Job, where: JoinOptions, options: TrainOptions, view: View
 
         try:
             async for report in mesh.train(
-                job, captured=captured, stages=options.stages, resume=options.resume, on_plan=show
+                job, captured=captured, stages=options.stages, plan=given, resume=options.resume, on_plan=show
             ):
                 view.report(report)
         finally:
