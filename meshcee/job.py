@@ -121,6 +121,8 @@ class Job:
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
     checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
                writes one.
+    direct_sums  the devices of a group sum gradients over TCP of their own (gloo; NCCL between GPUs) instead of the mesh's
+               streams: faster inside a region, but not encrypted, and they must reach one another directly
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     codec      how activations and gradients cross links: "none" (exact), "bf16", "int8", "int4", or "auto": bf16 between
                regions, none inside; docs/benchmarks.md says what each costs in loss
@@ -147,6 +149,7 @@ class Job:
     cuts: tuple[str, ...] = ()
     name: str = "job"
     recompute: bool = False
+    direct_sums: bool = False
     checkpoint_every: int = 0
     weights: str | os.PathLike[str] | None = None
     codec: str = "none"

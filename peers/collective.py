@@ -22,13 +22,13 @@ from peers.links import Links
 from peers.messages import need
 from peers.transport.base import Frame
 
-__all__ = ["GroupSum"]
+__all__ = ["Bucket", "GroupSum", "buckets_of", "flattened", "spread"]
 
 BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
     """Parameters of one type, laid end to end; member i sums numbers [bounds[i], bounds[i + 1])."""
 
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class GroupSum:
         self._parameters = dict(parameters)
         self._compute = compute
         self._links = links
-        self._buckets = _buckets(self._parameters, len(self._group), bucket_bytes)
+        self._buckets = buckets_of(self._parameters, len(self._group), bucket_bytes)
         self._walks: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
@@ -74,7 +74,7 @@ class GroupSum:
         me = self._group.index(self._peer)
         own: list[tuple[list[bool], torch.Tensor]] = []
         for k, bucket in enumerate(self._buckets):
-            present, flat = await self._compute.run(self._flatten, bucket)
+            present, flat = await self._compute.run(flattened, self._parameters, bucket)
             own.append((present, flat[bucket.bounds[me] : bucket.bounds[me + 1]]))
             for i, peer in enumerate(self._group):
                 if i != me:
@@ -93,7 +93,8 @@ class GroupSum:
             chunks = [summed[k] if p == self._peer else arrived.sums.pop((k, p)) for p in self._group]
             if any(present != chunks[0][0] for present, _ in chunks):
                 raise ProtocolError("the members of a group disagree about which parameters have a gradient")
-            await self._compute.run(self._spread, bucket, chunks[0][0], [numbers for _, numbers in chunks])
+            numbers = [part for _, part in chunks]
+            await self._compute.run(spread, self._parameters, bucket, chunks[0][0], numbers)
         del self._walks[walk]
         self._done = walk
 
@@ -118,6 +119,9 @@ class GroupSum:
         table[k, peer] = (present, numbers)
         self._changed.set()
 
+    def close(self) -> None:
+        """Nothing to end: the streams are the session's."""
+
     async def _until(self, table: Mapping[tuple[int, str], Any], bucket: int) -> None:
         while not all((bucket, peer) in table for peer in self._others):
             self._changed.clear()
@@ -128,25 +132,32 @@ class GroupSum:
     ) -> None:
         await self._links.send(peer, kind, [numbers], walk=walk, micro=bucket, present=present)
 
-    # -- on the compute thread ---------------------------------------------------------------------------------------
 
-    def _flatten(self, bucket: _Bucket) -> tuple[list[bool], torch.Tensor]:
-        grads = [self._parameters[name].grad for name in bucket.names]
-        flat = [
-            torch.zeros(self._parameters[name].numel(), dtype=bucket.dtype) if g is None else g.reshape(-1).cpu()
-            for name, g in zip(bucket.names, grads)
-        ]
-        return [g is not None for g in grads], torch.cat(flat)
+def flattened(
+    parameters: Mapping[str, torch.Tensor], bucket: Bucket, device: torch.device | str = "cpu"
+) -> tuple[list[bool], torch.Tensor]:
+    """Which parameters of the bucket have a gradient, and all gradients end to end, zeros where there is none."""
+    grads = [parameters[name].grad for name in bucket.names]
+    flat = [
+        torch.zeros(parameters[name].numel(), dtype=bucket.dtype, device=device)
+        if g is None
+        else g.reshape(-1).to(device)
+        for name, g in zip(bucket.names, grads)
+    ]
+    return [g is not None for g in grads], torch.cat(flat)
 
-    def _spread(self, bucket: _Bucket, present: Sequence[bool], chunks: Sequence[torch.Tensor]) -> None:
-        flat, start = torch.cat(list(chunks)), 0
-        for name, is_there in zip(bucket.names, present):
-            parameter = self._parameters[name]
-            numbers = flat[start : start + parameter.numel()]
-            start += parameter.numel()
-            if is_there:
-                grad = numbers.reshape(parameter.shape).to(parameter.device)
-                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
+
+def spread(
+    parameters: Mapping[str, torch.Tensor], bucket: Bucket, present: Sequence[bool], chunks: Sequence[torch.Tensor]
+) -> None:
+    """The inverse: set the gradients that are present from the bucket's numbers."""
+    flat, start = torch.cat(list(chunks)), 0
+    for name, is_there in zip(bucket.names, present):
+        parameter = parameters[name]
+        numbers = flat[start : start + parameter.numel()]
+        start += parameter.numel()
+        if is_there:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(numbers.reshape(parameter.shape))
 
 
 def _added(parts: Sequence[tuple[list[bool], torch.Tensor]]) -> tuple[list[bool], torch.Tensor]:
@@ -159,7 +170,7 @@ def _added(parts: Sequence[tuple[list[bool], torch.Tensor]]) -> tuple[list[bool]
     return [any(flags) for flags in zip(*(present for present, _ in parts))], total.to(dtype)
 
 
-def _buckets(parameters: Mapping[str, torch.Tensor], members: int, limit_bytes: int) -> tuple[_Bucket, ...]:
+def buckets_of(parameters: Mapping[str, torch.Tensor], members: int, limit_bytes: int) -> tuple[Bucket, ...]:
     """The same on every member: parameters in name order, by type, a new bucket where one is full."""
     groups: list[list[str]] = []
     open_of: dict[torch.dtype, int] = {}
@@ -177,5 +188,5 @@ def _buckets(parameters: Mapping[str, torch.Tensor], members: int, limit_bytes: 
     for names in groups:
         count = sum(parameters[name].numel() for name in names)
         bounds = tuple(count * i // members for i in range(members + 1))
-        found.append(_Bucket(tuple(names), parameters[names[0]].dtype, bounds))
+        found.append(Bucket(tuple(names), parameters[names[0]].dtype, bounds))
     return tuple(found)

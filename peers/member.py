@@ -92,6 +92,8 @@ class Session:
     def close(self) -> None:
         """Drop the links to the other stages, after the owner has heard the cause."""
         self.done.set()
+        if self._executor.settlement.sum is not None:
+            self._executor.settlement.sum.close()
         for outbox in self._executor.links.outboxes.values():
             outbox.stream.abort()
 
@@ -192,13 +194,13 @@ class Session:
     async def _take(self, peer: str, frame: Frame) -> None:
         """One frame from another member: its origin decides what it may be."""
         place, inbox, header = self._place, self._inbox, frame.header
+        if frame.kind in (messages.PART, messages.SUM, messages.MEET) and self._executor.settlement.sum is not None:
+            self._executor.settlement.sum.take(peer, frame)
+            return
         walk, apart = need(header, "walk", int), place.stage_of(peer) - place.index
         if frame.kind == messages.COMMIT and peer == place.above:
             clip = header.get("clip")
             await self._executor.settlement.commit(walk, None if clip is None else need(header, "clip", float))
-            return
-        if frame.kind in (messages.PART, messages.SUM) and (total := self._executor.settlement.sum) is not None:
-            total.take(peer, frame)
             return
         values = await self._executor.coding.values(frame)
         if frame.kind == messages.F and apart == -1:

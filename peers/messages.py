@@ -17,7 +17,7 @@ Purposes of streams, and the frames on them:
                                         COLLECT  ->  STATE*, STATE_END     FAILED at any time
                                                      (STATE_END alone after an evaluation)
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
-                                        PART, SUM within a group
+                                        PART, SUM or MEET within a group
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "los
 COLLECT, FAILED = "collect", "failed"
 SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
-PART, SUM = "part", "sum"
+PART, SUM, MEET = "part", "sum", "meet"
 
 
 def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:

@@ -23,6 +23,7 @@ from meshcee.errors import PlanError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan, Stage
 from peers import messages
+from peers.direct_sum import host_of
 from peers.messages import need
 from peers.place import Place, StageFlops
 from peers.recut import Boundaries
@@ -67,6 +68,7 @@ class Terms:
     flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
+    direct_sums: bool = False  # groups sum gradients through process groups of their own
 
     @classmethod
     def of(cls, job: Job, captured: Capture) -> Terms:
@@ -80,6 +82,7 @@ class Terms:
             flops,
             captured.param_order,
             job.recompute,
+            job.direct_sums,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class Terms:
             "flops": list(self.flops),
             "parameters": list(self.parameters),
             "recompute": self.recompute,
+            "direct_sums": self.direct_sums,
         }
 
     @classmethod
@@ -109,6 +113,7 @@ class Terms:
             tuple(float(x) for x in need(data, "flops", list)),
             tuple(map(str, need(data, "parameters", list))),
             need(data, "recompute", bool),
+            need(data, "direct_sums", bool),
         )
 
 
@@ -251,6 +256,7 @@ class Offer:
             totals_to={peer: tuple(names) for peer, names in totals_to.items()},
             totals_from={name: self._partner(self.peer_id, at[0]) for name, at in others.items()},
             limit_bytes=self.max_payload_bytes,
+            meeting_host=host_of(self.addresses.get(self.peer_id, ())) if self.terms.direct_sums else None,
         )
 
     def _partner(self, peer: str, index: int) -> str:

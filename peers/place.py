@@ -74,6 +74,7 @@ class Place:
     totals_to: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     totals_from: Mapping[str, str] = field(default_factory=dict)
     limit_bytes: int = 1 << 30  # the most that one frame of a neighbour may unfold to
+    meeting_host: str | None = None  # our address, when the group sums through a process group; None: over streams
 
     @cached_property
     def index(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from peers import messages
 from peers.collective import GroupSum
 from peers.compute import Compute
+from peers.direct_sum import DirectSum
 from peers.inbox import Inbox
 from peers.links import Links
 from peers.messages import Step
@@ -43,8 +44,13 @@ class Settlement:
         self._links = links
         self._wait = wait
         self.norm: float | None = None
-        grads = {name: runner.trainable[name] for name in runner.owned}
-        self.sum = GroupSum(place.peer, place.group, grads, compute, links) if len(place.group) > 1 else None
+        self.sum: GroupSum | DirectSum | None = None
+        if len(place.group) > 1:
+            parameters = {name: runner.trainable[name] for name in runner.owned}
+            if place.meeting_host is None:
+                self.sum = GroupSum(place.peer, place.group, parameters, compute, links)
+            else:
+                self.sum = DirectSum(place.peer, place.group, parameters, compute, links, host=place.meeting_host)
 
     async def run(self, walk: Step) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""

@@ -6,6 +6,8 @@ group must end with the same bits, which the owner checks by hash each time it c
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,10 @@ from torch import nn
 
 from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
-from peers.collective import GroupSum
+from peers.collective import Bucket, GroupSum
+from peers.compute import Compute
+from peers.direct_sum import DirectSum, host_of
+from peers.links import Links
 from peers.stage import StageRunner
 from peers.transport.memory import MemoryNetwork
 from tests import zoo
@@ -239,3 +244,68 @@ async def test_a_member_that_dies_in_the_sum_ends_the_step_and_nothing_is_applie
     with pytest.raises(PeerLostError, match="lost in step 1, before it was applied"):
         await train_shared(mixing_job("", steps=3), ((4, 2), (6,), (1, 5)), network=network)
     assert applied == [0] * 5
+
+
+# -- sums through process groups ---------------------------------------------------------------------------------------
+
+
+async def test_sums_through_a_process_group_train_the_same_and_end_with_the_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[DirectSum] = []
+    init = DirectSum.__init__
+
+    def noted(self: DirectSum, *args: Any, **options: Any) -> None:
+        built.append(self)
+        init(self, *args, **options)
+
+    monkeypatch.setattr(DirectSum, "__init__", noted)
+    job = double("char_gpt", direct_sums=True)
+    assert_close(await train_shared(job, ((3, 1, 2), (6,), (1, 5))), job, 1e-9)
+    assert len(built) == 5  # one for each member of a group, and torch's default group is still free
+    assert all(one._process_group is None for one in built)
+    assert not torch.distributed.is_initialized()
+
+
+async def test_a_member_that_dies_in_a_process_group_ends_the_step_and_nothing_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its streams stay, only its connections to the group are gone: torch's error must become ours, within seconds."""
+    applied, over = [], threading.Event()
+    apply, reduce = StageRunner.apply, DirectSum._reduce
+
+    def noted(self: StageRunner, *args: Any) -> None:
+        applied.append(self.step)
+        apply(self, *args)
+
+    def dies(self: DirectSum, bucket: Bucket) -> None:
+        if self._peer == "p1" and 0 in applied:
+            self._process_group = None
+            over.wait(10)
+        else:
+            reduce(self, bucket)
+
+    monkeypatch.setattr(StageRunner, "apply", noted)
+    monkeypatch.setattr(DirectSum, "_reduce", dies)
+    async with asyncio.timeout(15):
+        with pytest.raises(PeerLostError, match=r"in step 1, before it was applied.*the sum over the group broke off"):
+            await train_shared(mixing_job("", steps=3, direct_sums=True), ((4, 2), (6,)))
+    over.set()
+    assert applied == [0] * 3
+
+
+async def test_a_group_of_a_cuda_device_is_made_and_ended_by_nccl() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    parameter = nn.Parameter(torch.ones(3, device="cuda"))
+    parameter.grad = torch.full_like(parameter, 2.0)
+    async with Compute("cuda:0") as compute:
+        alone = DirectSum("p0", ("p0",), {"w": parameter}, compute, Links((1, 1)), host="127.0.0.1")
+        await alone.run(0)
+        alone.close()
+    assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
+
+
+def test_the_address_where_a_group_meets() -> None:
+    assert host_of(["/ip4/127.0.0.1/tcp/1/p2p/x", "/ip6/::1/tcp/1", "/ip4/10.0.0.5/tcp/4/p2p/x"]) == "10.0.0.5"
+    assert host_of(["/ip4/127.0.0.1/tcp/1/p2p/x"]) == host_of([]) == "127.0.0.1"
