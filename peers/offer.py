@@ -41,8 +41,15 @@ BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times
 def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
     """Raise PlanError where stages that draw random numbers lie on unlike devices: a CPU's numbers are not a GPU's.
 
-    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere.
+    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere; but not a group on devices
+    of two kinds, as each applies the same gradients by itself and must end with the same weights.
     """
+    for stage in plan.pipelines[0].stages:
+        if len(found := sorted({kinds[peer] for peer in stage.peers})) > 1:
+            raise PlanError(
+                f"the plan has a group of {' and '.join(found)} devices (blocks {stage.first}..{stage.end - 1}), whose copies of "
+                "the weights would drift apart; make groups of devices of one kind"
+            )
     drawing = {
         kinds[peer]: peer
         for stage in plan.pipelines[0].stages

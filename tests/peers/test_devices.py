@@ -23,7 +23,7 @@ from peers.agent import Agent
 from peers.offer import check_generators
 from tests import zoo
 from tests.peers.chain import Chain, split_blocks
-from tests.peers.mesh_fixture import even_plan
+from tests.peers.mesh_fixture import even_plan, grouped
 
 
 def test_random_numbers_on_unlike_devices_are_refused() -> None:
@@ -38,6 +38,14 @@ def test_a_stage_that_draws_nothing_may_lie_anywhere() -> None:
     program = capture(zoo.make("cnn")).train  # one dropout, in the end
     plan = even_plan(program.num_blocks, 3, 8, 2)
     check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
+
+
+def test_a_group_of_unlike_devices_is_refused() -> None:
+    program = capture(zoo.make("cnn")).train
+    plan = grouped(even_plan(program.num_blocks, 2, 8, 2), ((1, 1), (2,)))
+    check_generators(program, plan, {"p0": "cuda", "p1": "cuda", "p2": "cpu"})
+    with pytest.raises(PlanError, match="a group of cpu and cuda devices"):
+        check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
 
 
 async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
