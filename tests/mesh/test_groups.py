@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +70,14 @@ def test_groups_of_two_and_three_processes_train_what_one_would(five_peers: Peer
 
 
 @pytest.mark.slow
-def test_a_member_of_a_group_that_is_killed_ends_the_run_within_seconds(tmp_path: Path) -> None:
+def test_the_run_goes_on_without_a_member_of_a_group_that_is_killed(tmp_path: Path) -> None:
+    """The step that it died in is dropped everywhere, and done again by whoever is left, from the last checkpoint."""
     with peers(tmp_path / "home", 2) as mesh:
         plan = write_plan(tmp_path / "plan.json", [{"peer-0": 1, "peer-1": MICRO - 1}])
         with training(mesh, write_job(tmp_path, steps=100_000), "--plan", str(plan), cwd=ROOT) as process:
             mesh.kill("peer-1")
-            killed_s = time.monotonic()
-            _, errors = process.communicate(timeout=60)
-            assert time.monotonic() - killed_s < 40  # seconds for the mesh, and what a loaded machine adds
-            assert process.returncode != 0
-            assert "peer-1" in errors
+            assert process.stdout is not None
+            plans = (json.loads(line)["plan"] for line in process.stdout if line.startswith('{"plan"'))
+            members = [member["peer"] for stage in next(plans)["pipelines"][0]["stages"] for member in stage["members"]]
+            assert members == [mesh.ids["peer-0"]]
+            assert any(line.startswith('{"report"') for line in process.stdout)
