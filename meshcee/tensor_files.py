@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ import torch
 
 from meshcee.errors import UsageError
 
-__all__ = ["DTYPES", "Checkpoint", "Layout", "TensorFile", "byte_view", "head_of"]
+__all__ = ["DTYPES", "Checkpoint", "Layout", "OnDemand", "TensorFile", "byte_view", "head_of", "save"]
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> type and shape
 
@@ -66,6 +66,25 @@ def head_of(layout: Layout) -> tuple[bytes, dict[str, int], int]:
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, starts, at
+
+
+class OnDemand(Mapping[str, torch.Tensor]):
+    """Tensors by name, each made or read when it is asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -209,3 +228,11 @@ class TensorFile:
             os.close(self._file)
             self._file = -1
         self._partial.unlink(missing_ok=True)
+
+
+def save(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a .safetensors file, whole or not at all, a tensor at a time."""
+    # Asked for twice: once for what it is and once for what it holds, so that no two are in memory.
+    with TensorFile(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}) as file:
+        for name in state:
+            file.write(name, state[name])

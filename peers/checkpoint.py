@@ -28,8 +28,8 @@ import torch
 from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, UsageError
 from meshcee.job import Job
+from meshcee.tensor_files import Layout, OnDemand, byte_view, head_of
 from peers.home import write_atomic
-from peers.snapshot import Image
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "description"]
 
@@ -150,27 +150,27 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._model_files)
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Parameters (masters) and buffers."""
-        return self._read(self._model_files, list(names))
+    def weights(self, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """Parameters (masters) and buffers, each read when it is asked for."""
+        return self._read(self._model_files, names)
 
-    def optimizer(self, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for these parameters, as "<parameter>/<key>"."""
+    def optimizer(self, parameters: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """What the optimizer keeps for these parameters, as "<parameter>/<key>"; read as `weights` are."""
         wanted = set(parameters)
-        return self._read(self._optimizer_files, [n for n in self._optimizer_files if n.rpartition("/")[0] in wanted])
+        return self._read(self._optimizer_files, (n for n in self._optimizer_files if n.rpartition("/")[0] in wanted))
 
-    def _read(self, files: Mapping[str, str], names: list[str]) -> dict[str, torch.Tensor]:
-        by_file: dict[str, list[str]] = {}
-        for name in names:
+    def _read(self, files: Mapping[str, str], names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        wanted = list(names)
+        for name in wanted:
             if name not in files:
                 raise self._damaged(f"{name!r} is missing")
-            by_file.setdefault(files[name], []).append(name)
-        found: dict[str, torch.Tensor] = {}
-        for file_name, inside in by_file.items():
-            with self._open(file_name) as file:
-                for name in inside:
-                    found[name] = file.get_tensor(name).clone()  # the file may be removed while it is in use
-        return {name: found[name] for name in names}
+
+        def read(name: str) -> torch.Tensor:
+            with self._open(files[name]) as file:
+                tensor: torch.Tensor = file.get_tensor(name).clone()  # the file may be removed while it is in use
+            return tensor
+
+        return OnDemand(wanted, read)
 
 
 class Draft:
@@ -189,27 +189,29 @@ class Draft:
         writer.write(header)
         return writer
 
-    def _frozen(self, state: Mapping[str, torch.Tensor]) -> None:
+    def _frozen(self, state: Mapping[str, torch.Tensor], layout: Layout) -> None:
         """What training does not change is written once; later checkpoints link to it."""
         before = next(iter(self._store.list_complete()), None)
         if before is not None and FROZEN in before.manifest["files"]:
             os.link(before.folder / FROZEN, self.folder / FROZEN)
             self._files[FROZEN] = before.manifest["files"][FROZEN]
             return
-        image = Image({name: t.detach().cpu().contiguous() for name, t in state.items()})
-        writer = self.create(FROZEN, image.header)
-        for start in range(0, image.data_bytes, 16 << 20):
-            writer.write(image.read(start, min(16 << 20, image.data_bytes - start)))
+        header, starts, _ = head_of(layout)
+        writer = self.create(FROZEN, header)
+        for name in starts:  # in the order of their places
+            tensor = state[name].detach().cpu().contiguous()
+            if tensor.numel():
+                writer.write(byte_view(tensor))
         writer.close()
 
-    def finish(self, frozen: Mapping[str, torch.Tensor], **about: Any) -> Checkpoint:
-        """Make it durable, put it in its place, forget the oldest."""
+    def finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, **about: Any) -> Checkpoint:
+        """Add what training does not change, make it durable, put it in its place, forget the oldest."""
         with self._store.lock:
-            return self._finish(frozen, about)
+            return self._finish(state, frozen, about)
 
-    def _finish(self, frozen: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Checkpoint:
+    def _finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, about: Mapping[str, Any]) -> Checkpoint:
         if frozen:
-            self._frozen(frozen)
+            self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
         write_atomic(self.folder / MANIFEST, json.dumps(data, indent=1).encode(), durable=True)
         _sync_folder(self.folder)

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgpack
 import structlog
 import torch
 
@@ -368,7 +369,7 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
-        receiver = StateReceiver(offer.expected_state)
+        receiver = StateReceiver(offer.expected_state, recipes=True)
         stream.max_payload_bytes = receiver.max_payload_bytes
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
@@ -377,6 +378,11 @@ class Member:
         kept = StateReceiver(offer.expected_optimizer, partial=True)
         while offer.resumes and not await asyncio.to_thread(kept.take, await stream.recv()):
             pass
+        if receiver.unequal:
+            log.info("weights that come out differently here are sent", tensors=len(receiver.unequal))
+            await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(receiver.unequal))]))
+            while not await asyncio.to_thread(receiver.take, await stream.recv()):
+                pass
         runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
         runner.load_optimizer_state(by_parameter(kept.state))
         stream.max_payload_bytes = self._limits.payload_bytes

@@ -10,7 +10,9 @@ Purposes of streams, and the frames on them:
     gossip  (peer -> peer)              NEWS                           sealed records that have just changed
     profile (owner -> peer)             PROFILE, PROFILED | WANTED, GRAPH, PROFILED; REFUSED at any time
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
-    job     (owner -> member)           OFFER, STATE*, STATE_END (the optimizer's too when resuming), READY | REFUSED
+    job     (owner -> member)           OFFER, (STATE | RECIPES)*, STATE_END, READY | REFUSED
+                                        (when resuming, STATE*, STATE_END of the optimizer too; before READY perhaps
+                                        AGAIN  ->  STATE*, STATE_END for what a recipe did not give)
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
@@ -38,7 +40,7 @@ PING, PONG = "ping", "pong"
 NEWS = "news"
 PROFILE, WANTED, GRAPH, PROFILED = "profile?", "wanted", "graph", "profiled"
 PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
-OFFER, STATE, STATE_END, READY = "offer", "state", "state_end", "ready"
+OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
 COLLECT, FAILED = "collect", "failed"
 SNAPSHOT, PULL, PART = "snapshot", "pull", "part"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,8 +22,9 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import CaptureError, MeshceeError, PeerLostError, ProtocolError
+from meshcee.errors import MeshceeError, PeerLostError, ProtocolError
 from meshcee.job import Job
+from meshcee.memory import large_apart
 from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.evaluation import Outputs, averaged
@@ -31,10 +32,11 @@ from peers.feed import Feed
 from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
+from peers.offering import Offering
 from peers.pulse import beat
 from peers.sharing import check_sharing
-from peers.snapshots import Kept, Snapshots, state_for
-from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver, state_frames
+from peers.snapshots import Kept, Snapshots
+from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import CodecNews, Report, Walk
 
@@ -113,13 +115,17 @@ class Owner:
         """One link a stage, in order: who speaks for its state."""
         return [link for link in self._links if link.leads]
 
-    async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> dict[str, torch.Tensor]:
-        """Run the job to its end; returns the weights and buffers by name. Raises the cause of a failure."""
-        state: dict[str, torch.Tensor] = {}
+    async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> Mapping[str, torch.Tensor]:
+        """Run the job to its end; returns the weights and buffers by name, those on disk read when they are asked for.
+
+        Raises the cause of a failure.
+        """
+        state: Mapping[str, torch.Tensor] = {}
 
         async def body() -> None:
+            nonlocal state
             await self._report_all(feed, report)
-            state.update(await self._collect())
+            state = await self._collect()
 
         await self._run(feed, body)
         return state
@@ -149,7 +155,8 @@ class Owner:
             async with asyncio.TaskGroup() as group:
                 beside.append(group.create_task(self._watch_failures()))
                 await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
-                await self._offer_all(group)
+                with large_apart():
+                    await self._offer_all(group)
                 for link in self._links:
                     silent = partial(self._gone, link, SILENT)
                     beside.append(group.create_task(beat(link.outbox, self._timeouts, silent)))
@@ -196,14 +203,15 @@ class Owner:
     async def _offer_all(self, group: asyncio.TaskGroup) -> None:
         terms = Terms.of(self._job, self._capture)
         same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
-        async with asyncio.TaskGroup() as offering:
+        offering = Offering(self._capture, self._kept.base, self._limits)
+        async with asyncio.TaskGroup() as offers:
             for peer_id in self.plan.peers:
                 offer = Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)
-                offering.create_task(self._offer(offer))
+                offers.create_task(self._offer(offer, offering))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._kept.store is not None and self._source is not None:
-            offers = [link.offer for link in self._leaders]
-            self._snapshots = Snapshots(self._kept, offers, self._capture.state, self._source.start)
+            leading = [link.offer for link in self._leaders]
+            self._snapshots = Snapshots(self._kept, leading, self._capture, self._source.start)
             for i, link in enumerate(self._leaders):
                 largest = self._snapshots.largest_payload_bytes(i)
                 link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
@@ -211,7 +219,7 @@ class Owner:
             group.create_task(self._send(link))
             group.create_task(self._read(link))
 
-    async def _offer(self, offer: Offer) -> None:
+    async def _offer(self, offer: Offer, offering: Offering) -> None:
         peer_id = offer.peer_id
         lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step")
         limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
@@ -221,38 +229,17 @@ class Owner:
                 stream.max_payload_bytes = 0  # READY has none
                 link = Link(offer, stream)
                 self._links.append(link)
-                # Encoding and hashing take seconds for a large model: not on the event loop.
-                frame = await asyncio.to_thread(offer.frame)
-                if (size := max(map(len, frame.payloads))) > self._limits.graph_bytes:
-                    raise CaptureError(
-                        f"the captured graph has {size} bytes and peers accept {self._limits.graph_bytes}: keep large "
-                        "constant tensors in buffers of the model"
-                    )
-                await stream.send(frame)
-                hashes = {}
-                base = await asyncio.to_thread(state_for, offer, self._capture, self._kept.base)
-                with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
-                    for kind, state in base.items():
-                        frames = state_frames(state)
-                        while (part := await asyncio.to_thread(next, frames, None)) is not None:
-                            frame = part
-                            await stream.send(frame)
-                        hashes[kind] = frame.header["hash"]
-                reply = await stream.recv()
+                reply = await offering.send(stream, offer)
         except (StreamClosed, TimeoutError) as error:
             self._fail(1, lost)
+            raise _EpochFailed from error
+        except ProtocolError as error:
+            self._fail(0, ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
             raise _EpochFailed from error
         except MeshceeError as error:
             self._fail(1, error)
             raise _EpochFailed from error
-        if reply.kind == messages.READY:
-            ready = reply.header
-            if ready.get("plan") != self.plan.hash() or any(ready.get(k) != h for k, h in hashes.items()):
-                self._fail(
-                    0, ProtocolError(f"peer {self._describe(peer_id)} acknowledged another plan or other weights")
-                )
-                raise _EpochFailed
-        else:
+        if reply.kind != messages.READY:
             self._fail(0, messages.error_from(reply.header))
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
@@ -426,7 +413,7 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _collect(self, *, wanted: bool = True) -> dict[str, torch.Tensor]:
+    async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
         """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
         saved = self._snapshots is not None
         for link in self._links:
@@ -436,14 +423,15 @@ class Owner:
                 link.receiver = ReplicaReceiver()
             asked = {"state": wanted and not saved and link.leads, "hash": wanted and len(link.place.group) > 1}
             await link.outbox.put(Frame(messages.COLLECT, asked))
-        state = dict(self._capture.state)
+        trained: dict[str, torch.Tensor] = {}
         for link in self._links:
             await self._until(link.collected)
-            state.update(link.receiver.state)
+            trained.update(link.receiver.state)
         if wanted:
             check_replicas(self._links, self._describe)
+        kept: Mapping[str, torch.Tensor] = {}
         if wanted and self._snapshots is not None:
             await self._until(self._snapshots.settled)
             if (last := self._snapshots.latest or self._kept.base) is not None:
-                state.update(await asyncio.to_thread(last.weights, self._snapshots.changed))
-        return self._capture.state_dict(state)
+                kept = await asyncio.to_thread(last.weights, last.names)
+        return self._capture.state_dict(ChainMap(trained, kept, self._capture.state))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ have been reported, so that none can be lost between the two.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,7 +16,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
-from meshcee.tensor_files import Layout
+from meshcee.tensor_files import Layout, OnDemand
 from peers import messages
 from peers.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
 from peers.messages import need
@@ -91,14 +91,14 @@ class _Stage:
 class Snapshots:
     """One epoch's snapshots. `take` runs in threads, one call at a time for each stage; the rest in the event loop."""
 
-    def __init__(self, kept: Kept, offers: Sequence[Offer], state: Mapping[str, torch.Tensor], start: int = 0) -> None:
+    def __init__(self, kept: Kept, offers: Sequence[Offer], captured: Capture, start: int = 0) -> None:
         assert kept.store is not None
         self._store, self._cadence = kept.store, kept.cadence
         self._cadence.start(start, _now_s())
         self._layouts = [(offer.changed_state, offer.expected_optimizer) for offer in offers]
         changed = {name for offer in offers for name in offer.changed_state}
-        self.changed = frozenset(changed)
-        self._frozen = {name: tensor for name, tensor in state.items() if name not in changed}
+        self._state = captured.state
+        self._frozen = {name: known for name, known in captured.layout.items() if name not in changed}
         self._plan = offers[0].plan.to_json()
         self._draft: Draft | None = None
         self._stages: list[_Stage] = []
@@ -194,7 +194,7 @@ class Snapshots:
             if draft is None or draft.next_step > self._reported or not all(s.done for s in self._stages):
                 continue
             self._draft = None  # from here on it is completed, whatever happens to the epoch
-            self.latest = await asyncio.to_thread(draft.finish, self._frozen, plan=self._plan)
+            self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=self._plan)
             self._cadence.ended(_now_s())
             log.debug("checkpoint", next_step=draft.next_step)
             self._free.set()
@@ -214,15 +214,19 @@ class Snapshots:
             self._draft = None
 
 
-def state_for(offer: Offer, captured: Capture, base: Checkpoint | None) -> dict[str, Mapping[str, torch.Tensor]]:
-    """What a member begins with: the weights, and, after a checkpoint, what its optimizer has kept."""
+def state_for(
+    offer: Offer, captured: Capture, base: Checkpoint | None
+) -> dict[str, tuple[Iterable[str], Mapping[str, torch.Tensor]]]:
+    """What a member begins with, as names and where they are found: the weights, and, after a checkpoint, what its
+    optimizer has kept."""
     expected = offer.expected_state
     if base is None:
-        return {"state": {name: captured.state[name] for name in expected}}
+        return {"state": (expected, captured.state)}
     weights = base.weights(expected)
+    optimizer = base.optimizer(offer.specs[offer.index].trainable)
     return {
-        "state": {name: tensor.to(expected[name][0]) for name, tensor in weights.items()},
-        "optimizer": base.optimizer(offer.specs[offer.index].trainable),
+        "state": (expected, OnDemand(expected, lambda name: weights[name].to(expected[name][0]))),
+        "optimizer": (optimizer, optimizer),
     }
 
 

@@ -1,96 +1,202 @@
-"""Weights on the wire: safetensors, a few tensors a frame, checked against what the receiver expects.
+"""Weights on the wire: safetensors, a few tensors a frame, or how to make them; checked against what is expected.
 
 The idea: the receiver knows every name, type and shape from the graph before a byte arrives, so a frame that lies
-about its size is refused and nothing is allocated for it.
+about its size is refused and nothing is allocated for it. What both sides agree on in the end are the bits: the hash
+covers every tensor, whether it was sent or made by recipe, and one that came out differently is asked for again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
+import msgpack
 import safetensors
 import safetensors.torch
 import torch
 
+from meshcee.capture.construct import InitialState
+from meshcee.capture.recipe import decode
 from meshcee.errors import ProtocolError
+from meshcee.tensor_files import Layout, byte_view
 from peers import messages
 from peers.transport.base import Frame
 
-__all__ = ["SLOWEST_BYTES_PER_S", "ReplicaReceiver", "StateReceiver", "hash_state", "state_frames"]
+__all__ = [
+    "GROUP_BYTES",
+    "SLACK_BYTES",
+    "SLOWEST_BYTES_PER_S",
+    "ReplicaReceiver",
+    "StateReceiver",
+    "StateSender",
+    "hash_state",
+    "names_of",
+    "state_frames",
+]
 
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
+RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
 SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
 
 
+class StateSender:
+    """Frames of a state. One tensor, or the tensors of one frame, are in memory at a time if `state` makes them on demand."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state = state
+        self._digests: dict[str, str] = {}
+
+    def frames(self, names: Iterable[str], *, recipes: bool = False) -> Iterator[Frame]:
+        """STATE frames that together hold each of these once, then STATE_END with the hash of all so far.
+
+        `recipes` allows RECIPES frames for tensors of which it is known how they are made.
+        """
+        group: dict[str, torch.Tensor] = {}
+        made: dict[str, tuple[bytes, str]] = {}
+        for name in names:
+            tensor = self._state[name].detach().cpu().contiguous()
+            self._digests[name] = _digest(tensor)
+            recipe = self._state.recipe(name) if recipes and isinstance(self._state, InitialState) else None
+            if recipe is not None:
+                del tensor
+                made[name] = (recipe, self._digests[name])
+                if sum(len(known) for known, _ in made.values()) > RECIPES_BYTES:
+                    yield Frame(messages.RECIPES, {}, [msgpack.packb(made)])
+                    made = {}
+                continue
+            if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > GROUP_BYTES:
+                # Whoever waits for this frame to be sent should not hold the tensors as well.
+                payload, group = safetensors.torch.save(group), {}
+                yield Frame(messages.STATE, {}, [payload])
+                del payload
+            # safetensors refuses views that share memory: tied parameters are already one entry, a clone is rare.
+            group[name] = tensor.clone() if tensor._is_view() else tensor
+            del tensor
+        if made:
+            yield Frame(messages.RECIPES, {}, [msgpack.packb(made)])
+        if group:
+            payload, group = safetensors.torch.save(group), {}
+            yield Frame(messages.STATE, {}, [payload])
+            del payload
+        yield Frame(messages.STATE_END, {"hash": self.hash})
+
+    @property
+    def hash(self) -> str:
+        return _hash(self._digests)
+
+
 def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
-    """STATE frames that together hold every tensor once, then STATE_END with their hash."""
-    group: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in state.items():
-        if group and size + tensor.nbytes > GROUP_BYTES:
-            yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])
-            group, size = {}, 0
-        # safetensors refuses views that share memory: tied parameters are already one entry, a clone is rare.
-        group[name] = (
-            tensor.detach().cpu().contiguous().clone() if tensor._is_view() else tensor.detach().cpu().contiguous()
-        )
-        size += tensor.nbytes
-    if group:
-        yield Frame(messages.STATE, {}, [safetensors.torch.save(group)])
-    yield Frame(messages.STATE_END, {"hash": hash_state(state)})
+    """All of a state, as values."""
+    return StateSender(state).frames(state)
+
+
+def names_of(frame: Frame, known: Layout) -> list[str]:
+    """What an AGAIN frame asks for: some of the known names, each once. Raises ProtocolError."""
+    try:
+        names = msgpack.unpackb(frame.payloads[0], raw=False, max_array_len=len(known))
+        if not isinstance(names, list) or len(set(names)) != len(names) or not set(names) <= known.keys():
+            raise ValueError
+    except (IndexError, ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError("it asked again for weights that it was not offered") from error
+    return names
 
 
 def hash_state(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes, in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """What STATE_END says after all of a state."""
+    return _hash({name: _digest(tensor.detach().cpu().contiguous()) for name, tensor in state.items()})
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """SHA-256 over type, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
+    digest.update(byte_view(tensor))
     return digest.hexdigest()
+
+
+def _hash(digests: Mapping[str, str]) -> str:
+    """SHA-256 over names and digests, in name order."""
+    return hashlib.sha256("".join(f"{name}:{digests[name]};" for name in sorted(digests)).encode()).hexdigest()
 
 
 class StateReceiver:
     """Collects STATE frames. `expected` maps each name to its type and shape; anything else is refused.
 
-    `partial`: not all of it need come, as of an optimizer that has not met every parameter yet.
+    `partial`: not all of it need come, as of an optimizer that has not met every parameter yet. `recipes`: RECIPES
+    frames are followed; what then has other bits than the sender's is in `unequal`, and may come as values.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, partial: bool = False) -> None:
+    def __init__(self, expected: Layout, *, partial: bool = False, recipes: bool = False) -> None:
         self._expected = dict(expected)
         self._partial = partial
+        self._recipes = recipes
+        self._digests: dict[str, str] = {}
         self.state: dict[str, torch.Tensor] = {}
+        self.unequal: set[str] = set()
+        self._asked = False  # for what is unequal: it must come now
         self.hash = ""  # of all of it, once `take` has returned True
-        largest = max((dtype.itemsize * _count(shape) for dtype, shape in self._expected.values()), default=0)
+        largest = max((dtype.itemsize * math.prod(shape) for dtype, shape in self._expected.values()), default=0)
         self.max_payload_bytes = max(largest, GROUP_BYTES) + SLACK_BYTES
 
     def take(self, frame: Frame) -> bool:
-        """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed."""
+        """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed, or `unequal`."""
         if frame.kind == messages.STATE_END:
-            missing = sorted(self._expected.keys() - self.state.keys())
+            missing = sorted(self._expected.keys() - self.state.keys() - (set() if self._asked else self.unequal))
+            self._asked = True
             if missing and not self._partial:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
-            self.hash = hash_state(self.state)
-            if messages.need(frame.header, "hash", str) != self.hash:
+            self.hash = _hash(self._digests)
+            if not self.unequal and messages.need(frame.header, "hash", str) != self.hash:
                 raise ProtocolError("the weights that arrived are not those that were sent: their hash differs")
             return True
-        if frame.kind != messages.STATE or len(frame.payloads) != 1:
+        if frame.kind not in (messages.STATE, messages.RECIPES) or len(frame.payloads) != 1:
             raise ProtocolError(f"expected weights, got a frame of kind {frame.kind!r}")
+        if frame.kind == messages.RECIPES:
+            self._follow(bytes(frame.payloads[0]))
+            return False
         try:
             tensors = safetensors.torch.load(bytes(frame.payloads[0]))
         except (safetensors.SafetensorError, ValueError, KeyError) as error:
             raise ProtocolError(f"weights are not valid safetensors: {error}") from error
         for name, tensor in tensors.items():
-            if name not in self._expected or name in self.state:
-                raise ProtocolError(f"weights of {name!r} were not expected")
-            if (tensor.dtype, tuple(tensor.shape)) != self._expected[name]:
+            dtype, shape = self._awaited(name)
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
                 raise ProtocolError(
-                    f"weights of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, the graph says {self._expected[name]}"
+                    f"weights of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, the graph says {(dtype, shape)}"
                 )
-            self.state[name] = tensor
+            self._keep(name, tensor, _digest(tensor))
         return False
+
+    def _awaited(self, name: object) -> tuple[torch.dtype, tuple[int, ...]]:
+        if not isinstance(name, str) or name not in self._expected or name in self.state:
+            raise ProtocolError(f"weights of {str(name)[:200]!r} were not expected")
+        return self._expected[name]
+
+    def _keep(self, name: str, tensor: torch.Tensor, digest: str) -> None:
+        self.state[name] = tensor
+        self._digests[name] = digest
+        self.unequal.discard(name)
+
+    def _follow(self, data: bytes) -> None:
+        """Make what the recipes say."""
+        try:
+            made = msgpack.unpackb(data, raw=False, strict_map_key=True, max_map_len=1 << 16, max_array_len=2)
+            rows = [(name, recipe, digest) for name, (recipe, digest) in made.items()]
+        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"this is not a set of recipes: {type(error).__name__}") from error
+        if not self._recipes:
+            raise ProtocolError("recipes for weights have no meaning here")
+        for name, recipe, digest in rows:
+            dtype, shape = self._awaited(name)
+            if type(recipe) is not bytes or name in self.unequal:
+                raise ProtocolError(f"the recipe for {name!r} is not bytes, or came twice")
+            found, view = decode(recipe, dtype, shape)
+            tensor = found.tensor(view).contiguous()
+            if (own := _digest(tensor)) == digest:
+                self._keep(name, tensor, own)
+            else:  # another kind of processor may draw other bits
+                self.unequal.add(name)
 
 
 class ReplicaReceiver(StateReceiver):
@@ -104,10 +210,3 @@ class ReplicaReceiver(StateReceiver):
             raise ProtocolError(f"expected the hash of weights, got a frame of kind {frame.kind!r}")
         self.hash = messages.need(frame.header, "hash", str)
         return True
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -66,7 +66,7 @@ class Result:
 
     losses: list[float] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    state_dict: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
     plan: Plan | None = None
     names: dict[str, str] = field(default_factory=dict)
     stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
@@ -79,6 +79,13 @@ class Result:
     def step_s(self) -> float | None:
         """The median step, without the first, in which the pipeline fills and kernels warm up."""
         return statistics.median(self.steps_s[1:]) if len(self.steps_s) > 1 else None
+
+    @property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The trained weights and buffers, all in memory from now on."""
+        if not isinstance(self.state, dict):
+            self.state = dict(self.state)
+        return self.state
 
     @property
     def micro_batch_size(self) -> int:
@@ -351,7 +358,7 @@ class Training:
         )
         if self._stopping:
             self._owner.stop()
-        self.result.state_dict = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
+        self.result.state = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
         self.result.stopped = self._stopping and self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:

@@ -28,7 +28,7 @@ from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
-from meshcee.tensor_files import Checkpoint, Layout
+from meshcee.tensor_files import Checkpoint, Layout, OnDemand
 
 __all__ = ["Capture", "capture"]
 
@@ -73,10 +73,11 @@ class Capture:
             return tensors[0]
         return _tree(dict(zip(self.output_paths, tensors, strict=True)))
 
-    def state_dict(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state as `model.load_state_dict` expects it: persistent entries under all their names."""
-        full = {n: state[n] for n in self.persistent}
-        return full | {other: full[name] for other, name in self.aliases.items() if name in full}
+    def state_dict(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """A state as `model.load_state_dict` expects it: persistent entries under all their names, read on demand."""
+        names = {n: n for n in self.persistent}
+        names |= {other: name for other, name in self.aliases.items() if name in names}
+        return OnDemand(names, lambda name: state[names[name]])
 
 
 class _Output(dict[Any, Any]):

@@ -6,37 +6,14 @@ somebody asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.tensor_files import Checkpoint, Layout
+from meshcee.tensor_files import Checkpoint, Layout, OnDemand
 
 __all__ = ["from_checkpoint"]
-
-
-class _Loaded(Mapping[str, torch.Tensor]):
-    """The model's tensors by name; `sources` says under which name the checkpoint holds them, the rest is `built`."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, sources: Mapping[str, str], layout: Layout, built: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._sources = sources
-        self._layout = layout
-        self._built = built
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._sources:
-            return self._built[name]
-        return self._checkpoint[self._sources[name]].to(self._layout[name][0])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout)
-
-    def __len__(self) -> int:
-        return len(self._layout)
 
 
 def from_checkpoint(
@@ -66,7 +43,11 @@ def from_checkpoint(
             f"the weights do not fit the model: {'; '.join(wrong)}. Give the checkpoint of this model, with the names of "
             "its state_dict"
         )
-    return _Loaded(checkpoint, sources, layout, built)
+
+    def read(name: str) -> torch.Tensor:
+        return checkpoint[sources[name]].to(layout[name][0]) if name in sources else built[name]
+
+    return OnDemand(layout, read)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import safetensors.torch
-
 from meshcee.errors import UsageError
+from meshcee.tensor_files import OnDemand, save
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.home import Home, write_atomic
 
@@ -37,12 +36,14 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> 
                 "this model is not one of Hugging Face's, so it has no config.json; use --out FILE instead"
             )
         # Names that are tied are left out, as save_pretrained leaves them out: from_pretrained ties them again.
-        write_atomic(hf / "model.safetensors", safetensors.torch.save(state, {"format": "pt"}))
+        hf.mkdir(parents=True, exist_ok=True)
+        save(hf / "model.safetensors", state)
         write_atomic(hf / "config.json", json.dumps(config, indent=2).encode())
     else:
         assert out is not None
-        tied = {other: state[name].clone() for other, name in manifest["aliases"].items() if name in state}
-        write_atomic(out, safetensors.torch.save({**state, **tied}))
+        names = {name: name for name in state}
+        names |= {other: name for other, name in manifest["aliases"].items() if name in state}
+        save(out, OnDemand(names, lambda name: state[names[name]]))
     place = str(hf or out)
     if as_json:
         print(json.dumps({"out": place, "next_step": checkpoint.next_step, "tensors": len(state)}))

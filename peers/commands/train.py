@@ -15,7 +15,7 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner.live import situation
 from meshcee.planner.memory import needs
-from meshcee.tensor_files import TensorFile
+from meshcee.tensor_files import save
 from peers.assemble import JoinOptions, join
 from peers.commands.session import configure_logging, run_async
 from peers.given_plan import read_plan
@@ -27,7 +27,7 @@ from peers.profiler import resolve_device
 from peers.strict_json import dumps
 from peers.view import View, named, view_for
 
-__all__ = ["TrainOptions", "run_train", "save_weights"]
+__all__ = ["TrainOptions", "run_train"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,6 @@ class TrainOptions:
     codec: str | None = None
     regroup: float | None = None
     plan: Path | None = None
-
-
-def save_weights(path: Path, state: dict[str, torch.Tensor]) -> None:
-    """Write a .safetensors file atomically, under the model's own names."""
-    with TensorFile(path, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}) as file:
-        for name, tensor in state.items():
-            file.write(name, tensor)
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -99,7 +92,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if out is None and result.stopped:
         out = Path(f"{job.name}-stopped.safetensors")
     if out is not None:
-        save_weights(out, result.state_dict)
+        save(out, result.state)
     plan, step_s = result.plan, result.step_s
     expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
     summary = {

@@ -264,9 +264,7 @@ async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: P
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)
     offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
-    snapshots = Snapshots(
-        Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured.state
-    )
+    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured)
     part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
     with pytest.raises(ProtocolError, match="nobody asked for"):
         snapshots.take(0, part)

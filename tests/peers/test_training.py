@@ -18,7 +18,7 @@ from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, Plan
 from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Plan
 from meshcee.sampling import draw
-from peers.commands.train import save_weights
+from meshcee.tensor_files import save
 from peers.member import norms_of
 from peers.offer import Offer
 from peers.settlement import Settlement
@@ -145,14 +145,14 @@ async def test_a_killed_member_is_named_with_the_step(victim: str) -> None:
 async def test_a_refusal_while_weights_are_on_their_way_is_told_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def endless(state: object) -> Iterator[Frame]:
+    def endless(*args: object, **kwargs: object) -> Iterator[Frame]:
         while True:
             yield Frame("state", {}, [bytes(1 << 16)])
 
     def refuse(*args: object) -> Offer:
         raise PlanError("too large for this peer")
 
-    monkeypatch.setattr("peers.owner.state_frames", endless)
+    monkeypatch.setattr("peers.offering.StateSender.frames", endless)
     monkeypatch.setattr(Offer, "from_frame", refuse)
     with pytest.raises(PlanError, match="too large for this peer"):
         await train(make_job(), 2, 6)
@@ -326,7 +326,7 @@ async def test_data_is_read_in_order_by_one_thread_that_is_not_the_event_loops()
 
 def test_tied_weights_are_saved_under_all_their_names(tmp_path: Path) -> None:
     tied = torch.arange(6.0).reshape(2, 3)
-    save_weights(tmp_path / "w.safetensors", {"embed": tied, "head": tied, "turned": tied.t()})
+    save(tmp_path / "w.safetensors", {"embed": tied, "head": tied, "turned": tied.t()})
     loaded = safetensors.torch.load_file(tmp_path / "w.safetensors")
     assert torch.equal(loaded["embed"], tied)
     assert torch.equal(loaded["head"], tied)

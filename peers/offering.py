@@ -1,0 +1,72 @@
+"""How an offer reaches a member: the graph, then the weights or how to make them, then the member's answer.
+
+The idea: weights go out tensor by tensor, so whoever offers never holds more than a frame for each member, and of the
+large ones only one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from meshcee.capture import Capture
+from meshcee.config import Limits
+from meshcee.errors import CaptureError, ProtocolError
+from peers import messages
+from peers.checkpoint import Checkpoint
+from peers.offer import Offer
+from peers.snapshots import state_for
+from peers.state_frames import GROUP_BYTES, SLACK_BYTES, StateSender, names_of
+from peers.transport.base import Frame, Stream, StreamClosed
+
+__all__ = ["Offering"]
+
+
+class Offering:
+    """The offers of one epoch, over weights as captured or, to go on from it, of a checkpoint."""
+
+    def __init__(self, captured: Capture, base: Checkpoint | None, limits: Limits) -> None:
+        self._captured = captured
+        self._base = base
+        self._limits = limits
+        self._making = asyncio.Lock()  # frames of weights
+
+    async def send(self, stream: Stream, offer: Offer) -> Frame:
+        """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""
+        # Encoding and hashing take seconds for a large model: not on the event loop.
+        frame = await asyncio.to_thread(offer.frame)
+        if (size := max(map(len, frame.payloads))) > self._limits.graph_bytes:
+            raise CaptureError(
+                f"the captured graph has {size} bytes and peers accept {self._limits.graph_bytes}: keep large "
+                "constant tensors in buffers of the model"
+            )
+        await stream.send(frame)
+        hashes = {"plan": offer.plan.hash()}
+        begin = await asyncio.to_thread(state_for, offer, self._captured, self._base)
+        senders = {kind: StateSender(state) for kind, (_, state) in begin.items()}
+        with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
+            for kind, (names, _) in begin.items():
+                await self._send_all(stream, senders[kind].frames(names, recipes=kind == "state"))
+                hashes[kind] = senders[kind].hash
+        stream.max_payload_bytes = SLACK_BYTES + sum(map(len, offer.expected_state))  # AGAIN names some of them
+        reply = await stream.recv()
+        if reply.kind == messages.AGAIN:
+            await self._send_all(stream, senders["state"].frames(names_of(reply, offer.expected_state)))
+            stream.max_payload_bytes = 0
+            reply = await stream.recv()
+        if reply.kind == messages.READY and any(reply.header.get(kind) != own for kind, own in hashes.items()):
+            raise ProtocolError("it acknowledged another plan or other weights")
+        return reply
+
+    async def _send_all(self, stream: Stream, frames: Iterator[Frame]) -> None:
+        while True:
+            async with self._making:
+                frame = await asyncio.to_thread(next, frames, None)
+                if frame is None:
+                    return
+                large = sum(map(len, frame.payloads)) > GROUP_BYTES
+                if large:
+                    await stream.send(frame)
+            if not large:
+                await stream.send(frame)
