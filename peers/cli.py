@@ -135,6 +135,9 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(help="Train by the plan in this JSON file (as --dry-run --json prints it).")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a few steps, measured and predicted, for ui.perfetto.dev to this file.")
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[
@@ -167,6 +170,7 @@ def train(
             codec,
             regroup,
             plan,
+            trace,
         ),
         as_json=as_json,
     )

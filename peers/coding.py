@@ -16,6 +16,7 @@ from meshcee.codec import Coder, accepted, noise_seed
 from peers import messages, tensors
 from peers.compute import Compute
 from peers.messages import need
+from peers.spans import Spans, micro_of
 from peers.transport.base import Frame
 
 __all__ = ["Coding"]
@@ -37,7 +38,9 @@ class Coding:
         seed: int,
         stage: int,
         limit_bytes: int,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
         self._coders = {kind: Coder(codec) for kind, codec in out.items() if codec != "none"}
         self._accepted = {kind: accepted(codec) for kind, codec in arriving.items() if codec != "none"}
         self._compute = compute
@@ -74,7 +77,7 @@ class Coding:
         def work() -> Frame:
             start_s = time.perf_counter()
             meta, payloads = tensors.pack(values, encode)
-            self.seconds["encode"] += time.perf_counter() - start_s
+            self._tell("encode", kind, header, start_s)
             return Frame(kind, {**header, "tensors": meta}, payloads)
 
         return self._compute.beside(work)
@@ -90,10 +93,15 @@ class Coding:
             start_s = time.perf_counter()
             device = self._compute.device
             values = tensors.unpack(meta, frame.payloads, codecs=codecs, limit_bytes=self._limit_bytes, device=device)
-            self.seconds["decode"] += time.perf_counter() - start_s
+            self._tell("decode", frame.kind, frame.header, start_s)
             return values
 
         return await self._compute.beside(work)
+
+    def _tell(self, what: str, kind: str, header: Mapping[str, Any], start_s: float) -> None:
+        end_s = time.perf_counter()
+        self.seconds[what] += end_s - start_s
+        self._spans.add(f"{what} {kind}", micro_of(header), start_s, end_s)
 
     def take(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Since the last call: seconds of encoding and decoding, and per direction what was measured."""

@@ -30,6 +30,7 @@ from peers.place import Piece, Place, StageFlops
 from peers.recut import Boundaries
 from peers.settlement import Settlement
 from peers.snapshot import Held
+from peers.spans import Spans
 from peers.stage import StageRunner
 from peers.state_frames import hash_state, state_frames
 from peers.transport.base import Frame
@@ -57,6 +58,7 @@ class Executor:
         self._compute = compute
         self._owner = owner
         self._flops = flops
+        self.spans = Spans()
         self.coding = Coding(
             {messages.F: place.stage.codec_out, messages.B: place.stage.codec_back},
             place.arriving,
@@ -64,6 +66,7 @@ class Executor:
             seed=place.seed,
             stage=place.index,
             limit_bytes=place.limit_bytes,
+            spans=self.spans,
         )
         self.held = Held()  # snapshots, for whoever reads them
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
@@ -93,6 +96,7 @@ class Executor:
         place, runner = self._place, self._runner
         self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
         start_s = time.perf_counter()
+        self.spans.start(walk.trace)
         runner.begin(walk.step)
         f = b = w = 0
         while w < walk.num_micro:
@@ -122,6 +126,7 @@ class Executor:
             runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
         )
         self.seconds["apply"] = time.perf_counter() - applied_s
+        self.spans.add("apply", -1, applied_s, time.perf_counter())
         self._inbox.finish(walk.walk)
         coding_s, codecs = self.coding.take()
         seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
@@ -133,7 +138,7 @@ class Executor:
             "codecs": codecs,
             "rates": self.links.rates(),
         }
-        await self._owner.put(Frame(messages.APPLIED, header))
+        await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 
     def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
         """What the local rule sees; each kind in micro order, so only the next of each matters."""
@@ -173,12 +178,14 @@ class Executor:
         await self._inbox.changed.wait()
         if "wait" in self.seconds:
             self.seconds["wait"] += time.perf_counter() - start_s
+        self.spans.add("wait", -1, start_s, time.perf_counter())
 
-    async def _timed(self, kind: str, call: Any, *args: Any) -> Any:
+    async def _timed(self, kind: str, micro: int, call: Any, *args: Any) -> Any:
         start_s = time.perf_counter()
         work = sum(getattr(self._flops, letter) for letter in kind)
         result = await self._compute.run(call, *args, flops=work)
         self.seconds[kind[0]] += time.perf_counter() - start_s
+        self.spans.add(kind.upper(), micro, start_s, time.perf_counter())
         return result
 
     def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
@@ -202,7 +209,7 @@ class Executor:
             sent, rng, _ = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
             return self._boundaries.after.split(sent, rng, place.rows(place.micro_batch), targets)
 
-        await self._send_forward(targets, walk.walk, micro, self._runner.spec.sent, await self._timed("f", work))
+        await self._send_forward(targets, walk.walk, micro, self._runner.spec.sent, await self._timed("f", micro, work))
 
     async def _forward_and_back(self, walk: Step, micro: int) -> None:
         """On the last stage: F, the loss, then B (and W where they are fused)."""
@@ -226,7 +233,7 @@ class Executor:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
             return value, self._split_back(received), onward
 
-        value, received, onward = await self._timed("fbw" if self._place.fused else "fb", work)
+        value, received, onward = await self._timed("fbw" if self._place.fused else "fb", micro, work)
         header = {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value}
         await self._owner.put(Frame(messages.LOSS, header))
         await self._send_back(walk.walk, micro, received, onward)
@@ -244,7 +251,7 @@ class Executor:
                 received, onward = self._runner.backward_input(micro, gradients, weight), {}
             return self._split_back(received), onward
 
-        await self._send_back(walk.walk, micro, *await self._timed("bw" if place.fused else "b", work))
+        await self._send_back(walk.walk, micro, *await self._timed("bw" if place.fused else "b", micro, work))
 
     def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
         size = self._place.micro_batch
@@ -271,7 +278,7 @@ class Executor:
 
     async def _weight_gradient(self, walk: Step, micro: int) -> None:
         partials = self._partials(walk.walk, micro)
-        onward = await self._timed("w", self._runner.backward_weight, micro, partials)
+        onward = await self._timed("w", micro, self._runner.backward_weight, micro, partials)
         await self._send_partials(walk.walk, micro, onward)
 
     async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:

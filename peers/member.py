@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.pulse import silence
 from peers.snapshot import by_parameter
+from peers.spans import micro_of
 from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
@@ -124,6 +126,9 @@ class Session:
                 await self._inbox.walks.put(TakeSnapshot(need(frame.header, "next_step", int)))
             elif frame.kind == messages.PING:
                 self._owner.post(Frame(messages.PONG))
+            elif frame.kind == messages.CLOCK:
+                asked_s = need(frame.header, "asked_s", float)
+                self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
             elif frame.kind == messages.PULL:
                 self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.COLLECT:
@@ -156,7 +161,7 @@ class Session:
     def _use(self, peer: str, stream: Stream) -> Outbox:
         assert self._group is not None
         stream.max_payload_bytes = self.offer.max_payload_bytes
-        outbox = Outbox(stream)
+        outbox = Outbox(stream, spans=self._executor.spans)
         self._executor.links.add(peer, outbox)
         self._group.create_task(self._send_to(peer, outbox))
         self._group.create_task(self._read_member(peer, stream))
@@ -182,7 +187,10 @@ class Session:
     async def _read_member(self, peer: str, stream: Stream) -> None:
         try:
             while True:
-                await self._take(peer, await stream.recv())
+                frame = await stream.recv()
+                now_s = time.perf_counter()
+                self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
+                await self._take(peer, frame)
         except StreamClosed as closed:
             if not self._ending:
                 raise self._lost(peer, closed) from closed

@@ -23,6 +23,7 @@ from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.given_plan import given_plan
 from peers.home import Home
 from peers.owner import Report
+from peers.trace import Trace
 from peers.training import REPLANS, Result, Training, ask_plan, next_incarnation, own, question
 
 __all__ = ["Mesh", "Result"]
@@ -127,12 +128,12 @@ class Mesh:
         plan: Plan | None = None,
         resume: str | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
+        trace: Trace | None = None,
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
-        `plan` takes the place of the coordinator's: its members may be peer ids or names.
-
-        Raises the cause of a failure; leaving the loop early aborts the job.
+        `plan` takes the place of the coordinator's: its members may be peer ids or names. `trace` hears what peers did in a few
+        steps. Raises the cause of a failure; leaving the loop early aborts the job.
         """
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
         training = Training(
@@ -146,6 +147,7 @@ class Mesh:
             resume=resume,
             on_plan=on_plan,
             reports=reports,
+            trace=trace,
         )
         self._training, self.result = training, training.result
         task = self._group.create_task(training.run())

@@ -16,6 +16,7 @@ Purposes of streams, and the frames on them:
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
+                                        CLOCK  ->  CLOCK               before steps that are traced
                                         COLLECT  ->  STATE*, STATE_END     FAILED at any time
                                                      (STATE_END alone after an evaluation)
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
@@ -43,6 +44,7 @@ PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
 COLLECT, FAILED = "collect", "failed"
+CLOCK = "clock"
 SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
 PART, SUM, MEET = "part", "sum", "meet"
@@ -82,6 +84,7 @@ class Step:
     hyper: tuple[Mapping[str, Any], ...] = ()
     forward_only: bool = False
     tail: int | None = None
+    trace: bool = False  # members tell what they did when, with their APPLIED
 
     def samples(self, micro: int, micro_batch: int) -> int:
         """Samples of a micro-batch."""
@@ -100,6 +103,7 @@ class Step:
             "weights": list(self.weights[:1] if same else self.weights),
             "hyper": [dict(h) for h in self.hyper],
             "tail": self.tail,
+            "trace": self.trace,
         }
 
     @classmethod
@@ -117,7 +121,7 @@ class Step:
         if tail is not None and tail < 1:
             raise ProtocolError("a micro-batch has at least one sample")
         walk, step = need(header, "walk", int), need(header, "step", int)
-        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail)
+        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail, need(header, "trace", bool))
 
 
 def error_header(error: BaseException, **more: Any) -> dict[str, Any]:

@@ -8,9 +8,11 @@ still being encoded is queued as a promise of it, and keeps its place.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 
 from meshcee.errors import ProtocolError
+from peers.spans import Spans, micro_of
 from peers.transport.base import Frame, Stream
 
 __all__ = ["Outbox"]
@@ -21,8 +23,9 @@ MOST_POSTED = 64
 class Outbox:
     """`put` from any task, `run` in one task of the caller's TaskGroup, which StreamClosed ends."""
 
-    def __init__(self, stream: Stream, limit_frames: int = 16) -> None:
+    def __init__(self, stream: Stream, limit_frames: int = 16, spans: Spans | None = None) -> None:
         self.stream = stream
+        self._spans = spans  # told when each frame was sent
         self._frames: asyncio.Queue[tuple[Frame | Awaitable[Frame] | None, bool]] = asyncio.Queue()
         self._posted = 0
         self._room = asyncio.Semaphore(limit_frames)
@@ -53,4 +56,8 @@ class Outbox:
                 self._room.release()
             else:
                 self._posted -= 1
-            await self.stream.send(frame if isinstance(frame, Frame) else await frame)
+            ready = frame if isinstance(frame, Frame) else await frame
+            start_s = time.perf_counter()
+            await self.stream.send(ready)
+            if self._spans is not None:
+                self._spans.add(f"send {ready.kind}", micro_of(ready.header), start_s, time.perf_counter())

@@ -28,6 +28,7 @@ from meshcee.memory import large_apart
 from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.evaluation import Outputs, averaged
+from peers.failures import reported
 from peers.feed import Feed
 from peers.link import Link, check_replicas
 from peers.messages import need
@@ -37,6 +38,7 @@ from peers.pulse import beat
 from peers.sharing import check_sharing
 from peers.snapshots import Kept, Snapshots
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver
+from peers.trace import Trace
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import CodecNews, Report, Walk
 
@@ -76,6 +78,7 @@ class Owner:
         timeouts: Timeouts,
         limits: Limits,
         kept: Kept | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._job = job
         self._capture = capture
@@ -88,6 +91,7 @@ class Owner:
         self._timeouts = timeouts
         self._limits = limits
         self._kept = kept or Kept()
+        self._trace = trace
         self._snapshots: Snapshots | None = None
         self._links: list[Link] = []
         self._source: Feed | None = None
@@ -260,6 +264,8 @@ class Owner:
                 if self._snapshots is not None and spec.step > feed.start and self._snapshots.is_due(spec.step):
                     await self._snapshot(spec.step)
                 next_step = spec.step + 1
+            if self._trace is not None and not spec.forward_only:
+                spec = await self._trace.ask(spec, [link.outbox for link in self._links])
             shares = await self._in_users_thread(feed.shares, spec, self.plan.pipelines[0].stages[-1])
             walk = Walk(spec, len(self._links), shares)
             self._walks[spec.walk] = walk
@@ -326,20 +332,13 @@ class Owner:
     async def _take(self, link: Link, frame: Frame) -> None:
         header = frame.header
         if frame.kind == messages.FAILED:
-            error = messages.error_from(header)
             link.closing = True  # its end of file is a consequence
-            if isinstance(error, PeerLostError):
-                lost = header.get("lost")
-                who = self._describe(lost) if isinstance(lost, str) else "another stage"
-                self.blamed.update([lost] if isinstance(lost, str) else [])
-                self._fail(
-                    2, PeerLostError(f"peer {who} was lost in step {self._step}, before it was applied: {error}")
-                )
-            elif type(error) is MeshceeError:  # nothing that it foresaw, so its message does not say where
-                who = self._describe(link.peer_id)
-                self._fail(0, MeshceeError(f"peer {who} failed in step {self._step}: {error}"))
-            else:
-                self._fail(0, error)
+            rank, failure, lost = reported(header, link.peer_id, self._step, self._describe)
+            self.blamed.update(lost)
+            self._fail(rank, failure)
+            return
+        if frame.kind == messages.CLOCK and self._trace is not None:
+            self._trace.hear_clock(link.peer_id, header)
             return
         walk = self._walks.get(need(header, "walk", int))
         if walk is None:
@@ -347,6 +346,8 @@ class Owner:
         is_last = link.place.is_last
         if frame.kind == messages.APPLIED:
             walk.apply(link.peer_id, link.offer.index, header)
+            if walk.spec.trace and self._trace is not None:
+                self._trace.hear(link.peer_id, walk.spec.step, frame.payloads)
         elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
             micro = walk.new(need(header, "micro", int), link.place.member)
             walk.losses[micro, link.place.member] = need(header, "loss", float)

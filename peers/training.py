@@ -34,6 +34,7 @@ from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.recovery import Recovery
 from peers.snapshots import Cadence, Kept
+from peers.trace import Trace
 from peers.view import named, report_json
 
 __all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
@@ -162,6 +163,7 @@ class Training:
         resume: str | None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
         reports: Reports,
+        trace: Trace | None = None,
     ) -> None:
         self.result = Result()
         self._agent = agent
@@ -172,6 +174,7 @@ class Training:
         self._stages = stages
         self._given = plan
         self._resume = resume
+        self._trace = trace
         self._on_plan = on_plan
         self._reports = reports
         self._owner: Owner | None = None
@@ -347,6 +350,10 @@ class Training:
         async def hear(report: Report) -> None:
             await self._hear(report, plan, epoch)
 
+        if self._trace is not None:
+            self._trace.begin(plan, names, start, self._job.steps)
+            measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
+            await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         self._owner = own(
             self._agent,
             self._job,
@@ -354,6 +361,7 @@ class Training:
             plan,
             term,
             epoch,
+            trace=self._trace,
             kept=Kept(self._base, store, self._cadence, len(self.result.losses)),
         )
         if self._stopping:

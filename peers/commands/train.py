@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from peers.jobfile import load_job
 from peers.mesh import Mesh, Result
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
+from peers.trace import Trace
 from peers.view import View, named, view_for
 
 __all__ = ["TrainOptions", "run_train"]
@@ -48,6 +50,7 @@ class TrainOptions:
     codec: str | None = None
     regroup: float | None = None
     plan: Path | None = None
+    trace: Path | None = None
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -59,6 +62,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
     if options.out is not None and not options.out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {options.out.parent}")
+    if options.trace is not None and not options.trace.parent.is_dir():
+        raise UsageError(f"--trace: there is no folder {options.trace.parent}")
     if options.plan is not None and options.stages is not None:
         raise UsageError("--plan says how many stages there are: leave --stages out")
     given = read_plan(options.plan) if options.plan is not None else None
@@ -146,10 +151,21 @@ async def _train(
                 view.note(named(note, names))
 
         try:
+            trace = Trace() if options.trace is not None else None
             async for report in mesh.train(
-                job, captured=captured, stages=options.stages, plan=given, resume=options.resume, on_plan=show
+                job,
+                captured=captured,
+                stages=options.stages,
+                plan=given,
+                resume=options.resume,
+                on_plan=show,
+                trace=trace,
             ):
                 view.report(report)
+            if trace is not None and options.trace is not None:
+                await asyncio.to_thread(trace.write, options.trace)
+                for note in (*trace.notes, f"trace of a few steps in {options.trace}: open it at ui.perfetto.dev"):
+                    view.note(note)
         finally:
             current.clear()
         return mesh.result
