@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
 
 import structlog
 
@@ -25,125 +22,89 @@ from meshcee.planner.live import Measured, choose
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
-from peers.walk import Observed
+from peers.senses import HELD, Senses
+from peers.view import named
+from peers.walk import Report
 
-__all__ = ["Adaptation", "Senses"]
+__all__ = ["Adaptation", "Change"]
 
 log = structlog.get_logger()
 
-HELD = 5  # steps that a shift must last
-SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
-FAST = 50e6  # bytes per second: above, a large frame takes so short that it shows the machine rather than the link
-PROBED = 1.5  # times as much or as little, for a probe of a link that is not in use
 PROBES_EVERY_S = 5.0  # between two looks at what others have probed
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
 RUNNERS_UP = 2  # kept of each search
 
-Pair = tuple[str, str]
-K = TypeVar("K")
 
+@dataclass
+class Change:
+    """Of the plan of a running job, because something else had changed."""
 
-class Senses:
-    """What steps show, held against what the plan was made from.
-
-    slow   peer -> how many times its profiled seconds it computes now, where that has shifted
-    rates  (from, to) -> bytes per second now, where that has shifted and is less than FAST
-    """
-
-    def __init__(self, bandwidths: Mapping[Pair, float]) -> None:
-        self.slow: dict[str, float] = {}
-        self.rates: dict[Pair, float] = {}
-        self._known = {pair: min(bandwidth, FAST) for pair, bandwidth in bandwidths.items()}
-        self._usual_s: dict[str, float] = {}
-        self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
-        self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
-        self._warm = False
-
-    def restart(self) -> None:
-        """Another plan begins: members hold other blocks, and the first step warms up."""
-        self._usual_s.clear()
-        self._compute_s.clear()
-        self._warm = False
-
-    def hear(self, observed: Observed) -> list[str]:
-        """One more step; what has shifted, in words with peer ids."""
-        if not self._warm:
-            self._warm = True
-            return []
-        shifts = []
-        for peer, seconds in observed.compute_s.items():
-            if (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
-                self.slow[peer] = self.slow.get(peer, 1.0) * change
-                shifts.append(f"{peer} takes {change:.2f} times as long to compute")
-        for pair, rate in observed.rates.items():
-            if (change := _shift(self._rates[pair], min(rate, FAST), self._known, pair)) is not None:
-                self.rates[pair] = self._known[pair]
-                if self._known[pair] >= FAST:
-                    del self.rates[pair]  # what was probed says more
-                shifts.append(_of_link(pair, change))
-        return shifts
-
-    def probed(self, bandwidths: Mapping[Pair, float]) -> list[str]:
-        """What others have measured of links that no step crosses; what has shifted, in words with peer ids."""
-        shifts = []
-        for pair, bandwidth in bandwidths.items():
-            before = self._known.setdefault(pair, min(bandwidth, FAST))
-            change = min(bandwidth, FAST) / before
-            if change >= PROBED or change <= 1 / PROBED:
-                self._known[pair] = min(bandwidth, FAST)
-                self.rates.pop(pair, None)
-                shifts.append(_of_link(pair, change))
-        return shifts
-
-
-def _of_link(pair: Pair, change: float) -> str:
-    return f"the link from {pair[0]} to {pair[1]} has {change:.2f} times its bandwidth"
-
-
-def _shift(row: deque[float], value: float, known: dict[K, float], key: K) -> float | None:
-    """How many times the known figure the last HELD are, if that is much; then it is known as that."""
-    row.append(value)
-    if len(row) < HELD:
-        return None
-    now = median(row)
-    before = known.setdefault(key, now)
-    if before <= 0 or abs(now / before - 1) < SHIFT:
-        return None
-    known[key] = now
-    row.clear()
-    return now / before
+    step: int  # the last one under the old plan
+    cause: tuple[str, ...]
+    level: str  # as meshcee.adapter.Level
+    alternatives: int  # plans that were priced
+    gain: float  # old step over new, as priced
+    before_s: float  # a step under the old plan, after the cause
+    after_s: float | None = None  # and under the new one, once it has run some steps
 
 
 class Adaptation:
-    """One job's. Call `hear` with every step, `moved` when another plan begins."""
+    """One job's: make it when its plan begins, call `hear` with every step, `moved` when another plan begins.
 
-    def __init__(self, agent: Agent, request: PlanRequest, plan: Plan) -> None:
+    What it changes is written to `changes`.
+    """
+
+    def __init__(self, agent: Agent, request: PlanRequest, plan: Plan, changes: list[Change]) -> None:
         self._agent = agent
+        self._changes = changes
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses({pair: link.bandwidth_bytes_per_s for pair, link in agent.links(plan.peers).items()})
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[str] = []
         self._search_at_s = self._probes_at_s = -math.inf
-        self._began_at = time.time()
-        self.cause: list[str] = []  # of the last search
+        self._cause: list[str] = []  # of the last search
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began_at, self._began_s = time.time(), time.monotonic()
+        self._steps_s: list[float] = []  # of the running plan
+        self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
     def moved(self, plan: Plan) -> bool:
         """This plan begins; False when it is not the one that was chosen here."""
         if self._adapter is None or self._adapter.plan is not plan:
             return False
         self._plan = plan
-        self._began_at = time.time()
+        self._begin()
         self._senses.restart()
         return True
 
-    async def hear(self, observed: Observed, changing_s: float, left_s: float) -> Decision | None:
-        """A plan to go over to, or None.
+    async def hear(self, report: Report) -> Plan | None:
+        """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
+        if not self._steps_s:
+            self._changing_s = 2 * max(0.0, time.monotonic() - self._began_s - report.step_s)
+        self._steps_s.append(report.step_s)
+        recent_s = median(self._steps_s[-HELD:])
+        if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:
+            change = self._changes[-1]
+            change.after_s = recent_s
+            log.info("since the plan changed", gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
+        left_s = (report.steps - report.step - 1) * recent_s
+        decision = await self._decide(report, left_s)
+        if decision is None or left_s * (1 - 1 / decision.gain) <= decision.moving_s:
+            return None
+        names = self._agent.names()
+        cause = tuple(named(text, names) for text in self._cause)
+        level, priced = decision.level.name.lower(), len(decision.step_s)
+        self._changes.append(Change(report.step, cause, level, priced, decision.gain, recent_s))
+        gain, takes_s = round(decision.gain, 2), round(decision.moving_s, 1)
+        log.warning("the plan changes", cause=cause, level=level, gain=gain, takes_s=takes_s, alternatives=priced - 1)
+        return decision.plan
 
-        changing_s  what ending an epoch and beginning another takes
-        left_s      until the job ends: near its end no change would pay
-        """
+    async def _decide(self, report: Report, left_s: float) -> Decision | None:
+        observed = report.observed
         self._shifts += self._senses.hear(observed)
         if time.monotonic() >= self._probes_at_s:
             self._probes_at_s = time.monotonic() + PROBES_EVERY_S
@@ -151,12 +112,12 @@ class Adaptation:
             idle = {pair: link for pair, link in links if pair not in observed.rates}
             fresh = {p: k.bandwidth_bytes_per_s for p, k in idle.items() if k.measured_at > self._began_at}
             self._shifts += self._senses.probed(fresh)
-        pays = changing_s < CHANGE_SHARE * left_s
+        pays = self._changing_s < CHANGE_SHARE * left_s
         if self._shifts and pays and time.monotonic() >= self._search_at_s:
-            self.cause, self._shifts = self._shifts, []
+            self._cause, self._shifts = self._shifts, []
             mesh = self._measured()
             began_s = time.monotonic()
-            await asyncio.to_thread(self._look, mesh, changing_s)
+            await asyncio.to_thread(self._look, mesh, self._changing_s)
             now_s = time.monotonic()
             self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
         if self._adapter is None:

@@ -22,7 +22,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
-from peers.adaptation import Adaptation
+from peers.adaptation import Adaptation, Change
 from peers.agent import Agent, run_record
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest, request_plan
@@ -35,30 +35,16 @@ from peers.owner import Owner, Report
 from peers.recovery import Recovery
 from peers.snapshots import Cadence, Kept
 from peers.trace import Trace
-from peers.view import named, report_json
+from peers.view import report_json
 
 __all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
 
 log = structlog.get_logger()
 
 REPLANS = 3  # when the coordinator changes between planning and offering
-MEASURED = 5  # steps whose median is compared before and after a change of plan
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
-
-
-@dataclass
-class Change:
-    """Of the plan of a running job, because something else had changed."""
-
-    step: int  # the last one under the old plan
-    cause: tuple[str, ...]
-    level: str  # as meshcee.adapter.Level
-    alternatives: int  # plans that were priced
-    gain: float  # old step over new, as priced
-    before_s: float  # a step under the old plan, after the cause
-    after_s: float | None = None  # and under the new one, once it has run MEASURED steps
 
 
 @dataclass
@@ -191,8 +177,6 @@ class Training:
         self._stopping = False
         self._adaptation: Adaptation | None = None
         self._next: Plan | None = None  # to go over to at the next step's end
-        self._began_s = 0.0  # the running epoch
-        self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
@@ -341,11 +325,10 @@ class Training:
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         start = self._base.next_step if self._base is not None else 0
-        self._began_s = time.monotonic()
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
         elif self._adaptation is None or not self._adaptation.moved(plan):
-            self._adaptation = Adaptation(self._agent, self._request, plan)
+            self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes)
 
         async def hear(report: Report) -> None:
             await self._hear(report, plan, epoch)
@@ -400,47 +383,16 @@ class Training:
             self._announced_s = now_s
             record = run_record(self._agent.peer_id, self._job.name, epoch, report.step, report.loss, plan)
             await self._agent.announce_run(record)
-        if len(self.result.steps_s) == 1:
-            self._changing_s = 2 * max(0.0, time.monotonic() - self._began_s - report.step_s)
-        await self._adapt(report)
+        if self._adaptation is not None and self._next is None:
+            self._next = await self._adaptation.hear(report)
+            if self._next is not None and self._owner is not None:
+                self._owner.stop()
         if again:
             return
         self._known[report.step] = report.loss
         if self._run is not None:
             self._run.report(report_json(report))
         await self._reports.put(report)
-
-    async def _adapt(self, report: Report) -> None:
-        """Go over to another plan if that pays before the job ends; and see what the last change has brought."""
-        if self._adaptation is None or self._next is not None:
-            return
-        recent_s = statistics.median(self.result.steps_s[-MEASURED:])
-        left = report.steps - report.step - 1
-        decision = await self._adaptation.hear(report.observed, self._changing_s, left * recent_s)
-        changes, names = self.result.changes, self._agent.names()
-        if changes and changes[-1].after_s is None and len(self.result.steps_s) > MEASURED:
-            changes[-1].after_s = recent_s
-            log.info(
-                "since the plan changed", gain=round(changes[-1].before_s / recent_s, 2), step_s=round(recent_s, 3)
-            )
-        if decision is None:
-            return
-        if left * recent_s * (1 - 1 / decision.gain) <= decision.moving_s:
-            return
-        cause = tuple(named(text, names) for text in self._adaptation.cause)
-        level = decision.level.name.lower()
-        changes.append(Change(report.step, cause, level, len(decision.step_s), decision.gain, recent_s))
-        log.warning(
-            "the plan changes",
-            cause=cause,
-            level=level,
-            gain=round(decision.gain, 2),
-            takes_s=round(decision.moving_s, 1),
-            alternatives=len(decision.step_s) - 1,
-        )
-        assert self._owner is not None
-        self._next = decision.plan
-        self._owner.stop()
 
     def _compare(self, report: Report, plan: Plan) -> None:
         before = self._known[report.step]

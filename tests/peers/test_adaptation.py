@@ -13,10 +13,10 @@ from meshcee.adapter import Level
 from meshcee.capture import capture
 from meshcee.eager import eager
 from meshcee.job import Job, Optimizer
-from peers.adaptation import HELD, Senses
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.compute import Pace
 from peers.home import Home
+from peers.senses import HELD, Senses
 from peers.training import Result
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.walk import Observed

@@ -1,0 +1,95 @@
+"""What the steps of a job show of the mesh, held against what its plan was made from.
+
+The idea: a figure counts once it has held for several steps, and then takes the place of the one before; so a change is
+told once, and noise not at all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from statistics import median
+from typing import TypeVar
+
+from peers.walk import Observed
+
+__all__ = ["HELD", "Senses"]
+
+HELD = 5  # steps that a shift must last
+SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
+FAST = 50e6  # bytes per second: above, a large frame takes so short that it shows the machine rather than the link
+PROBED = 1.5  # times as much or as little, for a probe of a link that is not in use
+
+Pair = tuple[str, str]
+K = TypeVar("K")
+
+
+class Senses:
+    """What steps show, held against what the plan was made from.
+
+    slow   peer -> how many times its profiled seconds it computes now, where that has shifted
+    rates  (from, to) -> bytes per second now, where that has shifted and is less than FAST
+    """
+
+    def __init__(self, bandwidths: Mapping[Pair, float]) -> None:
+        self.slow: dict[str, float] = {}
+        self.rates: dict[Pair, float] = {}
+        self._known = {pair: min(bandwidth, FAST) for pair, bandwidth in bandwidths.items()}
+        self._usual_s: dict[str, float] = {}
+        self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._warm = False
+
+    def restart(self) -> None:
+        """Another plan begins: members hold other blocks, and the first step warms up."""
+        self._usual_s.clear()
+        self._compute_s.clear()
+        self._warm = False
+
+    def hear(self, observed: Observed) -> list[str]:
+        """One more step; what has shifted, in words with peer ids."""
+        if not self._warm:
+            self._warm = True
+            return []
+        shifts = []
+        for peer, seconds in observed.compute_s.items():
+            if (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
+                self.slow[peer] = self.slow.get(peer, 1.0) * change
+                shifts.append(f"{peer} takes {change:.2f} times as long to compute")
+        for pair, rate in observed.rates.items():
+            if (change := _shift(self._rates[pair], min(rate, FAST), self._known, pair)) is not None:
+                self.rates[pair] = self._known[pair]
+                if self._known[pair] >= FAST:
+                    del self.rates[pair]  # what was probed says more
+                shifts.append(_of_link(pair, change))
+        return shifts
+
+    def probed(self, bandwidths: Mapping[Pair, float]) -> list[str]:
+        """What others have measured of links that no step crosses; what has shifted, in words with peer ids."""
+        shifts = []
+        for pair, bandwidth in bandwidths.items():
+            before = self._known.setdefault(pair, min(bandwidth, FAST))
+            change = min(bandwidth, FAST) / before
+            if change >= PROBED or change <= 1 / PROBED:
+                self._known[pair] = min(bandwidth, FAST)
+                self.rates.pop(pair, None)
+                shifts.append(_of_link(pair, change))
+        return shifts
+
+
+def _of_link(pair: Pair, change: float) -> str:
+    return f"the link from {pair[0]} to {pair[1]} has {change:.2f} times its bandwidth"
+
+
+def _shift(row: deque[float], value: float, known: dict[K, float], key: K) -> float | None:
+    """How many times the known figure the last HELD are, if that is much; then it is known as that."""
+    row.append(value)
+    if len(row) < HELD:
+        return None
+    now = median(row)
+    before = known.setdefault(key, now)
+    if before <= 0 or abs(now / before - 1) < SHIFT:
+        return None
+    known[key] = now
+    row.clear()
+    return now / before
