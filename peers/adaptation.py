@@ -16,9 +16,10 @@ from statistics import median
 import structlog
 
 from meshcee.adapter import Adapter, Decision
-from meshcee.errors import PlanError
+from meshcee.errors import MeshceeError, PlanError
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured, choose
+from meshcee.profile import LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
@@ -92,7 +93,11 @@ class Adaptation:
             change.after_s = recent_s
             log.info("since the plan changed", gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
         left_s = (report.steps - report.step - 1) * recent_s
-        decision = await self._decide(report, left_s)
+        try:
+            decision = await self._decide(report, left_s)
+        except MeshceeError as error:  # the job runs; a mesh that cannot be judged is no reason to end it
+            log.warning("no other plan was looked for", error=str(error))
+            return None
         if decision is None or left_s * (1 - 1 / decision.gain) <= decision.moving_s:
             return None
         names = self._agent.names()
@@ -131,7 +136,7 @@ class Adaptation:
         links = dict(mesh.links)
         for pair, rate in self._senses.rates.items():
             if pair in links:
-                links[pair] = replace(links[pair], bandwidth_bytes_per_s=rate)
+                links[pair] = LinkProfile(links[pair].latency_s, rate, links[pair].measured_at)
         slow = self._senses.slow
         times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._request.times.items() if p in mesh.devices}
         return replace(mesh, links=links, times=times)
