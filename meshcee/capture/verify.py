@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+# Kernels for the meta device import this on first use, 80 MiB of modules in seconds: not while a stranger's graph is read.
+import torch._dynamo
+
 from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.program import Free, Node, Program, Value
 from meshcee.errors import GraphError

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -149,6 +153,39 @@ def test_the_decoder_refuses(what: str) -> None:
     tracemalloc.stop()
     assert elapsed_s < 1
     assert peak - 2 * len(data) < 10 << 20
+
+
+def test_a_fresh_process_decodes_and_refuses_in_a_second_without_an_import(tmp_path: Path) -> None:
+    """The first graph that a peer ever reads."""
+    (tmp_path / "good").write_bytes(document())
+    (tmp_path / "bad").write_bytes(changed(lambda tree: tree[3][-1].__setitem__(3, [2, "float32", [7, 7], [], False])))
+    script = """
+import json, sys, time
+from pathlib import Path
+import torch
+from meshcee.capture import decode_program
+from meshcee.errors import GraphError
+from tests.resident import growth
+
+torch.set_num_threads(1)
+modules, grown, began_s = set(sys.modules), growth(), time.process_time()
+try:
+    decode_program(Path(sys.argv[1]).read_bytes())
+    refused = False
+except GraphError:
+    refused = True
+seconds = time.process_time() - began_s
+print(json.dumps([refused, grown(), seconds, sorted(set(sys.modules) - modules)]))
+"""
+    for name, expected in (("bad", True), ("good", False)):
+        command = [sys.executable, "-c", script, str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0, done.stderr
+        refused, grown, seconds, imported = json.loads(done.stdout.splitlines()[-1])
+        assert refused is expected
+        assert imported == []
+        assert grown < 10 << 20
+        assert seconds < 1
 
 
 def test_a_graph_of_too_many_bytes_is_refused_before_it_is_read() -> None:
