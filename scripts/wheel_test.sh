@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel, looks into it, installs it into an empty environment, and runs the smoke tests against it.
 #
-# The idea: the tests run in a folder that holds tests/ and nothing else of the checkout, so a file that the wheel
+# The idea: the tests run in a folder that holds tests/, what they try of benchmarks/, and no package, so a file that the wheel
 # forgot cannot be found by accident. Called by `make wheel`, after the environment in .venv exists.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,7 +21,7 @@ pip torch==2.13.0
 pip "$wheel" pytest pytest-asyncio pytest-timeout hypothesis
 
 mkdir "$work/run"
-cp -r tests pyproject.toml "$work/run/"
+cp -r tests benchmarks pyproject.toml "$work/run/"
 cd "$work/run"
 # `python -m pytest` so that tests can import their helpers from `tests`.
 env -u PYTHONPATH MESHCEE_WHEEL_TEST=1 "$work/venv/bin/python" -m pytest -q -m smoke -p no:cacheprovider
