@@ -70,7 +70,7 @@ def believed_links(
                 f"{a} says that it sends {link.bandwidth_bytes_per_s:.3g} bytes/s to {b}, and nobody else measured more "
                 f"than {max(borne):.3g} there; that counts"
             )
-            link = replace(link, bandwidth_bytes_per_s=max(borne))
+            link = replace(link, bandwidth_bytes_per_s=max(borne), bandwidth_range_bytes_per_s=None)
         if (
             back is not None
             and back.latency_s > SAME_ROUND_TRIP * link.latency_s
@@ -80,7 +80,7 @@ def believed_links(
                 f"{a} and {b} measured the same round trip as {2 * link.latency_s:.3g} and {2 * back.latency_s:.3g} s; "
                 "the longer counts"
             )
-            link = replace(link, latency_s=back.latency_s)
+            link = replace(link, latency_s=back.latency_s, latency_range_s=back.latency_range_s)
         found[a, b] = link
     return found
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -228,10 +229,12 @@ def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
 
 def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) -> None:
     with training(mesh, write_job(tmp_path, steps=100_000), cwd=tmp_path) as process:
-        stopped = meshcee("run", "stop", home=mesh.home)
+        with ThreadPoolExecutor() as pool:  # who does not read its reports stops it sooner: the pipe is full
+            rest = pool.submit(process.communicate, timeout=120)
+            stopped = meshcee("run", "stop", home=mesh.home)
+            rest.result()
         assert stopped.code == 0, stopped.err
         assert "stopped" in stopped.out
-        process.communicate(timeout=30)
     assert process.returncode == 0
     assert (tmp_path / "tiny-stopped.safetensors").exists()
 

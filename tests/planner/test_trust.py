@@ -65,3 +65,13 @@ def test_a_profile_that_is_too_good_to_be_true_is_set_aside() -> None:
         cluster, known = situation(measured(times=times), JOB)
         assert known.times["a"].stage(0, 8, 1).f_s == pytest.approx(workload.times["a"].stage(0, 8, 1).f_s)
         assert any("the profile of a is set aside" in note and says in note for note in cluster.notes)
+
+
+def test_figures_with_a_spread_are_corrected_with_it() -> None:
+    notes: list[str] = []
+    slow = LinkProfile(0.2, 1e6, 0.0, (0.19, 0.21), (0.9e6, 1.1e6))
+    quick = LinkProfile(0.001, 9e9, 0.0, (0.0009, 0.002), (8e9, 10e9))
+    links = believed_links(PEERS, {**dict.fromkeys(LINKS, slow), ("a", "b"): quick}, notes)
+    assert (links["a", "b"].latency_s, links["a", "b"].latency_range_s) == (0.2, (0.19, 0.21))
+    assert (links["a", "b"].bandwidth_bytes_per_s, links["a", "b"].bandwidth_range_bytes_per_s) == (1e6, None)
+    assert len(notes) == 2
