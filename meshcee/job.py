@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
-from meshcee.planner.codecs import CODEC_CHOICES
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
+CODEC_CHOICES = ("none", "bf16", "int8", "int4", "auto")  # what a job may ask for
 # torch.optim classes whose update of a parameter reads that parameter and its own state only.
 PER_PARAMETER = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}

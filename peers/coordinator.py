@@ -17,8 +17,8 @@ import msgpack
 import structlog
 
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan
-from meshcee.planner.codecs import CODEC_CHOICES
 from meshcee.planner.live import JobCosts, Measured, plan_job
 from meshcee.profile import BlockCost
 from meshcee.timing import BlockTimes

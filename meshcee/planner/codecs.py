@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from meshcee.plan import Pipeline, Plan, Stage
 
-__all__ = ["BETWEEN_REGIONS", "CODEC_CHOICES", "with_codec"]
+__all__ = ["BETWEEN_REGIONS", "with_codec"]
 
-CODEC_CHOICES = ("none", "bf16", "int8", "int4", "auto")  # what a job may ask for
 BETWEEN_REGIONS = "bf16"
 
 
