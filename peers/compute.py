@@ -41,7 +41,7 @@ class Compute:
     def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
         self.device = torch.device(device)
         self.pace = pace
-        self._paced_until_s = 0.0  # when the emulated device is free, on time.perf_counter's clock
+        self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{device}")
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"beside-{device}")
@@ -62,13 +62,14 @@ class Compute:
 
     async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""
-        start_s = time.perf_counter()
-        result = await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        loop, start_s = asyncio.get_running_loop(), time.perf_counter()
+        asked_s = loop.time()  # the loop's clock, which sleep goes by
+        result = await loop.run_in_executor(self._pool, call, *args)
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
-            begun_s = self._paced_until_s if start_s - self._paced_until_s < _TIMER_S else start_s
+            begun_s = self._paced_until_s if asked_s - self._paced_until_s < _TIMER_S else asked_s
             self._paced_until_s = begun_s + self.pace.seconds(flops)
-            left_s = self._paced_until_s - time.perf_counter()
+            left_s = self._paced_until_s - loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
         self.busy_s += time.perf_counter() - start_s
