@@ -219,6 +219,7 @@ def test_the_demo_ends_with_equal_losses_and_weights(tmp_path: Path) -> None:
     assert len(result["losses"]) == 3
 
 
+@pytest.mark.slow
 def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
     job = write_job(tmp_path, steps=2)
     done = meshcee("local", "--shape", "cee-small", "--job", str(job), "--json", home=tmp_path / "home")

@@ -51,6 +51,7 @@ def write_job(folder: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_groups_of_two_and_three_processes_train_what_one_would(five_peers: Peers, tmp_path: Path) -> None:
     first = {"peer-0": 1, "peer-1": MICRO - 1}
     second = {"peer-2": 1, "peer-3": MICRO - 2, "peer-4": 1}
