@@ -30,6 +30,7 @@ from meshcee.errors import CheckpointError, UsageError
 from meshcee.job import Job
 from meshcee.tensor_files import Layout, OnDemand, byte_view, head_of
 from peers.home import write_atomic
+from peers.strict_json import dumps
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "description"]
 
@@ -43,7 +44,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
     tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
     return {
-        "model": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(),
+        "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.to_json(),
         "schedule": None if job.schedule is None else [job.schedule.name, repr(sorted(job.schedule.options.items()))],
         "batch_size": job.batch_size,
@@ -111,7 +112,7 @@ class Checkpoint:
     def check(self, job: Job, captured: Capture) -> None:
         """Whether this job may go on from here; raises UsageError naming what is different."""
         own, theirs = description(job, captured), self.manifest["job"]
-        for key, value in json.loads(json.dumps(own)).items():
+        for key, value in json.loads(dumps(own)).items():
             if value != theirs.get(key):
                 what = "another model" if key == "model" else f"{key} {theirs.get(key)!r}, the job says {value!r}"
                 raise UsageError(
@@ -213,7 +214,7 @@ class Draft:
         if frozen:
             self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
-        write_atomic(self.folder / MANIFEST, json.dumps(data, indent=1).encode(), durable=True)
+        write_atomic(self.folder / MANIFEST, dumps(data, indent=1).encode(), durable=True)
         _sync_folder(self.folder)
         place = self._store.folder / f"step-{self.next_step:08d}"
         if place.exists():  # written by an epoch that was lost; the same numbers

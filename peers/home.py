@@ -93,8 +93,8 @@ class Run:
 
     def take_over(self, **info: Any) -> None:
         """This process goes on with it: its own number, no result, no half line at the end of the reports."""
-        write_atomic(self.folder / "run.json", json.dumps({**self.info, **_this_process(), **info}).encode())
-        lines = "".join(json.dumps(line) + "\n" for line in self.reports())
+        write_atomic(self.folder / "run.json", dumps({**self.info, **_this_process(), **info}).encode())
+        lines = "".join(dumps(line) + "\n" for line in self.reports())
         write_atomic(self.folder / "reports.jsonl", lines.encode())
         (self.folder / "result.json").unlink(missing_ok=True)
 

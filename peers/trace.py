@@ -7,7 +7,6 @@ which chrome://tracing and ui.perfetto.dev open.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from peers import messages
 from peers.messages import Step, need
 from peers.outbox import Outbox
 from peers.spans import Span, read_spans
+from peers.strict_json import dumps
 from peers.transport.base import Buffer, Frame
 
 __all__ = ["Clock", "Trace"]
@@ -114,9 +114,7 @@ class Trace:
             for peer, label in self._peers
             if self._clocks[peer].round_trip_s < float("inf")
         }
-        path.write_text(
-            json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}})
-        )
+        path.write_text(dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}))
 
 
 def _of_peer(pid: int, label: str, spans: Sequence[tuple[int, Span]], zero_s: float) -> list[dict[str, Any]]:

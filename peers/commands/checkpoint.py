@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from meshcee.errors import UsageError
 from meshcee.tensor_files import OnDemand, save
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.home import Home, write_atomic
+from peers.strict_json import dumps
 
 __all__ = ["export", "find"]
 
@@ -38,7 +38,7 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> 
         # Names that are tied are left out, as save_pretrained leaves them out: from_pretrained ties them again.
         hf.mkdir(parents=True, exist_ok=True)
         save(hf / "model.safetensors", state)
-        write_atomic(hf / "config.json", json.dumps(config, indent=2).encode())
+        write_atomic(hf / "config.json", dumps(config, indent=2).encode())
     else:
         assert out is not None
         names = {name: name for name in state}
@@ -46,6 +46,6 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> 
         save(out, OnDemand(names, lambda name: state[names[name]]))
     place = str(hf or out)
     if as_json:
-        print(json.dumps({"out": place, "next_step": checkpoint.next_step, "tensors": len(state)}))
+        print(dumps({"out": place, "next_step": checkpoint.next_step, "tensors": len(state)}))
     else:
         print(f"{place}: {len(state)} tensors, as they were after {checkpoint.next_step} steps")
