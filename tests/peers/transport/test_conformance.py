@@ -346,12 +346,10 @@ async def test_an_unserved_purpose_an_unknown_peer_and_oneself(kind: str) -> Non
 async def test_another_mesh_key_is_refused_on_both_sides(kind: str) -> None:
     async with mesh(kind, keys=[KEY, b"another mesh"]) as (a, b):
         b.serve("echo", echo)
-        with (
-            capture_logs() as logs,
-            pytest.raises(NotPermittedError, match="the token belongs to another mesh") as caught,
-        ):
-            await a.open(b.peer_id, "echo", b.addresses)
-        await eventually(lambda: bool(logs))
+        with capture_logs() as logs:
+            with pytest.raises(NotPermittedError, match="the token belongs to another mesh") as caught:
+                await a.open(b.peer_id, "echo", b.addresses)
+            await eventually(lambda: bool(logs))
         assert "another mesh" in logs[0]["error"]
         assert logs[0]["event"] == "stream.refused"
         shown = str(caught.value) + str(logs)
