@@ -1,10 +1,11 @@
 """meshcee and what people would use instead, training the same model on the same emulated wide-area networks (needs root).
 
 The idea: every row is one system on one network of `wan_testbeds.json`, run several times in the lab, each device paced to its
-profile; a row counts only if its losses are the plain loop's. Rows are kept in a JSON file as they are measured, so a run that
+profile; a row counts only if its losses are the plain loop's. All run in the same slow motion. Rows are kept in a JSON file
 was stopped goes on where it was; the table is drawn from the file.
 
     python -m benchmarks.wan [--out FILE] [--network NAME ...] [--system LABEL ...] [--repetitions N] [--table]
+    python -m benchmarks.wan --slower 4 ...            on a busier machine: devices, bandwidths and latencies, all 4 times slower
     python -m benchmarks.wan --meshcee "codec:--codec int8" ...    a column for meshcee with these flags of `meshcee train`
 """
 
@@ -35,19 +36,20 @@ from peers.commands.session import unwrap
 FOLDER = Path(__file__).resolve().parent
 NETWORKS = ("cee-small", "three-cities", "last-mile", "sag")
 STEPS = 6  # WARM of them are not counted
+SLOWER = 2.0  # two cores have time for six devices, their network and what is measured
 WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
 MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
 SAME = 1e-4  # how far a loss may be from the plain loop's
 
 
-def bed_of(name: str, flops: list[float]) -> Bed:
+def bed_of(name: str, flops: list[float], slower: float = 1.0) -> Bed:
     """Devices are as fast as it takes to train the lab's model in the time that OPT-350 takes, sample for sample."""
     scenario = load_scenario(FOLDER / "wan_testbeds.json", name, packaged("gpu_profiles.json"))
     speeds = {}
     for device in scenario.cluster.devices.values():
         seconds = sum(table[-1] - table[0] for table in scenario.workload.times[device.kind].cumulated(1))
         speeds[device.name] = 3 * sum(flops) / float(seconds)
-    return Bed(scenario, speeds, flops)
+    return Bed(scenario, speeds, flops, slower)
 
 
 def layer_flops() -> tuple[list[float], float]:
@@ -134,7 +136,7 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
         "loss_difference": max(abs(a - b) for a, b in zip(result.losses, losses)),
         "busiest_line": busiest,
         "busiest_line_share": loads.get(busiest, 0.0),
-        "router_share": result.cpu_s / window_s,
+        "router_share": result.cpu_s / window_s / bed.slower,
         "load": os.getloadavg()[0],
     }
     if result.plan:
@@ -145,7 +147,7 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
             for pipeline in plan.pipelines
             for stage in pipeline.stages
         ]
-        found["predicted_s"] = plan.predicted.step_s if plan.predicted else None
+        found["predicted_s"] = plan.predicted.step_s / bed.slower if plan.predicted else None
         found["limit"] = result.limit
     if result.trace_s is not None:
         drop = result.trace_s + bed.scenario.trace[0].at_s
@@ -168,7 +170,7 @@ def steps_for(bed: Bed, system: System, least: int, data: dict[str, Any]) -> int
 async def measure(options: argparse.Namespace, data: dict[str, Any]) -> None:
     flops, boundary = await asyncio.to_thread(layer_flops)
     for name in options.network or NETWORKS:
-        bed = bed_of(name, flops)
+        bed = bed_of(name, flops, options.slower)
         data["bounds"][name] = bounds(bed, boundary, 36)
         for system in systems_of(bed, options.meshcee):
             if options.system and not any(system.label.startswith(wanted) for wanted in options.system):
@@ -261,6 +263,9 @@ def main() -> None:
     parser.add_argument("--meshcee", action="append", default=[], help="LABEL:FLAGS, another row for meshcee")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"a run; the first {WARM} are not counted")
+    parser.add_argument(
+        "--slower", type=float, default=SLOWER, help="slow motion: seconds of this machine to one second of the figures"
+    )
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that a run may take, start included")
     parser.add_argument("--again", action="store_true", help="try again what failed")
     parser.add_argument("--table", action="store_true", help="measure nothing, draw the table")

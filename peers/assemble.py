@@ -19,6 +19,7 @@ from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile
+from meshcee.capture import prepare
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from peers.agent import Agent, AgentOptions
@@ -176,7 +177,10 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         )
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)
-        compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
+        compute = None
+        if options.compute:
+            await asyncio.to_thread(prepare)
+            compute = await stack.enter_async_context(Compute(options.device, pace))
         node = Node(
             # Several peers of one machine must be told apart.
             AgentOptions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshcee.errors import UsageError
@@ -99,6 +99,24 @@ class Network:
                 now[pair] = Link(*pair, latency_s, bandwidth, last.loss)
                 changes.append(Change(change.at_s, now[pair]))
         return cls(hosts, tuple(links.values()), tuple(changes))
+
+    def slower(self, factor: float) -> Network:
+        """The same network in slow motion: a second on the first takes `factor` seconds on this one."""
+
+        def slow(link: Link) -> Link:
+            return replace(
+                link, latency_s=link.latency_s * factor, bandwidth_bytes_per_s=rate(link.bandwidth_bytes_per_s)
+            )
+
+        def rate(bytes_per_s: float | None) -> float | None:
+            return None if bytes_per_s is None else bytes_per_s / factor
+
+        return Network(
+            tuple(replace(host, port_bytes_per_s=rate(host.port_bytes_per_s)) for host in self.hosts),
+            tuple(map(slow, self.links)),
+            tuple(Change(change.at_s * factor, slow(change.link)) for change in self.changes),
+            self.queue_s * factor,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,6 +1,6 @@
 """The job that all systems train in `benchmarks/wan.py`: a GPT with a wide residual stream and narrow blocks.
 
-The idea: boundaries of 256 KiB a sample, as many bytes between stages as fit the lab's links, for so little arithmetic that
+The idea: boundaries of 64 KiB a sample, as many bytes between stages as fit the lab's links, for so little arithmetic that
 two cores compute it for six devices many times faster than the devices are paced. WAN_STEPS says how many steps.
 
 Shapes: N samples, T tokens, C width, V vocabulary. A token is a hashed pair of characters, the target the one after.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import meshcee
 
-CONTEXT, WIDTH, INNER, LAYERS, VOCABULARY, CHARACTERS = 128, 512, 16, 16, 4096, 128
+CONTEXT, WIDTH, INNER, LAYERS, VOCABULARY, CHARACTERS = 32, 512, 16, 16, 1024, 128
 BATCH = 36  # a multiple of 4 and 6: torch's interleaved schedule wants whole rounds
 TEXT_BYTES = 300_000
 

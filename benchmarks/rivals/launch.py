@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import Lab
+from benchmarks.lab.network import Network
 from benchmarks.rivals import job as job_file
 from benchmarks.rivals.worker import Order
 from meshcee.errors import MeshceeError
@@ -38,6 +39,7 @@ class Bed:
     scenario: Scenario
     speeds_flops_per_s: dict[str, float]
     flops: list[float]  # of each layer's F, for one sample
+    slower: float = 1.0  # slow motion: seconds of this machine to one of the emulated network, in which all figures are
 
     @property
     def hosts(self) -> list[str]:
@@ -60,6 +62,7 @@ class Run:
     """What one run said. `ends_s` and `losses` by step; `lines` is what the lab's lines carried after the warm-up."""
 
     expected: int  # reports of a step
+    slower: float = 1.0
     ends_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     plan: dict[str, Any] | None = None
@@ -75,16 +78,17 @@ class Run:
         parts.append(event)
         if len(parts) == self.expected:
             samples = sum(p["samples"] for p in parts)
-            self.ends_s.append(max(p["at_s"] for p in parts))
+            self.ends_s.append(max(p["at_s"] for p in parts) / self.slower)
             self.losses.append(sum(p["loss"] * p["samples"] for p in parts if p["samples"]) / samples)
 
 
 async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int) -> Run:
     """MeshceeError when it fails or takes longer than the limit."""
-    result = Run(1 if system.name == "meshcee" else len(system.hosts))
+    result = Run(1 if system.name == "meshcee" else len(system.hosts), bed.slower)
+    network = Network.of(bed.scenario).slower(bed.slower)
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         try:
-            async with asyncio.timeout(limit_s), Lab(bed.scenario, mtu=mtu) as lab:
+            async with asyncio.timeout(limit_s), Lab(network, mtu=mtu) as lab:
                 session = _Session(bed, system, steps, lab, Path(folder), result)
                 await (session.meshcee() if system.name == "meshcee" else session.rivals())
                 await session.snapshot()
@@ -121,7 +125,7 @@ class _Session:
             self._before = await self.lab.stats()
             if self.lab.network.changes:
                 await self.lab.start_trace()
-                self.result.trace_s = asyncio.get_running_loop().time()
+                self.result.trace_s = asyncio.get_running_loop().time() / self.bed.slower
 
     async def snapshot(self) -> None:
         after = await self.lab.stats()
@@ -140,7 +144,7 @@ class _Session:
                     system=self.system.name,
                     rank=rank,
                     addresses=[self.lab.addresses[h] for h in hosts],
-                    speeds_flops_per_s=[self.bed.speeds_flops_per_s[h] for h in hosts],
+                    speeds_flops_per_s=[self.bed.speeds_flops_per_s[h] / self.bed.slower for h in hosts],
                     flops=self.bed.flops,
                     steps=self.steps,
                     micro=self.system.micro,
@@ -208,7 +212,7 @@ class _Session:
             "1",
         ]
         command += ["--listen", f"{self.lab.addresses[host]}:0"]
-        command += ["--pace-gflops", str(self.bed.speeds_flops_per_s[host] / 1e9), *flags]
+        command += ["--pace-gflops", str(self.bed.speeds_flops_per_s[host] / self.bed.slower / 1e9), *flags]
         process = await self._start(host, command, host, MESHCEE_HOME=str(self.folder / host))
         assert process.stdout is not None
         async for line in process.stdout:

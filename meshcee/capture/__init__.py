@@ -11,6 +11,7 @@ from meshcee.capture.encoding import decode_program, encode_program
 from meshcee.capture.program import Batch, Free, Program, Value
 from meshcee.capture.rows import why_unsplit
 from meshcee.capture.slicing import StageSpec
+from meshcee.capture.verify import prepare
 
 __all__ = [
     "Batch",
@@ -23,6 +24,7 @@ __all__ = [
     "decode_program",
     "encode_program",
     "inputs_of",
+    "prepare",
     "stack",
     "why_unsplit",
 ]

@@ -6,25 +6,29 @@ So the two must agree, and every tensor on the way must be of bearable size, bef
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
 import torch
 
-# Kernels for the meta device import this on first use, 80 MiB of modules in seconds: not while a stranger's graph is read.
-import torch._dynamo
-
 from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.program import Free, Node, Program, Value
 from meshcee.errors import GraphError
 
-__all__ = ["MAX_ELEMENTS", "verify_program"]
+__all__ = ["MAX_ELEMENTS", "prepare", "verify_program"]
 
 MAX_ELEMENTS = 1 << 40  # of one tensor at the hint below
 MAX_PARTS = 4096  # outputs of one node
 MAX_RECURRENT_LAYERS = 256
 _HINT = 2  # samples
 _META = torch.device("meta")
+
+
+def prepare() -> None:
+    """Import what kernels for the meta device import on first use, 80 MiB of modules in seconds: to be called by whoever
+    will read strangers' graphs, before the first comes."""
+    importlib.import_module("torch._dynamo")
 
 
 def verify_program(program: Program) -> None:

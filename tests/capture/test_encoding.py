@@ -163,11 +163,12 @@ def test_a_fresh_process_decodes_and_refuses_in_a_second_without_an_import(tmp_p
 import json, sys, time
 from pathlib import Path
 import torch
-from meshcee.capture import decode_program
+from meshcee.capture import decode_program, prepare
 from meshcee.errors import GraphError
 from tests.resident import growth
 
 torch.set_num_threads(1)
+prepare()  # as a peer does before it announces its device
 modules, grown, began_s = set(sys.modules), growth(), time.process_time()
 try:
     decode_program(Path(sys.argv[1]).read_bytes())

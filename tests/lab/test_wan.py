@@ -1,5 +1,6 @@
 """The comparison's own arithmetic: cuts, shares, pace, bounds, and what is kept of a run."""
 
+import math
 import time
 
 import pytest
@@ -48,14 +49,27 @@ def test_a_paced_model_computes_the_same_in_the_time_of_the_device() -> None:
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_in_slow_motion_all_that_takes_time_takes_as_much_longer() -> None:
+    network = Network.of(bed_of("sag", FLOPS).scenario)
+    slow = network.slower(4)
+    for link, same in zip(network.links, slow.links, strict=True):
+        sizes = [1e6 / (x.bandwidth_bytes_per_s or math.inf) + x.latency_s for x in (link, same)]
+        assert sizes[1] == pytest.approx(4 * sizes[0])
+        assert slow.queue_bytes(same.bandwidth_bytes_per_s or 1) == network.queue_bytes(link.bandwidth_bytes_per_s or 4)
+    assert slow.changes[0].at_s == 4 * network.changes[0].at_s
+    run = Run(expected=1, slower=4)
+    run.hear({"step": 0, "at_s": 100.0, "loss": 2.0, "samples": 1})
+    assert run.ends_s == [25.0]
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_has_bounds_and_every_system_a_place(name: str) -> None:
     bed = bed_of(name, FLOPS)
     Network.of(bed.scenario)
-    found = bounds(bed, 262144.0, 36)
+    found = bounds(bed, 65536.0, 36)
     assert 1.5 < found["bare"] <= found["filled"] < 4.0
     # With many micro-batches weight gradients hide fill and drain, with few they cannot.
-    assert bounds(bed, 262144.0, 72)["filled"] / 72 <= found["filled"] / 36 < bounds(bed, 262144.0, 2)["filled"] / 2
+    assert bounds(bed, 65536.0, 72)["filled"] / 72 <= found["filled"] / 36 < bounds(bed, 65536.0, 2)["filled"] / 2
     systems = {system.label: system for system in systems_of(bed, ["int8:--codec int8"])}
     assert systems["meshcee int8"].flags == ("--codec", "int8")
     best = max(bed.speeds_flops_per_s.values())
@@ -73,7 +87,7 @@ def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
     run.trace_s = 106.0
     stages = tuple(Stage(9 * i, 9 * i + 9, (Member(f"id{i}", 1),), window=2, live_cap=3) for i in range(2))
     run.plan, run.names = Plan(1, (Pipeline(36, stages),)).to_json(), {"id0": "cloud-a100-40-0"}
-    run.lines = {"cloud>edge": 62.5e6 / 8 * 10}  # ten of twenty seconds
+    run.lines = {"cloud>edge": 15.625e6 / 8 * 10}  # ten of twenty seconds
     found = figures(bed, run, [4 / 3] * 5 + [1.0])
     assert found["step_s"] == 5.0
     assert found["stages"] == ["cloud-a100-40-0: 0..8, none, window 2", "id1: 9..17, none, window 2"]

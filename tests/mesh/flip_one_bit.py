@@ -16,7 +16,9 @@ def apply(self: StageRunner, *arguments: object) -> None:
     if self.step == FLIP_AT_STEP:
         gradient = next(p.grad for p in self.trainable.values() if p.grad is not None)
         bits = gradient.view(-1).view(torch.int32)
-        bits[int(gradient.abs().argmax())] ^= 1 << 22  # half of it: a lower bit may be lost when the update or the loss is rounded
+        bits[int(gradient.abs().argmax())] ^= (
+            1 << 22
+        )  # half of it: a lower bit may be lost when the update or the loss is rounded
     _apply(self, *arguments)  # type: ignore[arg-type]
 
 
