@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
@@ -46,7 +47,7 @@ MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(ABC):
     """Base. `kind` names the key that records of this class lie under; `sent_at` is the signer's wall clock."""
 
     kind: ClassVar[str] = ""
@@ -60,9 +61,9 @@ class Record:
         return data
 
     @classmethod
+    @abstractmethod
     def from_wire(cls, fields: Fields, signer: str) -> Self:
         """The checked record; ProtocolError names the field that is wrong."""
-        raise NotImplementedError
 
     def smaller(self) -> Self | None:
         """The same without what can be missed, for when it is too large to publish; None if nothing can."""

@@ -12,6 +12,7 @@ The work goes in pieces that stay in a core's cache, which also bounds the memor
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ LARGEST = 1e30  # of a block's numbers: products with scales stay far from overf
 HALF_MAX = torch.finfo(torch.float16).max
 
 
-class _Blocks:
+class _Blocks(ABC):
     """What both share: pieces, scales, chance. A subclass turns scaled blocks into bytes and back."""
 
     name: str
@@ -84,14 +85,14 @@ class _Blocks:
     def _rotated_back(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def _scale(self, largest: torch.Tensor, *, chance: bool) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _scale(self, largest: torch.Tensor, *, chance: bool) -> torch.Tensor: ...
 
-    def _write(self, scaled: torch.Tensor, noise: torch.Tensor | None, rows: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, scaled: torch.Tensor, noise: torch.Tensor | None, rows: torch.Tensor) -> None: ...
 
-    def _read(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 class Int8(_Blocks):

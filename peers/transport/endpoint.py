@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -28,7 +29,7 @@ log = structlog.get_logger(__name__)
 _MAX_SHAKING = 256  # handshakes under way with strangers: each may cost us some 100 kB for `handshake_s`
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
 
     def __init__(
@@ -56,15 +57,17 @@ class Endpoint:
 
     # -- to be provided by the transport
 
+    @abstractmethod
     async def _start(self) -> None:
         """Begin to listen."""
 
+    @abstractmethod
     async def _stop(self) -> None:
         """Stop listening; bounded by the caller."""
 
+    @abstractmethod
     async def _connect(self, stream: FramedStream, addresses: Sequence[str]) -> None:
         """Dial `stream.peer_id` and attach the stream; raises JoinError."""
-        raise NotImplementedError
 
     # -- base.Transport
 
