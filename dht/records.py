@@ -81,7 +81,8 @@ class PeerRecord(Record):
     device: DeviceProfile | None = None
     free_memory_bytes: int | None = None
     busy: bool = False
-    left: bool = False  # a last word: the peer is leaving
+    leaving: bool = False  # it holds a stage until its job goes on without it, and takes no other
+    left: bool = False  # a last word
     started_at: float = 0.0  # wall clock; with `instance` filled in by the directory that publishes
     instance: str = ""
     protocol: int = 0
@@ -99,6 +100,7 @@ class PeerRecord(Record):
             device=None if device is None else _device(device),
             free_memory_bytes=fields.optional_count("free_memory_bytes"),
             busy=fields.flag("busy"),
+            leaving=fields.flag("leaving"),
             left=fields.flag("left"),
             started_at=fields.number("started_at"),
             instance=fields.text("instance", 64),

@@ -169,13 +169,29 @@ class Agent:
                 region=self.options.region,
                 device=self._device,
                 busy=self._member is not None and self._member.is_busy,
+                leaving=self._member is not None and self._member.is_leaving,
                 protocol=PROTOCOL_VERSION,
                 software=__version__,
             )
         )
 
+    async def leave(self) -> bool:
+        """Take no further part in jobs, and hold a stage until its job goes on without this peer, at most leave_s.
+
+        Returns whether it did; then, or after that time, end the agent.
+        """
+        if self._member is None:
+            return True
+        self._member.leave()
+        try:
+            async with asyncio.timeout(self.timeouts.leave_s):
+                await self._member.wait_until_idle()
+        except TimeoutError:
+            return False
+        return True
+
     async def _watch_member(self, member: Member | None) -> None:
-        """Announce at once when this peer becomes busy or idle."""
+        """Announce at once when this peer becomes busy or idle, or is about to leave."""
         assert member is not None
         while True:
             await member.busy_changed.wait()
@@ -247,11 +263,11 @@ class Agent:
         return self.elector.lease
 
     def devices(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[str, DeviceProfile]:
-        """Devices of the peers that are idle, or in `free`, and not in `without`."""
+        """Devices of the peers that are idle, or in `free`, and not in `without`; not of those that are leaving."""
         return {
             p: r.device
             for p, r in self.directory.peers.items()
-            if r.device is not None and p not in without and (p in free or not r.busy)
+            if r.device is not None and p not in without and (p in free or not r.busy) and not r.leaving
         }
 
     def busy(self, free: Collection[str] = (), without: Collection[str] = ()) -> tuple[str, ...]:
@@ -316,7 +332,9 @@ class Agent:
         """A moment for peers whose job has just ended to say so; whoever is busy for longer is planned around."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeouts.announce_every_s):
-                await self.directory.wait_for(lambda: not any(r.busy for r in self.directory.peers.values()))
+                await self.directory.wait_for(
+                    lambda: not any(r.busy and not r.leaving for r in self.directory.peers.values())
+                )
 
     def device_of(self, peer_id: str) -> DeviceProfile:
         """The device of a peer that lends one, idle or not."""
@@ -351,7 +369,7 @@ class Agent:
                     "addresses": list(r.addresses),
                     "region": r.region,
                     "device": asdict(r.device) if r.device else None,
-                    "state": "busy" if r.busy else "idle",
+                    "state": "leaving" if r.leaving else "busy" if r.busy else "idle",
                     "software": r.software,
                 }
                 for p, r in sorted(self.directory.peers.items(), key=lambda item: item[1].name)

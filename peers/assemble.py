@@ -63,6 +63,7 @@ class JoinOptions:
     jitter_s: float = 0.0
     pace: Pace | None = None  # emulate the device only
     regroup_s: float | None = None
+    leave_s: float | None = None
 
 
 @asynccontextmanager
@@ -146,6 +147,8 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     timeouts, limits = Timeouts(), Limits()
     if options.regroup_s is not None:
         timeouts = replace(timeouts, regroup_s=options.regroup_s)
+    if options.leave_s is not None:
+        timeouts = replace(timeouts, leave_s=options.leave_s)
     token = Token.parse(options.token, time.time()) if options.token else None
     key = token.mesh_key if token else MeshKey() if options.open else MeshKey.generate()
     seeds = tuple(token.addresses) if token else ()

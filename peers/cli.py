@@ -90,9 +90,16 @@ def peer(
     pace_gflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
+    leave_within: Annotated[
+        float | None,
+        typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Lend this machine to a mesh: start one, or join with --join."""
+    """Lend this machine to a mesh: start one, or join with --join.
+
+    The first Ctrl-C or SIGTERM leaves once the running job goes on without this peer, the second at once.
+    """
     from peers.commands.peer import PeerOptions, run_peer
 
     run_peer(
@@ -112,6 +119,7 @@ def peer(
             shape_device,
             jitter_ms,
             pace_gflops,
+            leave_within,
         ),
         as_json=as_json,
     )
@@ -194,6 +202,18 @@ def status(join: Join = None, as_json: Json = False) -> None:
     from peers.commands.status import run_status
 
     run_status(join, as_json=as_json)
+
+
+@app.command()
+def drain(
+    peer: Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")],
+    join: Join = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a peer to leave: its job goes on without it first. Returns when it has gone."""
+    from peers.commands.drain import run_drain
+
+    run_drain(peer, join, as_json=as_json)
 
 
 @app.command()

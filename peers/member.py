@@ -92,6 +92,10 @@ class Session:
         finally:
             self._group = None
 
+    def leave(self) -> None:
+        """Ask the owner to go on without this peer."""
+        self._owner.post(Frame(messages.LEAVING))
+
     def close(self) -> None:
         """Drop the links to the other stages, after the owner has heard the cause."""
         self.done.set()
@@ -277,6 +281,7 @@ class Member:
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
         self._reserved = False
+        self.is_leaving = False
         self._job: Stream | None = None  # of the owner that has reserved this peer
         self._epochs: dict[str, tuple[int, int]] = {}  # owner -> the newest epoch that it has offered
         self._idle = asyncio.Event()
@@ -288,6 +293,16 @@ class Member:
     @property
     def is_busy(self) -> bool:
         return self._reserved
+
+    def leave(self) -> None:
+        """Take no further offer, and ask the owner of the running job, if any, to go on without this peer."""
+        self.is_leaving = True
+        if self.session is not None:
+            self.session.leave()
+        self.busy_changed.set()
+
+    async def wait_until_idle(self) -> None:
+        await self._idle.wait()
 
     async def serve_job(self, stream: Stream) -> None:
         stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
@@ -318,6 +333,8 @@ class Member:
         epoch = messages.epoch_of(frame.header)
         if epoch <= self._epochs.get(owner, (0, 0)):
             raise NotPermittedError(f"epoch {epoch} is over: {self._epochs[owner]} has been offered since")
+        if self.is_leaving:
+            raise PeerLostError("this peer is leaving the mesh; plan again without it")
         self._epochs.pop(owner, None)
         self._epochs[owner] = epoch
         while len(self._epochs) > MOST_OWNERS:
@@ -347,6 +364,8 @@ class Member:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
             return
+        if self.is_leaving:  # since the offer came
+            self.session.leave()
         offer = self.session.offer
         log.info("job accepted", job=offer.job, owner=stream.peer_id, stage=offer.place.index, blocks=offer.blocks)
         try:

@@ -9,6 +9,7 @@ Purposes of streams, and the frames on them:
     probe   (peer -> peer)              PING, PONG                     latency and bandwidth
     gossip  (peer -> peer)              NEWS                           sealed records that have just changed
     profile (owner -> peer)             PROFILE, PROFILED | WANTED, GRAPH, PROFILED; REFUSED at any time
+    leave   (anybody -> peer)           LEAVE  ->  LEAVING at once, LEFT when its job goes on without it
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
     job     (owner -> member)           OFFER, (STATE | RECIPES)*, STATE_END, READY | REFUSED
                                         (when resuming, STATE*, STATE_END of the optimizer too; before READY perhaps
@@ -17,7 +18,7 @@ Purposes of streams, and the frames on them:
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         CLOCK  ->  CLOCK               before steps that are traced
-                                        COLLECT  ->  STATE*, STATE_END     FAILED at any time
+                                        COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
                                                      (STATE_END alone after an evaluation)
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
                                         PART, SUM or MEET within a group
@@ -44,6 +45,7 @@ PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
 STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "loss", "output", "applied"
 COLLECT, FAILED = "collect", "failed"
+LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
 SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"

@@ -106,6 +106,7 @@ class Owner:
         self._failed = asyncio.Event()
         self.blamed: Counter[str] = Counter()  # peers that other members have lost
         self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
+        self.leaving: set[str] = set()  # members that have asked to be left out
         self.stopped = False
         self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
         self._step = 0  # the first step that is not yet complete, for errors
@@ -339,6 +340,9 @@ class Owner:
             return
         if frame.kind == messages.CLOCK and self._trace is not None:
             self._trace.hear_clock(link.peer_id, header)
+            return
+        if frame.kind == messages.LEAVING:
+            self.leaving.add(link.peer_id)
             return
         walk = self._walks.get(need(header, "walk", int))
         if walk is None:

@@ -1,4 +1,4 @@
-"""Going on without a member that is gone: who is left, when to try again, and when to give up.
+"""Going on without a member that is gone or asks to go: who is left, when to try again, and when to give up.
 
 The idea: the owner asks the members themselves, not their records, which outlive them by seconds. Who does not answer is
 left out at once, until it has announced itself anew and answers; who answers is free for the next plan, whatever its
@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import structlog
@@ -21,6 +21,7 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, answer, request_plan
 from peers.transport.base import StreamClosed
+from peers.view import named
 
 __all__ = ["Recovery", "roll_call"]
 
@@ -59,6 +60,7 @@ class Recovery:
         self.count = 0
         self.gone: dict[str, float] = {}
         self.free: tuple[str, ...] = ()
+        self._parted: tuple[frozenset[str], frozenset[str]] | None = None  # who wanted to leave, the other devices
 
     async def after(self, lost: PeerLostError, members: Iterable[str], blamed: Counter[str], done: int) -> None:
         """Find out who is left; raises `lost` when going on again and again leads nowhere."""
@@ -84,6 +86,37 @@ class Recovery:
             gone=[names.get(p, p) for p in sorted(missed)],
             left=[names.get(p, p) for p in self.free],
         )
+
+    def leave_out(self, leaving: Iterable[str], members: Iterable[str]) -> None:
+        """Of these members some have asked to leave: plan without them from now on."""
+        self.count += 1
+        self.gone.update(dict.fromkeys(leaving, time.time()))
+        self.free = tuple(sorted(set(members) - self.gone.keys()))
+
+    async def part(self, leaving: Collection[str], members: Collection[str], request: PlanRequest) -> Planned | None:
+        """A plan without members that have asked to leave, made while they still compute; None while there is none.
+
+        It is looked for again only when other devices are there, or another member wants to leave.
+        """
+        await self._welcome_back()
+        seen = frozenset(leaving), frozenset(self._agent.devices(members, {*leaving, *self.gone}))
+        if seen == self._parted:
+            return None
+        self._parted = seen
+        self.leave_out(leaving, members)
+        names = self._agent.names()
+        who = [names.get(p, p) for p in sorted(leaving)]
+        try:
+            planned = await self._plan_once(replace(request, free=self.free, without=tuple(sorted(self.gone))))
+            await self._agent.wait_for_peers(planned.plan.peers)
+        except (PlanError, JoinError) as error:
+            why = named(str(error), names)
+            log.warning(
+                "members want to leave and the job cannot go on without them: start more peers", who=who, why=why
+            )
+            return None
+        log.warning("members leave: the job goes on without them", who=who)
+        return planned
 
     async def plan(self, request: PlanRequest) -> Planned:
         """A plan for who is left and who has come; waits regroup_s for peers who can hold the job.
@@ -125,6 +158,10 @@ class Recovery:
     async def _welcome_back(self) -> None:
         """Who was missed and has announced itself since may take part again, if it answers."""
         known = self._agent.directory.peers
-        back = [p for p, missed_at in self.gone.items() if p in known and known[p].sent_at > missed_at]
+        back = [
+            p
+            for p, missed_at in self.gone.items()
+            if p in known and known[p].sent_at > missed_at and not known[p].leaving
+        ]
         for peer_id in await roll_call(self._agent, back):
             del self.gone[peer_id]

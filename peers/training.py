@@ -176,7 +176,7 @@ class Training:
         self._request: PlanRequest
         self._stopping = False
         self._adaptation: Adaptation | None = None
-        self._next: Plan | None = None  # to go over to at the next step's end
+        self._next: Planned | None = None  # to go over to at the next step's end
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
@@ -252,11 +252,14 @@ class Training:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
                 await self._epoch(captured, plan, term)
-                if self._next is None or self._stopping:
+                if self._next is None or self._stopping or len(self.result.losses) == self._job.steps:
                     return
-                plan, self._next = self._next, None
-                self._base = await self._newest()
-                continue
+                lost = None
+                if not self._leave_out(plan, self._next.plan):
+                    plan, term, self.result.notes = self._next
+                    self._next = None
+                    self._base = await self._newest()
+                    continue
             except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
                 stale += 1
                 if stale > REPLANS:
@@ -279,6 +282,15 @@ class Training:
             return await given_plan(self._agent, self._given, self._job, captured)
         return await ask_plan(self._agent, self._request)
 
+    def _leave_out(self, plan: Plan, following: Plan) -> bool:
+        """Whether the plan to go over to has members that have left, or are about to, since it was made."""
+        assert self._owner is not None
+        known = self._agent.directory.peers
+        late = [p for p in following.peers if p in self._owner.leaving or p not in known or known[p].leaving]
+        if late:
+            self._recovery.leave_out(late, plan.peers)
+        return bool(late)
+
     async def _go_on_without(self, lost: PeerLostError | None, plan: Plan) -> Planned:
         """A plan for those who are left, and the newest state that can be had; PeerLostError when there is no plan."""
         assert self._owner is not None
@@ -287,12 +299,15 @@ class Training:
                 await self._recovery.after(lost, plan.peers, self._owner.blamed, len(self.result.losses))
             self._base = await self._newest()
             self._next = None
-            costs = replace(self._request.job, micro_batch=plan.micro_batch)
-            planned = await self._recovery.plan(replace(self._request, job=costs, wanted=()))
+            planned = await self._recovery.plan(self._asking(plan))
             await self._agent.wait_for_peers(planned.plan.peers)
             return planned
         except (PeerLostError, PlanError, JoinError) as error:
             raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+
+    def _asking(self, plan: Plan) -> PlanRequest:
+        """For another plan than this, with the same micro-batches."""
+        return replace(self._request, job=replace(self._request.job, micro_batch=plan.micro_batch), wanted=())
 
     async def _newest(self) -> Checkpoint | None:
         """The state to go on from."""
@@ -331,7 +346,7 @@ class Training:
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes)
 
         async def hear(report: Report) -> None:
-            await self._hear(report, plan, epoch)
+            await self._hear(report, Planned(plan, term, self.result.notes), epoch)
 
         if self._trace is not None:
             self._trace.begin(plan, names, start, self._job.steps)
@@ -368,8 +383,9 @@ class Training:
             store.forget_after(self._base)
         return store
 
-    async def _hear(self, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
+    async def _hear(self, report: Report, planned: Planned, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
+        plan = planned.plan
         self.result.steps_s.append(report.step_s)
         again = report.step in self._known
         if again:
@@ -383,9 +399,9 @@ class Training:
             self._announced_s = now_s
             record = run_record(self._agent.peer_id, self._job.name, epoch, report.step, report.loss, plan)
             await self._agent.announce_run(record)
-        if self._adaptation is not None and self._next is None:
-            self._next = await self._adaptation.hear(report)
-            if self._next is not None and self._owner is not None:
+        if self._next is None and self._owner is not None:
+            self._next = await self._other_plan(report, planned, self._owner.leaving)
+            if self._next is not None:
                 self._owner.stop()
         if again:
             return
@@ -393,6 +409,13 @@ class Training:
         if self._run is not None:
             self._run.report(report_json(report))
         await self._reports.put(report)
+
+    async def _other_plan(self, report: Report, planned: Planned, leaving: set[str]) -> Planned | None:
+        """What to go over to at the next step's end: it does without members that want to leave, or is faster."""
+        if leaving and self._run is not None:  # else nothing is kept that another epoch could begin with
+            return await self._recovery.part(leaving, planned.plan.peers, self._asking(planned.plan))
+        faster = await self._adaptation.hear(report) if self._adaptation is not None else None
+        return planned._replace(plan=faster) if faster is not None else None
 
     def _compare(self, report: Report, plan: Plan) -> None:
         before = self._known[report.step]

@@ -53,7 +53,8 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.processes.values():
-            if process.returncode is None:
+            if process.returncode is None:  # asked twice, it does not wait for its job to go on without it
+                process.send_signal(signal.SIGINT)
                 process.terminate()
         try:
             async with asyncio.timeout(END_S):

@@ -1,8 +1,7 @@
-"""`meshcee peer`: lend this machine to a mesh until Ctrl-C."""
+"""`meshcee peer`: lend this machine to a mesh until Ctrl-C, SIGTERM or `meshcee drain`."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from meshcee.errors import UsageError
+from meshcee.errors import PeerLostError, UsageError
 from peers.assemble import JoinOptions, agent
 from peers.commands.children import die_with_parent
 from peers.commands.session import configure_logging, run_async
 from peers.compute import Pace
+from peers.departure import Departure
 from peers.home import Home
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
@@ -43,6 +43,7 @@ class PeerOptions:
     shape_device: str | None
     jitter_ms: float
     pace_gflops: float | None
+    leave_within: float | None
 
 
 def parse_bytes(text: str) -> int:
@@ -86,15 +87,26 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         shape_device=options.shape_device,
         jitter_s=options.jitter_ms / 1e3,
         pace=Pace(options.pace_gflops * 1e9) if options.pace_gflops else None,
+        leave_s=options.leave_within,
     )
     if options.threads:
         torch.set_num_threads(options.threads)
     configure_logging(as_json=as_json)
-    run_async(_serve(where, as_json=as_json))
+    current: list[Departure] = []
+
+    def polite() -> bool:
+        for departure in current:
+            departure.ask()
+        return bool(current)
+
+    if not run_async(_serve(where, current, as_json=as_json), polite):
+        raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
 
 
-async def _serve(where: JoinOptions, *, as_json: bool) -> None:
+async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool) -> bool:
+    """Until it is asked to leave; whether no job has lost a stage with it."""
     async with agent(where, Home()) as me:
+        current.append(departure := Departure(me))
         invite = me.invite(where.valid_s)
         if as_json:
             print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
@@ -105,4 +117,4 @@ async def _serve(where: JoinOptions, *, as_json: bool) -> None:
             console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
             if not me.reachable_from_elsewhere:
                 console.print("(This peer listens on loopback only: the line works on this machine.)\n")
-        await asyncio.Event().wait()
+        return await departure.run()

@@ -37,7 +37,7 @@ ADDRESS = f"/ip4/192.0.2.1/tcp/4001/p2p/{ME.peer_id}"
 DEVICE = DeviceProfile("cpu", "Ein Prozessor", 1 << 33, 1e11, 8)
 
 RECORDS: list[Record] = [
-    PeerRecord(ME.peer_id, NOW, "anna", (ADDRESS,), "lab", DEVICE, 5, True, False, 900.0, "ab", 1, "0.1"),
+    PeerRecord(ME.peer_id, NOW, "anna", (ADDRESS,), "lab", DEVICE, 5, True, True, False, 900.0, "ab", 1, "0.1"),
     PeerRecord(ME.peer_id, NOW, "ein Besitzer"),
     LinkRecord(ME.peer_id, NOW, ((OTHER.peer_id, LinkProfile(0.01, 1e6, NOW, (0.008, 0.02), (9e5, 2e6))),)),
     LeaseRecord(ME.peer_id, NOW, 7, True),

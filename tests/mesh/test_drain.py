@@ -1,0 +1,50 @@
+"""A peer that is drained or gets a signal leaves its job in order, as a real process; the losses are those of a plain loop."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from peers.home import Home
+from tests.mesh.harness import meshcee, peers, training
+from tests.mesh.test_survive import JOB, ROOT, assert_like_the_plain_loop, goes_on
+
+
+@pytest.mark.slow
+def test_peers_leave_a_running_job_and_no_step_is_computed_twice(tmp_path: Path) -> None:
+    job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
+    job_file.write_text(JOB)
+    with peers(home.folder, 4) as mesh:
+        with training(mesh, job_file, "--stages", "4", cwd=ROOT) as owner:
+            run = home.run("last")
+            goes_on(run)
+            mesh.processes["peer-1"].send_signal(signal.SIGTERM)
+            assert mesh.processes["peer-1"].wait(30) == 0
+            goes_on(run)
+            done = meshcee("drain", "peer-0", "--join", mesh.token, home=home.folder)  # the one that everybody joined at
+            assert done.code == 0, done.err
+            assert "peer-0 has gone" in done.out
+            assert mesh.processes["peer-0"].wait(10) == 0
+            goes_on(run)
+
+            mesh.token = mesh.tokens["peer-2"]
+            unknown = meshcee("drain", "peer-1", "--join", mesh.token, home=home.folder)
+            assert unknown.code == 2, unknown.err
+            assert "no peer of this mesh is called 'peer-1'; there are peer-2" in unknown.err
+
+            mesh.processes["peer-3"].send_signal(signal.SIGINT)
+            mesh.processes["peer-3"].send_signal(signal.SIGTERM)
+            assert mesh.processes["peer-3"].wait(10) == 130, "asked twice, it waits for nothing"
+            goes_on(run)
+            owner.send_signal(signal.SIGINT)
+            _, err = owner.communicate(timeout=60)
+            assert owner.returncode == 0, err
+        for name in ("peer-1", "peer-0"):
+            assert f'"who": ["{name}"]' in err
+        assert err.count("a member was lost") == 1, "peer-3 alone"
+
+        mesh.processes["peer-2"].send_signal(signal.SIGINT)
+        assert mesh.processes["peer-2"].wait(10) == 0, "an idle peer goes at once"
+    assert_like_the_plain_loop(run)

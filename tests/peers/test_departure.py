@@ -1,0 +1,199 @@
+"""A peer that asks to leave costs no step, not even one that is computed twice; one that nobody can replace leaves late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+
+from dht.records import PeerRecord
+from meshcee.config import Timeouts
+from meshcee.errors import JoinError, NotPermittedError, PlanError, UsageError
+from meshcee.profile import DeviceProfile
+from peers.agent import Agent
+from peers.assemble import InProcess
+from peers.departure import Departure, ask_to_leave, find_peer
+from peers.home import Home
+from peers.mesh import Mesh
+from peers.owner import Report
+from peers.training import Result, Training
+from tests.peers.test_recovery import FAST, a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that were computed more than once."""
+    found: list[int] = []
+    compare = Training._compare
+
+    def note(self: Training, report: Report, *more: object) -> None:
+        found.append(report.step)
+        compare(self, report, *more)
+
+    monkeypatch.setattr(Training, "_compare", note)
+    return found
+
+
+class Leavers:
+    """Agents that leave in a run of `train`; `in_time` says of each whether its job had gone on without it."""
+
+    def __init__(self, here: InProcess, mesh: Mesh, group: asyncio.TaskGroup) -> None:
+        self._here, self._mesh, self._group = here, mesh, group
+        self.in_time: dict[str, bool] = {}
+        self.gone = asyncio.Event()  # the first of them
+
+    def leave(self, stage: int) -> None:
+        name = stage_of(self._here, self._mesh, stage)
+        departure = Departure(self._here.agents[name])
+        departure.ask()
+        self._group.create_task(self._wait(name, departure))
+
+    async def _wait(self, name: str, departure: Departure) -> None:
+        self.in_time[name] = await departure.run()
+        self._here.crash(name)  # its process ends
+        self.gone.set()
+
+
+async def run(
+    home: Home, peers: int, leave: Callable[[Leavers, Report], None], timeouts: Timeouts = FAST
+) -> tuple[Result, list[Report], Leavers]:
+    told: list[Report] = []
+    async with a_mesh(home, peers, timeouts) as (here, mesh), asyncio.TaskGroup() as group:
+        leavers = Leavers(here, mesh, group)
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            leave(leavers, report)
+
+        return await train(mesh, hear), told, leavers
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+async def test_a_member_that_asks_to_leave_is_left_out_at_a_steps_end(
+    tmp_path: Path, again: list[int], stage: int
+) -> None:
+    def leave(leavers: Leavers, report: Report) -> None:
+        if report.step == 10:
+            leavers.leave(stage)
+
+    home = Home(tmp_path)
+    result, told, leavers = await run(home, 3, leave)
+    assert result.plan is not None
+    assert len(result.plan.pipelines[0].stages) == 2
+    assert list(leavers.in_time.values()) == [True]
+    assert_undisturbed(result, told, home)
+    assert again == []
+
+
+async def test_two_leave_at_once_and_a_third_while_the_plan_changes(tmp_path: Path, again: list[int]) -> None:
+    def leave(leavers: Leavers, report: Report) -> None:
+        if report.step == 7:
+            leavers.leave(0)
+            leavers.leave(3)
+        elif len(leavers.in_time) < 2 and report.step == 8:
+            leavers.leave(1)
+
+    home = Home(tmp_path)
+    result, told, leavers = await run(home, 4, leave)
+    assert result.plan is not None
+    assert len(result.plan.pipelines[0].stages) == 4 - len(leavers.in_time)
+    assert set(leavers.in_time.values()) == {True}
+    assert_undisturbed(result, told, home)
+    assert again == []
+
+
+async def test_the_only_peer_goes_when_its_time_is_over_and_the_user_is_told_why(
+    tmp_path: Path, again: list[int]
+) -> None:
+    home, told = Home(tmp_path), []
+    with structlog.testing.capture_logs() as logs:
+        async with a_mesh(home, 1, replace(FAST, leave_s=0.1)) as (here, mesh), asyncio.TaskGroup() as group:
+            leavers = Leavers(here, mesh, group)
+
+            def hear(report: Report) -> None:
+                told.append(report)
+                if report.step == 4:
+                    leavers.leave(0)
+
+            async def replace_it() -> None:
+                await leavers.gone.wait()
+                await here.start("late")
+
+            group.create_task(replace_it())
+            result = await train(mesh, hear)
+    assert leavers.in_time == {"p0": False}
+    assert_undisturbed(result, told, home)
+    assert again
+    (line,) = [entry for entry in logs if "cannot go on without them" in entry["event"]]
+    assert line["who"] == ["p0"]
+    assert line["log_level"] == "warning"
+
+
+async def test_a_peer_is_asked_from_elsewhere_by_who_holds_the_mesh_key(tmp_path: Path, again: list[int]) -> None:
+    home, told, heard = Home(tmp_path), [], []
+    async with a_mesh(home, 2) as (here, mesh), asyncio.TaskGroup() as group:
+        other = await here.start("other", lends=False)
+        leaver = here.agents["p1"]
+        departure = Departure(leaver)
+
+        async def leave() -> None:
+            assert await departure.run()
+            await leaver.directory.say_goodbye()
+
+        async def ask() -> None:
+            assert await ask_to_leave(other, leaver.peer_id, heard.append)
+            assert leaver.peer_id not in other.directory.peers
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                group.create_task(leave())
+                group.create_task(ask())
+
+        result = await train(mesh, hear)
+        async with here.network.transport("stranger", b"another key") as stranger:
+            with pytest.raises(NotPermittedError):
+                await stranger.open(leaver.peer_id, "leave")
+        with pytest.raises(JoinError, match="does not serve 'leave'"):
+            await ask_to_leave(other, mesh.agent.peer_id, heard.append)
+    assert heard == [FAST.leave_s]
+    assert_undisturbed(result, told, home)
+    assert again == []
+
+
+async def test_an_idle_peer_leaves_at_once_and_takes_no_job(tmp_path: Path) -> None:
+    async with a_mesh(Home(tmp_path), 2) as (here, mesh):
+        leaver: Agent = here.agents["p0"]
+        assert await leaver.leave()
+        await mesh.agent.directory.wait_for(lambda: mesh.agent.directory.peers[leaver.peer_id].leaving)
+        states = {p["name"]: p["state"] for p in (await mesh.agent.status())["peers"]}
+        assert states == {"owner": "idle", "p0": "leaving", "p1": "idle"}
+        planned = await mesh.plan(job_of(), captured_job())
+        assert planned.plan.peers == (here.agents["p1"].peer_id,)
+        with pytest.raises(PlanError):
+            await mesh.plan(job_of(), captured_job(), stages=2)
+
+
+def test_a_peer_is_found_by_its_name_or_a_part_of_its_id() -> None:
+    device = DeviceProfile("cpu", "one", 1 << 30, 1e9, 1)
+    a, b, owner = "12D3KooWaaaa11111111", "12D3KooWbbbb22222222", "12D3KooWcccc33333333"
+    known = {
+        a: PeerRecord(a, 0.0, "anna", device=device),
+        b: PeerRecord(b, 0.0, "ben", device=device),
+        owner: PeerRecord(owner, 0.0, "owner"),
+    }
+    for wanted in ("ben", b, "12D3KooWb", "22222222", "…22222222"):
+        assert find_peer(known, wanted) is known[b], wanted
+    with pytest.raises(UsageError, match=r"nobody.*anna \(12D3KooWaaaa11111111\), ben"):
+        find_peer(known, "nobody")
+    with pytest.raises(UsageError, match=r"means 3 peers: .*give a whole id"):
+        find_peer(known, "12D3KooW")
+    with pytest.raises(UsageError, match="meshcee run stop"):
+        find_peer(known, "owner")
+    known[a] = PeerRecord(a, 0.0, "ben", device=device)
+    with pytest.raises(UsageError, match="means 2 peers"):
+        find_peer(known, "ben")
