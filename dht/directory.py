@@ -194,7 +194,7 @@ class Directory:
         peers = {p: r for p, r in told.items() if not r.left and (p != me or own is not None)}
         live_links, live_runs = self._live(LinkRecord, links), self._live(RunRecord, runs)
         self.links = {p: r for p, r in live_links.items() if p in peers}
-        self.runs = {p: r for p, r in live_runs.items() if p in peers}
+        self.runs = {p: r for p, r in live_runs.items() if p in peers and r.state != "over"}
         for change in differences(self.peers, peers):
             self._note(change, said_goodbye=change.record.peer_id in told)
         self.peers = peers

@@ -28,6 +28,7 @@ __all__ = [
     "CLOCK_SKEW_S",
     "MAX_LINKS",
     "MAX_TTL_S",
+    "RUN_STATES",
     "Envelope",
     "LeaseRecord",
     "LinkRecord",
@@ -43,6 +44,7 @@ __all__ = [
 
 CLOCK_SKEW_S = 10.0  # clocks of two peers may differ by so much; stored records outlive their ttl by it
 MAX_TTL_S = 3600.0
+RUN_STATES = ("waiting", "running", "over")  # the last is an owner's last word of a job
 MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
 
 
@@ -195,7 +197,7 @@ class LeaseRecord(Record):
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """The job that an owner runs, for `meshcee status`."""
+    """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` one of RUN_STATES."""
 
     kind: ClassVar[str] = "runs"
     job: str = ""
@@ -203,6 +205,8 @@ class RunRecord(Record):
     step: int = 0
     loss: float = math.nan
     plan: Mapping[str, Any] | None = None
+    since: float = 0.0
+    state: str = "running"
 
     def to_wire(self) -> dict[str, Any]:
         data = super().to_wire()
@@ -220,6 +224,9 @@ class RunRecord(Record):
         if plan is not None and not isinstance(plan, dict):
             raise ProtocolError("a run record's plan is not a mapping")
         loss = fields.optional_number("loss")
+        state = fields.text("state", 16)
+        if state not in RUN_STATES:
+            raise ProtocolError(f"a run record's state is none of {', '.join(RUN_STATES)}")
         return cls(
             signer,
             fields.number("sent_at"),
@@ -228,6 +235,8 @@ class RunRecord(Record):
             fields.count("step"),
             math.nan if loss is None else loss,
             plan,
+            fields.number("since"),
+            state,
         )
 
     def smaller(self) -> Self | None:

@@ -18,14 +18,13 @@ import structlog
 
 from dht.directory import Directory
 from dht.election import Elector
-from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord, RunRecord
+from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from dht.terms import TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
-from meshcee.plan import Plan
 from meshcee.planner.live import Measured
 from meshcee.planner.probing import FEW, whom_to_probe
 from meshcee.profile import DeviceProfile, LinkProfile
@@ -349,13 +348,6 @@ class Agent:
         known = self.directory.peers
         return {p: known[p].addresses for p in peers if p in known}
 
-    async def announce_run(self, record: RunRecord | None) -> None:
-        """Tell the mesh which job this owner runs, or that none does."""
-        if record is None:
-            await self.directory.withdraw(RunRecord)
-        else:
-            await self.directory.publish(record)
-
     async def status(self) -> dict[str, Any]:
         """All of it as plain data, for `meshcee status`."""
         await self.directory.refresh()
@@ -382,16 +374,19 @@ class Agent:
                 if target in self.directory.peers
             ],
             "runs": [
-                {"owner": p, "job": r.job, "epoch": list(r.epoch), "step": r.step, "loss": r.loss, "plan": r.plan}
-                for p, r in sorted(self.directory.runs.items())
+                {
+                    "owner": p,
+                    "job": r.job,
+                    "state": r.state,
+                    "epoch": list(r.epoch),
+                    "step": r.step,
+                    "loss": r.loss,
+                    "plan": r.plan,
+                }
+                for p, r in sorted(self.directory.runs.items(), key=lambda item: (item[1].state, item[1].since))
             ],
         }
 
 
 async def _greeted(stream: Stream) -> None:
     """A newcomer shook hands; that was all it wanted."""
-
-
-def run_record(peer_id: str, job: str, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> RunRecord:
-    """What `announce_run` publishes while a job runs."""
-    return RunRecord(peer_id, 0.0, job[:100], epoch, step, loss, plan.to_json())

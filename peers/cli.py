@@ -157,6 +157,9 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="While another job runs: wait for its end, or use idle peers.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Train a job on a mesh (--join) or inside this process (--local N)."""
@@ -179,6 +182,7 @@ def train(
             regroup,
             plan,
             trace,
+            wait,
         ),
         as_json=as_json,
     )

@@ -129,11 +129,15 @@ class Mesh:
         resume: str | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
         trace: Trace | None = None,
+        wait: bool = True,
+        on_wait: Callable[[str], None] = lambda text: None,
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
         `plan` takes the place of the coordinator's: its members may be peer ids or names. `trace` hears what peers did in a few
-        steps. Raises the cause of a failure; leaving the loop early aborts the job.
+        steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
+        `wait` False it begins at once, on the peers that are idle, if they can hold it.
+        Raises the cause of a failure; leaving the loop early aborts the job.
         """
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
         training = Training(
@@ -147,6 +151,7 @@ class Mesh:
             resume=resume,
             on_plan=on_plan,
             reports=reports,
+            on_wait=on_wait if wait else None,
             trace=trace,
         )
         self._training, self.result = training, training.result

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +22,7 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, St
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.adaptation import Adaptation, Change
-from peers.agent import Agent, run_record
+from peers.agent import Agent
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.feed import Feed
@@ -35,6 +34,7 @@ from peers.owner import Owner, Report
 from peers.recovery import Recovery
 from peers.snapshots import Cadence, Kept
 from peers.trace import Trace
+from peers.turn import Turn
 from peers.view import report_json
 
 __all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
@@ -149,6 +149,7 @@ class Training:
         resume: str | None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
         reports: Reports,
+        on_wait: Callable[[str], None] | None,
         trace: Trace | None = None,
     ) -> None:
         self.result = Result()
@@ -169,8 +170,8 @@ class Training:
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = False  # whether a group has shared samples in it: sums have had another order
-        self._announced_s = -math.inf
         self._epoch_number = (0, 0)
+        self._turn = Turn(agent, job.name, on_wait)
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
         self._request: PlanRequest
@@ -206,7 +207,7 @@ class Training:
             raise
         finally:
             self._owner = None
-            await self._agent.announce_run(None)
+            await self._turn.end()
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
@@ -246,8 +247,7 @@ class Training:
         captured = self._captured
         assert captured is not None
         stale = 0
-        self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
-        plan, term, self.result.notes = await self._plan(captured)
+        plan, term, self.result.notes = await self._first_plan(captured)
         while True:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
@@ -268,7 +268,7 @@ class Training:
             except PeerLostError as error:
                 lost = error
             except PlanError:  # somebody else was quicker
-                if not self._recovery.count:
+                if not self._recovery.count and not await self._turn.wait():
                     raise
                 self._recovery.free = ()
                 lost = None
@@ -276,6 +276,17 @@ class Training:
                 plan, term, self.result.notes = await self._plan(captured)
             else:
                 plan, term, self.result.notes = await self._go_on_without(lost, plan)
+
+    async def _first_plan(self, captured: Capture) -> Planned:
+        """Once it is this job's turn."""
+        while True:
+            await self._turn.wait()
+            self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
+            try:
+                return await self._plan(captured)
+            except PlanError:
+                if not await self._turn.wait():  # somebody else was quicker
+                    raise
 
     async def _plan(self, captured: Capture) -> Planned:
         if self._given is not None:
@@ -394,11 +405,7 @@ class Training:
             self.result.losses.append(report.loss)
             if report.metrics:
                 self.result.metrics.append((report.step, dict(report.metrics)))
-        now_s = time.monotonic()
-        if now_s - self._announced_s > self._agent.timeouts.announce_every_s:
-            self._announced_s = now_s
-            record = run_record(self._agent.peer_id, self._job.name, epoch, report.step, report.loss, plan)
-            await self._agent.announce_run(record)
+        await self._turn.report(epoch, report.step, report.loss, plan)
         if self._next is None and self._owner is not None:
             self._next = await self._other_plan(report, planned, self._owner.leaving)
             if self._next is not None:

@@ -97,6 +97,9 @@ def _print(data: dict[str, Any]) -> None:
             )
         console.print(links)
     for run in data["runs"]:
+        if run["plan"] is None:
+            console.print(f"run {run['job']}: {run['state']}, owner {names.get(run['owner'], run['owner'][-8:])}")
+            continue
         console.print(
             f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}"
         )

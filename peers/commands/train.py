@@ -51,6 +51,7 @@ class TrainOptions:
     regroup: float | None = None
     plan: Path | None = None
     trace: Path | None = None
+    wait: bool = True
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -160,6 +161,8 @@ async def _train(
                 resume=options.resume,
                 on_plan=show,
                 trace=trace,
+                wait=options.wait,
+                on_wait=view.note,
             ):
                 view.report(report)
             if trace is not None and options.trace is not None:

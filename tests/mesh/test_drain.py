@@ -23,7 +23,9 @@ def test_peers_leave_a_running_job_and_no_step_is_computed_twice(tmp_path: Path)
             mesh.processes["peer-1"].send_signal(signal.SIGTERM)
             assert mesh.processes["peer-1"].wait(30) == 0
             goes_on(run)
-            done = meshcee("drain", "peer-0", "--join", mesh.token, home=home.folder)  # the one that everybody joined at
+            done = meshcee(
+                "drain", "peer-0", "--join", mesh.token, home=home.folder
+            )  # the one that everybody joined at
             assert done.code == 0, done.err
             assert "peer-0 has gone" in done.out
             assert mesh.processes["peer-0"].wait(10) == 0

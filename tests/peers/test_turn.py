@@ -1,0 +1,84 @@
+"""Jobs of one mesh run one at a time, in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshcee.errors import PlanError
+from meshcee.job import Job
+from peers.home import Home
+from peers.mesh import Mesh
+from peers.owner import Report
+from tests.peers.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of
+from tests.peers.test_training import Pairs
+
+
+class Gated(Pairs):
+    """Samples that are there while `gate` is set."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        assert self.gate.wait(30)
+        return super().__getitem__(i)
+
+
+async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None:
+    """The first is running when two others come; the one in the middle is given up before its turn."""
+    homes = [Home(tmp_path / name) for name in ("first", "second", "third")]
+    told: list[list[Report]] = [[], [], []]
+    waited: list[list[str]] = [[], [], []]
+    order: list[int] = []
+    data = Gated(96)
+    job = job_of()  # not later: making a model seeds the generator that members in this process draw from
+    async with a_mesh(homes[0], 2) as (here, first), asyncio.TaskGroup() as group:
+        meshes = [first]
+        for name, home in zip(("second", "third"), homes[1:]):
+            agent = await here.start(name, lends=False)
+            await agent.wait_for_devices(2)
+            meshes.append(Mesh(agent, group, home))
+
+        async def own(i: int, job: Job) -> None:
+            async for report in meshes[i].train(job, captured=captured_job(), stages=2, on_wait=waited[i].append):
+                told[i].append(report)
+            order.append(i)
+
+        async def until(condition: Callable[[], object]) -> None:
+            async with asyncio.timeout(20):
+                await first.agent.directory.wait_for(condition)
+
+        tasks = [group.create_task(own(0, replace(job, data=data)))]
+        await until(lambda: told[0])
+        data.gate.clear()
+        tasks.append(group.create_task(own(1, replace(job, name="other"))))
+        await until(lambda: waited[1])
+        with pytest.raises(PlanError):  # nobody is idle
+            async for _ in meshes[2].train(job, captured=captured_job(), stages=2, wait=False):
+                pass
+        tasks.append(group.create_task(own(2, job)))
+        await until(lambda: waited[2])
+        seen = (await meshes[2].agent.status())["runs"]
+        tasks[1].cancel()
+        data.gate.set()
+        await asyncio.wait(tasks)
+        assert (await meshes[1].agent.status())["runs"] == []
+    assert_undisturbed(first.result, told[0], homes[0])
+    assert_undisturbed(meshes[2].result, told[2], homes[2])
+    assert (order, told[1]) == ([0, 2], [])
+    assert [(run["job"], run["state"]) for run in seen] == [
+        ("job", "running"),
+        ("other", "waiting"),
+        ("job", "waiting"),
+    ]
+    first_job = f"waiting: 'job' of owner (…{first.agent.peer_id[-8:]}) is running"
+    assert waited[1][0] == first_job
+    assert waited[2][0] == f"{first_job}, 1 more before this one"
