@@ -145,6 +145,9 @@ class Agent:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._member is not None:
+            self._member.is_leaving = True
+            await self._member.drop()  # before the compute thread ends, which would look like a failure of ours
         try:
             async with asyncio.timeout(self.timeouts.shutdown_s):
                 await self.elector.resign()
@@ -186,6 +189,7 @@ class Agent:
             async with asyncio.timeout(self.timeouts.leave_s):
                 await self._member.wait_until_idle()
         except TimeoutError:
+            await self._member.drop()
             return False
         return True
 

@@ -304,6 +304,14 @@ class Member:
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
 
+    async def drop(self) -> None:
+        """End the running job here, if any: to its owner, this peer is lost."""
+        if self._job is not None:
+            self._job.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._idle.wait()
+
     async def serve_job(self, stream: Stream) -> None:
         stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
         async with asyncio.timeout(self._timeouts.offer_s):
@@ -340,10 +348,7 @@ class Member:
         while len(self._epochs) > MOST_OWNERS:
             del self._epochs[next(iter(self._epochs))]
         if self._job is not None and self._job.peer_id == owner:
-            self._job.abort()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.shutdown_s):
-                    await self._idle.wait()
+            await self.drop()
         if self._reserved:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 

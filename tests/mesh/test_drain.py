@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,18 @@ def test_peers_leave_a_running_job_and_no_step_is_computed_twice(tmp_path: Path)
     job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
     job_file.write_text(JOB)
     with peers(home.folder, 4) as mesh:
-        with training(mesh, job_file, "--stages", "4", cwd=ROOT) as owner:
+        processes = mesh.processes
+        with ThreadPoolExecutor() as pool, training(mesh, job_file, "--stages", "4", cwd=ROOT) as owner:
+            ended = pool.submit(owner.communicate, timeout=300)  # a full pipe would stop it
             run = home.run("last")
             goes_on(run)
-            mesh.processes["peer-1"].send_signal(signal.SIGTERM)
-            assert mesh.processes["peer-1"].wait(30) == 0
+            processes["peer-1"].send_signal(signal.SIGTERM)
+            assert processes["peer-1"].wait(60) == 0
             goes_on(run)
-            done = meshcee(
-                "drain", "peer-0", "--join", mesh.token, home=home.folder
-            )  # the one that everybody joined at
+            done = meshcee("drain", "peer-0", "--join", mesh.token, home=home.folder)  # at whom everybody joined
             assert done.code == 0, done.err
             assert "peer-0 has gone" in done.out
-            assert mesh.processes["peer-0"].wait(10) == 0
+            assert processes["peer-0"].wait(60) == 0
             goes_on(run)
 
             mesh.token = mesh.tokens["peer-2"]
@@ -36,17 +37,16 @@ def test_peers_leave_a_running_job_and_no_step_is_computed_twice(tmp_path: Path)
             assert unknown.code == 2, unknown.err
             assert "no peer of this mesh is called 'peer-1'; there are peer-2" in unknown.err
 
-            mesh.processes["peer-3"].send_signal(signal.SIGINT)
-            mesh.processes["peer-3"].send_signal(signal.SIGTERM)
-            assert mesh.processes["peer-3"].wait(10) == 130, "asked twice, it waits for nothing"
+            processes["peer-3"].send_signal(signal.SIGINT)
+            processes["peer-3"].send_signal(signal.SIGTERM)
+            assert processes["peer-3"].wait(60) == 130, "asked twice, it waits for nothing"
             goes_on(run)
             owner.send_signal(signal.SIGINT)
-            _, err = owner.communicate(timeout=60)
-            assert owner.returncode == 0, err
+            _, err = ended.result()
+        assert owner.returncode == 0, err
         for name in ("peer-1", "peer-0"):
             assert f'"who": ["{name}"]' in err
         assert err.count("a member was lost") == 1, "peer-3 alone"
-
-        mesh.processes["peer-2"].send_signal(signal.SIGINT)
-        assert mesh.processes["peer-2"].wait(10) == 0, "an idle peer goes at once"
+        processes["peer-2"].send_signal(signal.SIGINT)
+        assert processes["peer-2"].wait(60) == 0, "an idle peer goes at once"
     assert_like_the_plain_loop(run)

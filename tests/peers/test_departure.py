@@ -54,6 +54,7 @@ class Leavers:
 
     async def _wait(self, name: str, departure: Departure) -> None:
         self.in_time[name] = await departure.run()
+        assert not departure._agent._member.is_busy
         self._here.crash(name)  # its process ends
         self.gone.set()
 
