@@ -17,6 +17,7 @@ class Timeouts:
 
     dial_s: float = 5.0  # one connection attempt
     handshake_s: float = 5.0  # the HELLO exchange on a new stream
+    direct_s: float = 1.5  # of it, for connections beside libp2p: a firewall that drops them costs this once
     join_s: float = 20.0  # all attempts over all seeds
     record_ttl_s: float = 8.0  # a peer that stops announcing is gone after this
     announce_every_s: float = 2.5

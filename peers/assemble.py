@@ -55,6 +55,7 @@ class JoinOptions:
     region: str | None = None
     listen: str = "0.0.0.0:0"
     announce: str | None = None
+    direct_port: int = 0  # -1: none
     identity: Path | None = None
     open: bool = False
     valid_s: float = 7 * 86400
@@ -141,6 +142,7 @@ class InProcess:
 async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
     from dht.kademlia import KademliaStore
+    from peers.transport.direct import Direct
     from peers.transport.libp2p import Libp2pTransport
     from peers.transport.p2pd import P2PDaemon
 
@@ -168,7 +170,13 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if options.shape and options.shape_device:
             emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
             pace, shape = emulated.pace, emulated.shape
-        real = Libp2pTransport(daemon.p2p, key.secret, timeouts=timeouts, limits=limits)
+        real = Libp2pTransport(
+            daemon.p2p,
+            key.secret,
+            direct=Direct(daemon.listening, options.direct_port, timeouts) if options.direct_port >= 0 else None,
+            timeouts=timeouts,
+            limits=limits,
+        )
         if shape is None:
             transport = await stack.enter_async_context(real)
         else:

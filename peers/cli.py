@@ -50,6 +50,15 @@ Listen = Annotated[
     str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
 ]
 Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
+DirectPort = Annotated[
+    int,
+    typer.Option(
+        envvar="MESHCEE_DIRECT_PORT",
+        min=-1,
+        max=65535,
+        help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -79,6 +88,7 @@ def peer(
     threads: Threads = None,
     listen: Listen = "0.0.0.0:0",
     announce: Announce = None,
+    direct_port: DirectPort = 0,
     identity: Identity = None,
     open_: Annotated[
         bool, typer.Option("--open", help="A mesh without a key: any address of it lets anyone join.")
@@ -112,6 +122,7 @@ def peer(
             threads,
             listen,
             announce,
+            direct_port,
             identity,
             open_,
             valid,

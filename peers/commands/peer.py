@@ -36,6 +36,7 @@ class PeerOptions:
     threads: int | None
     listen: str
     announce: str | None
+    direct_port: int
     identity: Path | None
     open: bool
     valid: str
@@ -80,6 +81,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         region=options.region,
         listen=options.listen,
         announce=options.announce,
+        direct_port=options.direct_port,
         identity=options.identity,
         open=options.open,
         valid_s=parse_duration_s(options.valid),

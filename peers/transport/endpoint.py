@@ -20,6 +20,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
+from peers.transport.direct import Direct, Path
 from peers.transport.stream import FramedStream, short
 
 __all__ = ["Endpoint"]
@@ -45,6 +46,7 @@ class Endpoint(ABC):
         self.addresses: Sequence[str] = ()
         self.timeouts = timeouts or Timeouts()
         self.limits = limits or Limits()
+        self.direct: Direct | None = None  # set where streams may leave for connections of their own; started with us
         self._mesh_key = mesh_key
         self._clock = clock
         self._handlers: dict[str, Handler] = {}
@@ -93,19 +95,24 @@ class Endpoint(ABC):
                     f"peer {short(peer_id)} did not answer within {self.timeouts.dial_s:g} s: "
                     "check that it runs and that its address and port are reachable from here"
                 ) from error
-            await self._shake(stream, handshake.dial(stream, self.peer_id, purpose, self._mesh_key, clock=self._clock))
+            path = self.direct.to(peer_id, purpose) if self.direct is not None else None
+            shaking = handshake.dial(stream, self.peer_id, purpose, self._mesh_key, path=path, clock=self._clock)
+            return await self._shake(stream, shaking, path)
         except BaseException:
             stream.abort()
             self._streams.discard(stream)
             raise
-        return stream
 
     async def __aenter__(self) -> Self:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
         try:
+            if self.direct is not None:
+                await self.direct.start()
             await self._start()
         except BaseException:
+            if self.direct is not None:
+                self.direct.stop()
             await self._group.__aexit__(None, None, None)
             raise
         return self
@@ -115,6 +122,8 @@ class Endpoint(ABC):
     ) -> None:
         assert self._group is not None
         self._closing = True
+        if self.direct is not None:
+            self.direct.stop()
         try:
             async with asyncio.timeout(self.timeouts.shutdown_s):
                 await self._stop()
@@ -164,8 +173,10 @@ class Endpoint(ABC):
 
     async def _handle(self, stream: FramedStream) -> None:
         try:
-            if not await self._welcome(stream):
+            welcome = await self._welcome(stream)
+            if welcome is None:
                 return
+            stream = welcome
             await self._handlers[stream.purpose](stream)
             await stream.aclose()
         except StreamClosed as error:
@@ -179,8 +190,8 @@ class Endpoint(ABC):
             if not self._accepted_per_peer[stream.peer_id]:
                 del self._accepted_per_peer[stream.peer_id]
 
-    async def _welcome(self, stream: FramedStream) -> bool:
-        """Shake hands as the accepting side; False when the stream was refused, which was then logged."""
+    async def _welcome(self, stream: FramedStream) -> FramedStream | None:
+        """Shake hands as the accepting side; None when the stream was refused, which was then logged."""
 
         def refusal(purpose: str) -> str | None:
             if self._accepted_per_peer[stream.peer_id] > self._cap:
@@ -189,22 +200,26 @@ class Endpoint(ABC):
                 return f"this peer does not serve {purpose!r} at the moment"
             return None
 
-        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, clock=self._clock)
+        path = self.direct.here(self.addresses) if self.direct is not None else None
+        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, path=path, clock=self._clock)
         self._shaking += 1
         try:
-            await self._shake(stream, shaking)
+            return await self._shake(stream, shaking, path)
         except MeshceeError as error:
             log.warning("stream.refused", peer=short(stream.peer_id), error=str(error))
-            return False
+            return None
         finally:
             self._shaking -= 1
-        return True
 
-    async def _shake(self, stream: FramedStream, shaking: handshake.Shaking) -> None:
-        """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed."""
+    async def _shake(self, stream: FramedStream, shaking: handshake.Shaking, path: Path | None) -> FramedStream:
+        """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed.
+
+        The stream to use from then on is another when there is a direct path.
+        """
         try:
             async with asyncio.timeout(self.timeouts.handshake_s):
                 done = await shaking
+            bundle = path.bundle() if path is not None else None
         except TimeoutError as error:
             stream.abort()
             raise JoinError(
@@ -219,5 +234,19 @@ class Endpoint(ABC):
         except MeshceeError:
             await stream.aclose()  # so that a refusal of ours arrives
             raise
+        finally:
+            if path is not None:
+                path.close()
+        if bundle is not None:
+            assert self._group is not None
+            self._group.create_task(self._leave(stream))
+            stream = self._new_stream(stream.peer_id, check=False)  # what does not open is not what was sent
+            bundle.start(stream)
         stream.clock_skew_s = done.clock_skew_s
         stream.establish(done.purpose)
+        return stream
+
+    async def _leave(self, stream: FramedStream) -> None:
+        """A stream on which hands were shaken for another."""
+        await stream.aclose()
+        self._streams.discard(stream)

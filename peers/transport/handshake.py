@@ -7,7 +7,8 @@ itself is never sent. Whoever refuses says why in words that the other side can 
     dialer    hello   {version, software, peer, to, purpose, nonce, clock}
     acceptor  answer  {version, software, peer, nonce, clock, proof}     or  refused {code, reason, version, software}
     dialer    proof   {proof}                                            or  refused
-The dialer may send at once after `proof`: it has seen the acceptor's proof, so both hold the same key.
+The dialer may send at once after `proof`: it has seen the acceptor's proof, so both hold the same key. Where both can leave
+libp2p for connections of their own, each of the three has a field `direct` as well (direct.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgpack
 import meshcee
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from peers.transport.base import Frame, Stream
+from peers.transport.direct import Path
 from peers.transport.stream import short
 
 __all__ = ["PROTOCOL_VERSION", "Handshaken", "Shaking", "accept", "dial"]
@@ -71,6 +73,7 @@ def prove(key: bytes, role: str, hello: Mapping[str, Any], answer: Mapping[str, 
         role,
         [hello[name] for name in ("version", "peer", "to", "purpose", "nonce", "clock")],
         [answer[name] for name in ("version", "peer", "nonce", "clock")],
+        *([hello["direct"], answer["direct"]] if "direct" in hello and "direct" in answer else ()),
     ]
     return hmac.digest(key, msgpack.packb(said), hashlib.sha256)
 
@@ -107,12 +110,16 @@ async def dial(
     purpose: str,
     key: bytes,
     *,
+    path: Path | None = None,
     version: int = PROTOCOL_VERSION,
     clock: Callable[[], float] = time.time,
 ) -> Handshaken:
-    """Our side of a stream that we opened; `stream.peer_id` is whom we meant, `peer_id` ourselves."""
+    """Our side of a stream that we opened; `stream.peer_id` is whom we meant, `peer_id` ourselves.
+
+    With `path`, what comes of it is known when we return.
+    """
     sent_at = clock()
-    hello = {
+    hello: dict[str, Any] = {
         "version": version,
         "software": meshcee.__version__,
         "peer": peer_id,
@@ -121,6 +128,8 @@ async def dial(
         "nonce": secrets.token_bytes(NONCE_BYTES),
         "clock": sent_at,
     }
+    if path is not None:
+        hello["direct"] = path.key
     await stream.send(Frame("hello", hello))
     reply = await stream.recv()
     now = clock()
@@ -141,7 +150,10 @@ async def dial(
     if not hmac.compare_digest(_field(answer, "proof", bytes, "the answer"), prove(key, "acceptor", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
         raise NotPermittedError(f"peer {short(stream.peer_id)} does not know our mesh key: {WRONG_KEY}")
-    await stream.send(Frame("proof", {"proof": prove(key, "dialer", hello, answer)}))
+    proof: dict[str, Any] = {"proof": prove(key, "dialer", hello, answer)}
+    if path is not None and "direct" in answer:
+        proof["direct"] = await path.dial(answer["direct"], prove(key, "direct", hello, answer))
+    await stream.send(Frame("proof", proof))
     return Handshaken(purpose, their_clock - (sent_at + now) / 2)
 
 
@@ -151,10 +163,11 @@ async def accept(
     key: bytes,
     *,
     refusal: Callable[[str], str | None] = lambda purpose: None,
+    path: Path | None = None,
     version: int = PROTOCOL_VERSION,
     clock: Callable[[], float] = time.time,
 ) -> Handshaken:
-    """The other side's stream; `refusal(purpose)` may say in words why such a stream is not taken."""
+    """The other side's stream; `refusal(purpose)` may say in words why such a stream is not taken; `path` as in `dial`."""
     frame = await stream.recv()
     if frame.kind != "hello":
         raise ProtocolError(f"expected the hello of a handshake, got {frame.kind!r}")
@@ -185,6 +198,10 @@ async def accept(
     if why_not is not None:
         await _refuse(stream, "purpose", why_not, version)
         raise JoinError(f"refused a stream {purpose!r} of peer {short(who)}: {why_not}")
+    offered = path if "direct" in hello else None
+    if offered is not None:
+        answer["direct"] = offered.offer()
+        offered.expect(hello["direct"], prove(key, "direct", hello, answer))
     await stream.send(Frame("answer", {**answer, "proof": prove(key, "acceptor", hello, answer)}))
     frame = await stream.recv()
     if frame.kind == "refused":
@@ -194,4 +211,6 @@ async def accept(
     if not hmac.compare_digest(_field(frame.header, "proof", bytes, "the proof"), prove(key, "dialer", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
         raise NotPermittedError(f"peer {short(who)} does not know the mesh key: its token belongs to another mesh")
+    if offered is not None:
+        offered.choose(frame.header.get("direct", []))
     return Handshaken(purpose, their_clock - now)

@@ -21,6 +21,7 @@ import structlog
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, UsageError
+from peers.transport.direct import Direct
 from peers.transport.endpoint import Endpoint
 from peers.transport.frame import FRAME_VERSION
 from peers.transport.stream import FramedStream, short
@@ -40,19 +41,24 @@ log = structlog.get_logger(__name__)
 
 
 class Libp2pTransport(Endpoint):
-    """Streams between libp2p peers. The P2P instance belongs to the caller, who also restarts and shuts it down."""
+    """Streams between libp2p peers. The P2P instance belongs to the caller, who also restarts and shuts it down.
+
+    With `direct`, streams that carry much leave libp2p for TCP connections of their own, where these can be made.
+    """
 
     def __init__(
         self,
         p2p: P2P,
         mesh_key: bytes,
         *,
+        direct: Direct | None = None,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits, clock=clock)
         self._p2p = p2p
+        self.direct = direct
 
     async def rebind(self, p2p: P2P) -> None:
         """Go on over a new p2pd with the same identity: listen there, dial from there."""

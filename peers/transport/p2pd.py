@@ -86,7 +86,7 @@ class P2PDaemon:
         self._identity_file = identity.path
         self._listen, self._announce = tuple(listen), tuple(announce)
         self._reach = reach or Reach()
-        self._listening: tuple[str, ...] = ()
+        self.listening: tuple[str, ...] = ()  # where p2pd listens, ports filled in
         self._reserved: list[socket.socket] = []
         self._lock: IO[bytes] | None = None
         self._p2p: P2P | None = None
@@ -129,8 +129,8 @@ class P2PDaemon:
     async def __aenter__(self) -> Self:
         self._lock = _locked(self._identity_file, self.peer_id)
         try:
-            self._listening, self._reserved = reserve(self._listen)
-            announce = announced(self._listening, self._announce)
+            self.listening, self._reserved = reserve(self._listen)
+            announce = announced(self.listening, self._announce)
             self.addresses = tuple(f"{a}/p2p/{self.peer_id}" for a in announce)
             await self._group.__aenter__()
         except BaseException:
@@ -180,7 +180,7 @@ class P2PDaemon:
         options: dict[str, Any] = {
             "id": self._identity_file.absolute(),
             "listen": f"/unix{self._folder}/p2pd.sock",
-            "hostAddrs": ",".join(self._listening),
+            "hostAddrs": ",".join(self.listening),
             "dhtServer": 1,  # libp2p's own DHT finds the addresses of peers that are known by id only
             "natPortMap": int(self._reach.nat_port_map),
             "autonat": int(self._reach.auto_nat),

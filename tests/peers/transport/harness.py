@@ -13,6 +13,7 @@ from typing import Any
 from meshcee.config import Limits, Timeouts
 from meshcee.profile import LinkProfile
 from peers.transport.base import Frame, Stream, Transport
+from peers.transport.direct import Direct
 from peers.transport.libp2p import Libp2pTransport
 from peers.transport.memory import MemoryNetwork
 from peers.transport.shape import Shape, ShapedTransport
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
     from hivemind.p2p import P2P
 
 KEY = b"the key of the mesh under test.."
+HERE = "/ip4/127.0.0.1/tcp/0"
 SHORT = Timeouts(dial_s=3.0, handshake_s=1.0, shutdown_s=2.0)
 # Small enough that a test reaches every bound with a few megabytes.
 SMALL = Limits(window_bytes=1 << 20, chunk_bytes=128 << 10, streams_per_peer=4)
@@ -51,7 +53,7 @@ async def mesh(
     limits: Limits = SMALL,
     timeouts: Timeouts = SHORT,
 ) -> AsyncIterator[list[Transport]]:
-    """`count` running transports of the kind "memory", "shaped" (over memory) or "libp2p"."""
+    """`count` running transports of the kind "memory", "shaped" (over memory), "direct" (hands shaken there) or "libp2p"."""
     link = LinkProfile(latency_s=0.002, bandwidth_bytes_per_s=1e9)
     shape = Shape({(f"peer-{i}", f"peer-{j}"): link for i in range(count) for j in range(count) if i != j})
     async with contextlib.AsyncExitStack() as stack:
@@ -59,8 +61,11 @@ async def mesh(
         transports: list[Transport] = []
         for index in range(count):
             key = keys[index] if keys else KEY
-            if kind in ("memory", "shaped"):
+            if kind in ("memory", "shaped", "direct"):
                 made: Any = network.transport(f"peer-{index}", key, timeouts=timeouts, limits=limits)
+                if kind == "direct":
+                    made.addresses = (HERE,)
+                    made.direct = Direct([HERE], 0, timeouts)
                 if kind == "shaped":
                     made = ShapedTransport(made, shape, limits=limits, close_s=timeouts.shutdown_s)
             else:

@@ -9,17 +9,24 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
+from peers.transport import direct
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
 from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
 
 
-@pytest.fixture(params=["memory", "libp2p", "shaped"])
+@pytest.fixture(autouse=True)
+def _many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct streams have as many connections as over the longest links."""
+    monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
+
+
+@pytest.fixture(params=["memory", "libp2p", "shaped", "direct"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["memory", "libp2p"])
+@pytest.fixture(params=["memory", "libp2p", "direct"])
 def bare(request: pytest.FixtureRequest) -> str:
     """Where `send` itself waits for credit; a shaped send ends when its bytes have left and then counts as under way."""
     return str(request.param)

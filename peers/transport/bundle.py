@@ -1,0 +1,312 @@
+"""One byte stream over several TCP connections, encrypted: what a direct path puts under a FramedStream.
+
+The idea: what is written is cut into numbered records, each sealed with AES-256-GCM under the stream's key of that
+direction; the number is the nonce. A record goes to whichever connection has room, so that the windows of several
+connections add up on a long fat link. The receiver opens records in order; one that comes early waits in its connection,
+of which nothing more is then read, so that a connection never costs more memory than one record. Bytes are copied once at
+either end: from the payload into the record when a connection takes it, and from the record into the payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+__all__ = ["Bundle", "Connection"]
+
+RECORD_BYTES = 128 * 1024
+_HEADER = struct.Struct("!QI")  # number, bytes that follow
+_TAG_BYTES = 16
+_MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a record, and the header of the next
+_UNSENT_BYTES = 1 << 20  # that the kernel holds beyond what is under way: more only makes short frames wait
+_SILENT_S = 30  # a machine that answers nothing for so long is gone
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One TCP connection. A greeting of known size is handed to `greeted` (b"" when it was lost before), and nothing more
+    is read until a bundle has taken the connection over.
+    """
+
+    def __init__(self, greeting_bytes: int, greeted: Callable[[Connection, bytes], None]) -> None:
+        self.lost = False
+        self._greeted = greeted
+        self._transport: asyncio.Transport | None = None
+        self._bundle: Bundle | None = None
+        self._blocked = False  # the kernel has not taken all of what was written
+        self._memory = memoryview(bytearray(greeting_bytes))
+        self._end = 0  # of what has arrived
+        self._stopped = False  # not reading
+        self._outgoing = memoryview(b"")
+
+    # -- before and after the bundle
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def join(self, bundle: Bundle, unsent_bytes: int) -> None:
+        assert self._transport is not None
+        self._bundle = bundle
+        self._memory, self._end = memoryview(bytearray(_MEMORY_BYTES)), 0
+        self._outgoing = memoryview(bytearray(_MEMORY_BYTES))
+        _configure(self._transport.get_extra_info("socket"), unsent_bytes)
+        self._transport.resume_reading()
+
+    # -- records
+
+    @property
+    def free(self) -> bool:
+        return not self._blocked
+
+    def seal(self, number: int, part: memoryview, key: AESGCM) -> None:
+        """Send a record; only when `free`, since then the last one's memory is."""
+        assert self._transport is not None
+        size = len(part) + _TAG_BYTES
+        record = self._outgoing[: _HEADER.size + size]
+        _HEADER.pack_into(record, 0, number, size)
+        key.encrypt_into(number.to_bytes(12, "big"), part, None, record[_HEADER.size :])
+        self._transport.write(record)
+
+    def head(self, start: int) -> tuple[int, int] | None:
+        """(number, bytes) of the record that begins at `start`, once its header has come."""
+        return _HEADER.unpack_from(self._memory, start) if self._end - start >= _HEADER.size else None
+
+    def sealed(self, start: int, size: int) -> memoryview | None:
+        """The record whose header is at `start`, once it is whole."""
+        begin = start + _HEADER.size
+        return self._memory[begin : begin + size] if self._end - begin >= size else None
+
+    def settle(self, start: int, early: bool) -> None:
+        """All before `start` was opened; read on unless a whole record waits for its turn."""
+        rest = self._end - start
+        if start and rest:
+            self._memory[:rest] = self._memory[start : self._end]
+        self._end = rest
+        if early != self._stopped and self._transport is not None and not self._transport.is_closing():
+            self._stopped = early
+            (self._transport.pause_reading if early else self._transport.resume_reading)()
+
+    # -- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)  # with this, uvloop writes at once
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        # Up to the end of the record and the next one's header: then hardly a byte is moved.
+        head = self.head(0) if self._bundle is not None else None
+        wanted = len(self._memory) if head is None else _HEADER.size + head[1] + _HEADER.size
+        return self._memory[self._end : wanted]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._end += nbytes
+        if self._bundle is not None:
+            self._bundle.arrived(self)
+        elif self._end == len(self._memory):
+            assert self._transport is not None
+            self._transport.pause_reading()
+            self._greeted(self, bytes(self._memory))
+
+    def eof_received(self) -> bool:
+        return False  # close
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost, self._transport = True, None
+        if self._bundle is not None:
+            self._bundle.lost(exc)
+        elif self._end < len(self._memory):
+            self._greeted(self, b"")
+
+    def pause_writing(self) -> None:
+        self._blocked = True
+
+    def resume_writing(self) -> None:
+        self._blocked = False
+        if self._bundle is not None:
+            self._bundle.pump()
+
+
+class Bundle(asyncio.Transport):
+    """An asyncio transport for `protocol` over connections whose greetings are done; both ends hold the same ones."""
+
+    def __init__(self, connections: Sequence[Connection], seal_key: bytes, open_key: bytes) -> None:
+        super().__init__()
+        self._connections = deque(connections)
+        self._alive = len(connections)
+        self._seal_key, self._open_key = AESGCM(seal_key), AESGCM(open_key)
+        self._protocol: asyncio.BufferedProtocol | None = None
+        self._queue: deque[memoryview] = deque()  # written and not yet sealed
+        self._sealed = 0  # records
+        self._opened = 0
+        self._early: dict[int, Connection] = {}  # number of a record -> where it waits for its turn
+        self._paused = False
+        self._closing = False
+        self._aborted = False
+        self._why: Exception | None = None
+
+    def start(self, protocol: asyncio.BufferedProtocol) -> None:
+        self._protocol = protocol
+        protocol.connection_made(self)
+        if any(connection.lost for connection in self._connections):
+            asyncio.get_running_loop().call_soon(self._lost_before)
+            return
+        for connection in self._connections:
+            connection.join(self, _UNSENT_BYTES // len(self._connections))
+
+    def _lost_before(self) -> None:
+        self.abort()
+        assert self._protocol is not None
+        self._protocol.connection_lost(ConnectionResetError("a connection was lost before it was used"))
+
+    # -- asyncio.Transport, as far as a FramedStream needs it
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Always zero: the protocol is paused until the last byte is sealed, and its memory free."""
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if data and not self._closing:
+            self._queue.append(memoryview(data))
+            self.pump()
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self.pump()
+
+    def abort(self) -> None:
+        if not self._aborted:
+            self._closing = self._aborted = True
+            self._queue.clear()
+            self._early.clear()
+            for connection in self._connections:
+                connection.abort()
+
+    # -- called by the connections
+
+    def pump(self) -> None:
+        """Seal what was written into the connections that have room."""
+        if self._aborted or self._protocol is None:
+            return
+        while self._queue and (connection := self._free()) is not None:
+            part, rest = self._queue[0][:RECORD_BYTES], self._queue[0][RECORD_BYTES:]
+            connection.seal(self._sealed, part, self._seal_key)
+            self._sealed += 1
+            if rest:
+                self._queue[0] = rest
+            else:
+                self._queue.popleft()
+        if bool(self._queue) != self._paused:
+            self._paused = not self._paused
+            (self._protocol.pause_writing if self._paused else self._protocol.resume_writing)()
+        if self._closing and not self._queue:
+            for connection in self._connections:
+                connection.close()
+
+    def _free(self) -> Connection | None:
+        for _ in range(len(self._connections)):
+            self._connections.rotate(-1)
+            if self._connections[-1].free:
+                return self._connections[-1]
+        return None
+
+    def arrived(self, connection: Connection) -> None:
+        """Open what can be opened, here and then wherever the next record has been waiting."""
+        turn: Connection | None = connection
+        while turn is not None and not self._aborted:
+            try:
+                self._open(turn)
+            except ValueError as error:
+                self._why = ConnectionResetError(f"what came over a direct connection is not from the peer: {error}")
+                self.abort()
+            turn = self._early.pop(self._opened, None)
+
+    def _open(self, connection: Connection) -> None:
+        """Open records of this connection while their turn is now; ValueError when they are not what they must be."""
+        start, early = 0, False
+        while (head := connection.head(start)) is not None:
+            number, size = head
+            if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
+                raise ValueError(f"a record of {size} bytes")
+            record = connection.sealed(start, size)
+            if number != self._opened:
+                if number < self._opened or self._early.setdefault(number, connection) is not connection:
+                    raise ValueError(f"record {number} came twice")
+                if len(self._early) == len(self._connections):  # then it cannot come any more
+                    raise ValueError(f"record {self._opened} is missing")
+                early = record is not None
+                break
+            if record is None:
+                break
+            self._opened += 1
+            start += _HEADER.size + size
+            self._deliver(number, record)
+            if self._aborted:
+                return
+        connection.settle(start, early)
+
+    def _deliver(self, number: int, record: memoryview) -> None:
+        """Into the protocol's own memory, where it has enough in one piece."""
+        assert self._protocol is not None
+        size, nonce = len(record) - _TAG_BYTES, number.to_bytes(12, "big")
+        try:
+            buffer = memoryview(self._protocol.get_buffer(size))
+            if len(buffer) >= size:
+                self._open_key.decrypt_into(nonce, record, None, buffer[:size])
+                self._protocol.buffer_updated(size)
+                return
+            rest = memoryview(self._open_key.decrypt(nonce, record, None))
+        except InvalidTag:
+            raise ValueError("a record that does not open") from None
+        while rest and not self._aborted:
+            buffer = memoryview(self._protocol.get_buffer(len(rest)))
+            part = min(len(buffer), len(rest))
+            buffer[:part] = rest[:part]
+            rest = rest[part:]
+            self._protocol.buffer_updated(part)
+
+    def lost(self, error: Exception | None) -> None:
+        """The stream is over with its first connection; it is reported with its last."""
+        assert self._protocol is not None
+        self._alive -= 1
+        self._why = self._why or error
+        if error is not None or not self._closing:
+            self.abort()
+        if not self._alive:
+            self._protocol.connection_lost(self._why)
+
+
+def _configure(connection: socket.socket, unsent_bytes: int) -> None:
+    """Notice a machine that is gone, and keep little in the kernel; what the system does not know is left out."""
+    options = {
+        "SO_KEEPALIVE": (socket.SOL_SOCKET, 1),
+        "TCP_KEEPIDLE": (socket.IPPROTO_TCP, _SILENT_S // 3),
+        "TCP_KEEPINTVL": (socket.IPPROTO_TCP, _SILENT_S // 6),
+        "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, _SILENT_S * 1000),
+        "TCP_NOTSENT_LOWAT": (socket.IPPROTO_TCP, unsent_bytes),
+    }
+    for name, (level, value) in options.items():
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                connection.setsockopt(level, getattr(socket, name), value)

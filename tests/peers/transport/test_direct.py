@@ -1,0 +1,250 @@
+"""What only a direct path shows: when it is taken, what becomes of it, and that nobody between the ends can read or forge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from meshcee.errors import JoinError, ProtocolError
+from peers.transport import bundle, direct
+from peers.transport.base import Frame, StreamClosed
+from peers.transport.direct import Direct
+from peers.transport.libp2p import Libp2pTransport
+from tests.peers.transport.harness import HERE, KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
+
+SECRET = b"what nobody else may read"
+
+
+def bundle_of(stream: Any) -> bundle.Bundle | None:
+    """What a stream runs over, where that is a bundle."""
+    return stream._transport if isinstance(stream._transport, bundle.Bundle) else None
+
+
+@contextlib.asynccontextmanager
+async def between(b: Any, meddle: Callable[[bytes], bytes] = lambda data: data) -> AsyncIterator[list[bytes]]:
+    """Put somebody between a peer and those who dial it; what goes to it is kept, and passed through `meddle`."""
+    heard: list[bytes] = []
+    port = b.direct.ports[4]
+    passing: set[asyncio.Task[None]] = set()
+
+    async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, inward: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if inward:
+                    heard.append(data)
+                    data = meddle(data)
+                target.write(data)
+        target.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        group = asyncio.gather(pass_on(reader, inner_writer, True), pass_on(inner_reader, writer, False))
+        passing.add(group)  # type: ignore[arg-type]
+        await group
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    b.direct.ports = {4: server.sockets[0].getsockname()[1]}
+    try:
+        yield heard
+    finally:
+        server.close()
+        await asyncio.gather(*passing, return_exceptions=True)
+
+
+async def test_a_stream_leaves_for_as_many_connections_as_its_distance_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with mesh("direct") as (a, b):
+        for step_s, count in ((1e9, 1), (1e-9, direct.MAX_CONNECTIONS)):
+            monkeypatch.setattr(direct, "RTT_STEP_S", step_s)
+            near, far = await pair(a, b)
+            found = [bundle_of(near), bundle_of(far)]
+            assert [len(each._connections) for each in found if each] == [count, count]
+            await eventually(lambda: len(a._streams) == len(b._streams) == 1)  # type: ignore[attr-defined]
+            await near.aclose()
+        assert b.direct.expected == {}  # type: ignore[attr-defined]
+        assert b.direct._strangers == {}  # type: ignore[attr-defined]
+
+
+async def test_brief_streams_stay_and_so_do_those_of_a_peer_without() -> None:
+    async with mesh("direct") as (a, b):
+        assert bundle_of((await pair(a, b, "gossip"))[0]) is None
+        b.direct.stop()  # type: ignore[attr-defined]
+        b.direct = None  # type: ignore[attr-defined]
+        near, far = await pair(a, b)
+        assert bundle_of(near) is bundle_of(far) is None
+        await near.send(Frame("x", {}, [SECRET]))
+        assert bytes((await far.recv()).payloads[0]) == SECRET
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_where_nobody_answers_the_stream_stays_and_the_peer_is_left_alone(silent: bool) -> None:
+    """As behind a firewall that refuses, or that swallows."""
+    async with mesh("direct") as (a, b):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            b.direct.ports = {4: listener.getsockname()[1]}  # type: ignore[attr-defined]
+            if not silent:
+                listener.close()
+            began = time.monotonic()
+            near, far = await pair(a, b)
+            assert bundle_of(near) is bundle_of(far) is None
+            assert (time.monotonic() - began >= SHORT.handshake_s / 2) == silent
+            await near.send(Frame("x", {}, [SECRET]))
+            assert bytes((await far.recv()).payloads[0]) == SECRET
+            again = await a.open(b.peer_id, "test")
+            assert time.monotonic() - began < SHORT.handshake_s
+            assert bundle_of(again) is None
+
+
+async def test_who_listens_between_two_peers_learns_nothing_and_is_noticed_when_he_forges() -> None:
+    flip = False
+
+    def meddle(data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if flip else data
+
+    async with mesh("direct") as (a, b), between(b, meddle) as heard:
+        near, far = await pair(a, b)
+        assert bundle_of(near) is not None
+        await near.send(Frame("x", {"text": SECRET.decode()}, [SECRET * 10_000]))
+        assert bytes((await far.recv()).payloads[0]) == SECRET * 10_000
+        assert sum(map(len, heard)) > len(SECRET) * 10_000
+        assert SECRET[:8] not in b"".join(heard)
+        flip = True
+        await near.send(Frame("y"))
+        with pytest.raises(StreamClosed, match="not from the peer: a record that does not open"):
+            await far.recv()
+        with pytest.raises(StreamClosed):
+            await near.recv()
+
+
+async def test_strangers_get_nowhere_and_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MAX_STRANGERS", 3)
+    async with mesh("direct") as (_, b):
+        port = b.direct.ports[4]  # type: ignore[attr-defined]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(os.urandom(49))
+        assert await reader.read() == b""
+        writer.close()
+        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert await waiting[0][0].read() == b""  # made room
+        assert len(b.direct._strangers) == 3  # type: ignore[attr-defined]
+        for reader, writer in waiting[1:]:  # and the others have their time
+            async with asyncio.timeout(2 * SHORT.handshake_s):
+                assert await reader.read() == b""
+            writer.close()
+        waiting[0][1].close()
+        assert b.direct._strangers == {}  # type: ignore[attr-defined]
+
+
+async def test_a_ticket_that_was_overheard_is_not_enough() -> None:
+    here = Direct([HERE], 0, SHORT)
+    await here.start()
+    theirs, path = direct.Path(here, "b"), direct.Path(here, "", [HERE])
+    path.expect(theirs.key, b"salt")
+    reader, writer = await asyncio.open_connection("127.0.0.1", here.ports[4])
+    writer.write(direct._GREETING.pack(path._ticket, 0, bytes(32)))
+    assert await reader.read() == b""
+    writer.close()
+    assert path._greeted == {}
+    path.close()
+    assert here.expected == {}
+    here.stop()
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [None, [b"k" * 32], [b"k" * 32, ["127.0.0.1:9"]], [b"k" * 31, []], [bytes(32), []], [b"k" * 32, [HERE] * 5]],
+)
+async def test_an_offer_that_is_none_is_refused(offer: Any) -> None:
+    with pytest.raises(ProtocolError):
+        await direct.Path(Direct([], 0, SHORT), "b").dial(offer, b"salt")
+
+
+async def test_the_choice_of_what_was_never_connected_is_refused() -> None:
+    path = direct.Path(Direct([], 0, SHORT), "")
+    for numbers in ("all", [1.0], list(range(20))):
+        with pytest.raises(ProtocolError):
+            path.choose(numbers)
+    with pytest.raises(StreamClosed, match="direct connection 3 is gone"):
+        path.choose([3])
+
+
+async def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(JoinError, match="choose another port"):
+        await Direct([HERE], listener.getsockname()[1], SHORT).start()
+
+
+async def test_one_lost_connection_of_many_ends_the_stream_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
+    async with mesh("direct") as (a, b):
+        near, far = await pair(a, b)
+        receiving = [asyncio.create_task(near.recv()), asyncio.create_task(far.recv())]
+        await asyncio.sleep(0)
+        found = bundle_of(near)
+        assert found is not None
+        found._connections[5].abort()
+        async with asyncio.timeout(1.0):
+            for task in receiving:
+                with pytest.raises(StreamClosed, match="connection was lost"):
+                    await task
+
+
+RECORDS = {  # number and size in the header, what it is sealed as; None: not at all
+    "one twice": [(0, 17, 0), (0, 17, 0)],
+    "one of nothing": [(0, 16, None)],
+    "one too large": [(0, bundle.RECORD_BYTES + 17, None)],
+    "one left out": [(1, 17, 1)],
+    "one under another's number": [(0, 17, 1)],
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+async def test_records_out_of_line_end_the_stream(what: str) -> None:
+    """From a peer who holds the keys, or somebody who replays what he overheard."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    _, connection = await loop.create_connection(lambda: bundle.Connection(1, lambda *_: None), sock=ours)
+    over: asyncio.Future[Exception | None] = loop.create_future()
+
+    class Protocol(asyncio.BufferedProtocol):
+        def get_buffer(self, sizehint: int) -> memoryview:
+            return memoryview(bytearray(1))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            over.set_result(exc)
+
+    key = bytes(32)
+    bundle.Bundle([connection], key, key).start(Protocol())
+    for number, size, sealed_as in RECORDS[what]:
+        body = b"" if sealed_as is None else AESGCM(key).encrypt(sealed_as.to_bytes(12, "big"), b"x", None)
+        await loop.sock_sendall(theirs, bundle._HEADER.pack(number, size) + body)
+    async with asyncio.timeout(1.0):
+        assert "not from the peer" in str(await over)
+    theirs.close()
+
+
+async def test_streams_survive_the_libp2p_daemon_that_introduced_them() -> None:
+    async with (
+        p2pd() as p,
+        p2pd() as q,
+        Libp2pTransport(p, KEY, direct=Direct([HERE], 0, SHORT), timeouts=SHORT, limits=SMALL) as a,
+        Libp2pTransport(q, KEY, direct=Direct([HERE], 0, SHORT), timeouts=SHORT, limits=SMALL) as b,
+    ):
+        b.serve("echo", echo)
+        stream = await a.open(b.peer_id, "echo", b.addresses)
+        assert bundle_of(stream) is not None
+        q._child.kill()
+        with pytest.raises(JoinError):
+            await a.open(b.peer_id, "echo")
+        payload = os.urandom(3_000_001)
+        _, back = await asyncio.gather(stream.send(Frame("x", {}, [payload])), stream.recv())
+        assert back.payloads[0] == payload
