@@ -25,7 +25,9 @@ from typing import Any
 import uvloop
 from measure import Turns, machine, row
 
+from meshcee.config import Timeouts
 from peers.transport.base import Frame, Stream
+from peers.transport.direct import Direct
 from peers.transport.libp2p import Libp2pTransport
 
 with warnings.catch_warnings():
@@ -73,7 +75,8 @@ async def serve() -> None:
             if frame.header["answer"]:
                 await stream.send(Frame("pong"))
 
-    async with p2pd() as p2p, Libp2pTransport(p2p, KEY) as transport:
+    direct = Direct(["/ip4/127.0.0.1/tcp/0"], 0, Timeouts())
+    async with p2pd() as p2p, Libp2pTransport(p2p, KEY, direct=direct) as transport:
         await p2p.add_binary_stream_handler("raw", raw)
         transport.serve("frames", frames)
         print(json.dumps({"peer": transport.peer_id, "addresses": list(transport.addresses)}), flush=True)
@@ -118,8 +121,11 @@ async def _round_trips(end: Raw | Frames, payload: bytes) -> float:
     return (time.perf_counter() - start_s) / ROUND_TRIPS
 
 
-async def frames_against_raw(turns: int) -> list[dict[str, Any]]:
-    """One entry for each size of a round trip and of a message; the ratio is raw seconds over ours."""
+async def frames_against_raw(turns: int, direct: bool = True) -> list[dict[str, Any]]:
+    """One entry for each size of a round trip and of a message; the ratio is raw seconds over ours.
+
+    Frames go directly, as they do by default, or else through the libp2p daemon, as raw streams do.
+    """
     other = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--serve", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -129,7 +135,7 @@ async def frames_against_raw(turns: int) -> list[dict[str, Any]]:
         where = json.loads(await other.stdout.readline())
         async with (
             p2pd(initial_peers=where["addresses"]) as p2p,
-            Libp2pTransport(p2p, KEY) as transport,
+            Libp2pTransport(p2p, KEY, direct=Direct([], 0, Timeouts()) if direct else None) as transport,
         ):
             _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(where["peer"]), "raw")
             stream = await transport.open(where["peer"], "frames", where["addresses"])
@@ -170,12 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", action="store_true", help="be the other end")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--libp2p", action="store_true", help="frames go through the libp2p daemon, too")
     parser.add_argument("--out", type=Path, help="write machine and figures as JSON to this file")
     options = parser.parse_args()
     if options.serve:
         uvloop.run(serve())
         return
-    report = {"machine": machine(), "transport": uvloop.run(frames_against_raw(options.turns))}
+    report = {"machine": machine(), "transport": uvloop.run(frames_against_raw(options.turns, not options.libp2p))}
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(row("what", "raw hivemind streams", "meshcee frames", "ratio", "over the turns"))

@@ -1,7 +1,8 @@
 """Our transport against raw TCP over long links, in the WAN lab (needs root): bits per second that arrive, one way.
 
 The idea: what is compared runs on the very same link, one after the other: one raw connection as the kernel makes it, one with
-buffers that hold twice what is under way, four raw connections at once, and frames of ours over one stream and over four. The
+buffers that hold twice what is under way, four raw connections at once, and frames of ours over one stream and over four, both
+as they go by default and as they go when they stay with the libp2p daemon. The
 first seconds pay for slow start and are not counted: between peers that train, connections are warm.
 
     python -m benchmarks.wan_transport [--mbit 50 --mbit 200] [--rtt 5 --rtt 50] [--seconds S] [--out FILE]
@@ -110,10 +111,18 @@ def send_raw(address: str, seconds: float, buffer_bytes: int) -> None:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
+def transport_of(daemon: Any) -> Any:
+    from meshcee.config import Timeouts
+    from peers.transport.direct import Direct
+    from peers.transport.libp2p import Libp2pTransport
+
+    direct = Direct(daemon.listening, 0, Timeouts()) if os.environ["WAY"] == "frames" else None
+    return Libp2pTransport(daemon.p2p, KEY, direct=direct)
+
+
 async def serve_frames(address: str) -> Meter:
     from dht.signing import Identity
     from peers.transport.base import Stream, StreamClosed
-    from peers.transport.libp2p import Libp2pTransport
     from peers.transport.p2pd import P2PDaemon
 
     meter, streams = Meter(), int(os.environ["CONNECTIONS"])
@@ -127,7 +136,7 @@ async def serve_frames(address: str) -> Meter:
             ended.put_nowait(None)
 
     identity = Identity.load_or_create(Path(os.environ["HOME"]) / "there")
-    async with P2PDaemon(identity, listen=[f"{address}:0"]) as daemon, Libp2pTransport(daemon.p2p, KEY) as transport:
+    async with P2PDaemon(identity, listen=[f"{address}:0"]) as daemon, transport_of(daemon) as transport:
         transport.serve("frames", swallow)
         print(json.dumps({"peer": daemon.peer_id, "addresses": list(daemon.addresses)}), flush=True)
         for _ in range(streams):
@@ -138,12 +147,11 @@ async def serve_frames(address: str) -> Meter:
 async def send_frames(address: str, where: dict[str, Any], seconds: float) -> None:
     from dht.signing import Identity
     from peers.transport.base import Frame
-    from peers.transport.libp2p import Libp2pTransport
     from peers.transport.p2pd import P2PDaemon
 
     payload = os.urandom(FRAME_BYTES)
     identity = Identity.load_or_create(Path(os.environ["HOME"]) / "here")
-    async with P2PDaemon(identity, listen=[f"{address}:0"]) as daemon, Libp2pTransport(daemon.p2p, KEY) as transport:
+    async with P2PDaemon(identity, listen=[f"{address}:0"]) as daemon, transport_of(daemon) as transport:
 
         async def send() -> None:
             stream = await transport.open(where["peer"], "frames", where["addresses"])
@@ -159,12 +167,14 @@ async def send_frames(address: str, where: dict[str, Any], seconds: float) -> No
 
 # -- one comparison ----------------------------------------------------------------------------------------------------
 
-KINDS = {  # kind -> (ours, connections, buffers tuned)
-    "raw": (False, 1, False),
-    "raw, tuned": (False, 1, True),
-    "raw x 4": (False, 4, False),
-    "frames": (True, 1, False),
-    "frames x 4": (True, 4, False),
+KINDS = {  # kind -> (way, connections or streams, buffers tuned)
+    "raw": ("raw", 1, False),
+    "raw, tuned": ("raw", 1, True),
+    "raw x 4": ("raw", 4, False),
+    "frames": ("frames", 1, False),
+    "frames x 4": ("frames", 4, False),
+    "libp2p": ("libp2p", 1, False),  # frames that stay with the daemon
+    "libp2p x 4": ("libp2p", 4, False),
 }
 
 
@@ -172,16 +182,15 @@ async def compare(mbit: float, rtt_ms: float, kinds: Sequence[str], seconds: flo
     """Mbit/s by kind; all over the same lab, one after the other."""
     found = {}
     for kind in kinds:
-        ours, connections, tuned = KINDS[kind]
+        way, connections, tuned = KINDS[kind]
         buffers = max(1 << 18, int(2 * mbit * 1e6 / 8 * rtt_ms / 1e3)) if tuned else 0
-        environment = {**os.environ, "CONNECTIONS": str(connections), "HOME": home}
+        environment = {**os.environ, "CONNECTIONS": str(connections), "WAY": way, "HOME": home}
         async with Lab(pair_of_hosts(mbit * 1e6 / 8, rtt_ms / 1e3)) as lab:
 
             async def start(host: str, *arguments: str, lab: Lab = lab, environment: Any = environment) -> Any:
                 command = [sys.executable, "-m", "benchmarks.wan_transport", *arguments]
                 return await lab.run(host, command, env=environment, stdout=asyncio.subprocess.PIPE)
 
-            way = "frames" if ours else "raw"
             there = await start("there", "--serve", way, "--buffer", str(buffers), "--address", lab.addresses["there"])
             where = (await there.stdout.readline()).decode().strip()
             here = await start(

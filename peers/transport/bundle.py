@@ -253,7 +253,7 @@ class Bundle(asyncio.Transport):
             if number != self._opened:
                 if number < self._opened or self._early.setdefault(number, connection) is not connection:
                     raise ValueError(f"record {number} came twice")
-                if len(self._early) == len(self._connections):  # then it cannot come any more
+                if len(self._early) == len(self._connections) and self._opened not in self._early:
                     raise ValueError(f"record {self._opened} is missing")
                 early = record is not None
                 break

@@ -242,6 +242,8 @@ async def test_streams_survive_the_libp2p_daemon_that_introduced_them() -> None:
         b.serve("echo", echo)
         stream = await a.open(b.peer_id, "echo", b.addresses)
         assert bundle_of(stream) is not None
+        await stream.send(Frame("introduced"))
+        assert (await stream.recv()).kind == "introduced"
         q._child.kill()
         with pytest.raises(JoinError):
             await a.open(b.peer_id, "echo")
