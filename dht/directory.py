@@ -91,21 +91,36 @@ class Directory:
         self._own[type(record)] = record
         return await self.write(record, is_news=True)
 
+    def tell(self, record: Record) -> None:
+        """Pass our record on now, and write it with the next announcement: for news that nobody can wait for, as a
+        write to replicas that have just died takes seconds."""
+        self._own[type(record)] = record
+        self._pass_on(record, self._seal(record)[0])
+
     async def withdraw(self, kind: type[Record]) -> None:
         """Stop publishing; the record expires by itself."""
         self._own.pop(kind, None)
 
     async def write(self, record: Record, ttl_s: float | None = None, *, is_news: bool = False) -> bool:
         """Write our record once, dated now. News are passed on besides, not only left for others to find."""
+        sealed, expires_at = self._seal(record, ttl_s)
+        if is_news:
+            self._pass_on(record, sealed)
+        return await self._store.put(topic(record.kind, self._mesh_key), record.peer_id, sealed, expires_at)
+
+    def _seal(self, record: Record, ttl_s: float | None = None) -> tuple[bytes, float]:
+        """Dated now, and when it expires."""
         kind = type(record)
         # Never twice the same time and never an earlier one: nodes keep the value that expires last.
         sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
         self._sent_at[kind] = sent_at
         expires_at = sent_at + (ttl_s or self._timeouts.record_ttl_s) + CLOCK_SKEW_S
-        sealed = seal(replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits)
-        if is_news and self.on_publish is not None:
-            self.on_publish((kind.kind, record.peer_id), sealed)
-        return await self._store.put(topic(kind.kind, self._mesh_key), record.peer_id, sealed, expires_at)
+        dated = replace(record, sent_at=sent_at)
+        return seal(dated, self._identity, self._mesh_key, expires_at, self._limits), expires_at
+
+    def _pass_on(self, record: Record, sealed: bytes) -> None:
+        if self.on_publish is not None:
+            self.on_publish((record.kind, record.peer_id), sealed)
 
     async def announce_forever(self) -> None:
         """Write what was published again and again, well before it is believed gone."""

@@ -405,7 +405,7 @@ class Training:
             self.result.losses.append(report.loss)
             if report.metrics:
                 self.result.metrics.append((report.step, dict(report.metrics)))
-        await self._turn.report(epoch, report.step, report.loss, plan)
+        self._turn.report(epoch, report.step, report.loss, plan)
         if self._next is None and self._owner is not None:
             self._next = await self._other_plan(report, planned, self._owner.leaving)
             if self._next is not None:

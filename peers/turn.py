@@ -57,12 +57,13 @@ class Turn:
         more = f", {len(before) - 1} more before this one" if len(before) > 1 else ""
         return f"waiting: {before[0].job!r} of {owner} (…{before[0].peer_id[-8:]}) is {before[0].state}{more}"
 
-    async def report(self, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> None:
+    def report(self, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> None:
         """Tell the mesh, now and then, how far the job is."""
         now_s = time.monotonic()
         if now_s - self._reported_s > self._agent.timeouts.announce_every_s:
             self._reported_s = now_s
-            await self._publish(replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json()))
+            self._record = replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json())
+            self._agent.directory.tell(self._record)
 
     async def end(self) -> None:
         """The next one may begin."""
