@@ -49,6 +49,7 @@ class Executor:
         compute: Compute,
         owner: Outbox,
         flops: StageFlops,
+        held: Held,
         boundaries: Boundaries | None = None,
         eval_boundaries: Boundaries | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Executor:
             limit_bytes=place.limit_bytes,
             spans=self.spans,
         )
-        self.held = Held()  # snapshots, for whoever reads them
+        self.held = held  # snapshots, for whoever reads them
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch)

@@ -1,4 +1,4 @@
-"""What a member's report of failure means to the owner: the error, and how near it is to the cause.
+"""What has gone wrong in an epoch, as the owner hears it: errors, and how near each is to the cause.
 
 The idea: several members fail when one does. The lowest rank is told to the user: 0 a cause, 1 a peer that the owner itself
 has lost, 2 a peer that another one has lost, 3 silence.
@@ -6,13 +6,48 @@ has lost, 2 a peer that another one has lost, 3 silence.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshcee.errors import MeshceeError, PeerLostError
 from peers import messages
 
-__all__ = ["reported"]
+__all__ = ["LOST_HERE", "Failures", "reported"]
+
+LOST_HERE = 1  # the rank of a peer that the owner itself has lost: what others say of it will be a consequence
+GRACE_S = 0.5  # after word of a peer that another one has lost, for the cause to arrive
+
+
+class Failures:
+    """Of one epoch."""
+
+    def __init__(self) -> None:
+        self.noticed_s: float | None = None  # when the first was, by the loop's clock
+        self.blamed: Counter[str] = Counter()  # peers that other members have lost
+        self._found: list[tuple[int, MeshceeError]] = []
+        self._first, self._explained = asyncio.Event(), asyncio.Event()
+
+    def add(self, rank: int, error: MeshceeError) -> None:
+        if self.noticed_s is None:
+            self.noticed_s = asyncio.get_running_loop().time()
+        self._found.append((rank, error))
+        self._first.set()
+        if rank <= LOST_HERE:
+            self._explained.set()
+
+    async def enough(self) -> None:
+        """Return once there is one, and its cause has come or had the time to."""
+        await self._first.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self._explained.wait()
+
+    @property
+    def cause(self) -> MeshceeError | None:
+        return min(self._found, key=lambda found: found[0])[1] if self._found else None
 
 
 def reported(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
-from peers.messages import Step
+from peers.messages import Step, need
 
-__all__ = ["Collect", "Inbox", "TakeSnapshot"]
+__all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
 
 Key = tuple[int, int]  # (walk, micro)
 
@@ -112,3 +112,31 @@ class Inbox:
         for once in (self.totals, self.norms, self.commits):
             for ended in [w for w in once if w <= walk]:
                 del once[ended]
+
+
+def tensors_of(values: list[Any]) -> list[torch.Tensor | None]:
+    """The same; ProtocolError where there is something else."""
+    if not all(value is None or isinstance(value, torch.Tensor) for value in values):
+        raise ProtocolError("a gradient is a tensor or nothing")
+    return values
+
+
+def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
+    """(parameter's index, norm) pairs, from one tensor of each."""
+    indices, norms = values if len(values) == 2 else (None, None)
+    if not isinstance(indices, torch.Tensor) or not isinstance(norms, torch.Tensor) or indices.shape != norms.shape:
+        raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
+    if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
+        raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
+    known = [int(i) for i in indices]
+    if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
+        raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
+    return list(zip(known, norms.tolist()))
+
+
+def named_tensors(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
+    """By the names that its header gives."""
+    names = need(header, "names", list)
+    if len(names) != len(values):
+        raise ProtocolError("a frame of shared gradients needs one tensor for each name")
+    return dict(zip(names, tensors_of(values)))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import msgpack
 import structlog
@@ -21,18 +21,18 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostE
 from peers import messages, tensors
 from peers.compute import Compute
 from peers.executor import Executor
-from peers.inbox import Collect, Inbox, TakeSnapshot
+from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
-from peers.pulse import silence
-from peers.snapshot import by_parameter
+from peers.pulse import silence, while_alive
+from peers.snapshot import Held, by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
-__all__ = ["Member", "Session", "norms_of"]
+__all__ = ["Member", "Session"]
 
 log = structlog.get_logger()
 
@@ -54,6 +54,7 @@ class Session:
         transport: Transport,
         compute: Compute,
         timeouts: Timeouts,
+        held: Held,
     ) -> None:
         self.offer = offer
         self._timeouts = timeouts
@@ -65,7 +66,7 @@ class Session:
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
         self._owner = Outbox(stream)
         self._executor = Executor(
-            runner, offer.place, self._inbox, compute, self._owner, offer.flops, *offer.boundaries
+            runner, offer.place, self._inbox, compute, self._owner, offer.flops, held, *offer.boundaries
         )
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
@@ -221,41 +222,15 @@ class Session:
                 raise ProtocolError("an activation frame ends with the generator's state")
             inbox.put_forward(walk, need(header, "micro", int), peer, values)
         elif frame.kind == messages.B and apart == 1:
-            inbox.put_back(walk, need(header, "micro", int), peer, _tensors(values))
+            inbox.put_back(walk, need(header, "micro", int), peer, tensors_of(values))
         elif frame.kind == messages.NORMS and peer in place.below:
             inbox.put_norms(walk, peer, norms_of(values, len(place.norm_order)))
         elif frame.kind == messages.SHARED and apart > 0:
-            inbox.put_shared(walk, need(header, "micro", int), peer, _named(header, values))
+            inbox.put_shared(walk, need(header, "micro", int), peer, named_tensors(header, values))
         elif frame.kind == messages.TOTAL and apart < 0:
-            inbox.put_totals(walk, _named(header, values))
+            inbox.put_totals(walk, named_tensors(header, values))
         else:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
-
-
-def _tensors(values: list[Any]) -> list[torch.Tensor | None]:
-    if not all(value is None or isinstance(value, torch.Tensor) for value in values):
-        raise ProtocolError("a gradient is a tensor or nothing")
-    return values
-
-
-def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
-    """(parameter's index, norm) pairs, from one tensor of each."""
-    indices, norms = values if len(values) == 2 else (None, None)
-    if not isinstance(indices, torch.Tensor) or not isinstance(norms, torch.Tensor) or indices.shape != norms.shape:
-        raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
-    if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
-        raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
-    known = [int(i) for i in indices]
-    if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
-        raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
-    return list(zip(known, norms.tolist()))
-
-
-def _named(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
-    names = need(header, "names", list)
-    if len(names) != len(values):
-        raise ProtocolError("a frame of shared gradients needs one tensor for each name")
-    return dict(zip(names, _tensors(values)))
 
 
 class Member:
@@ -284,6 +259,8 @@ class Member:
         self.is_leaving = False
         self._job: Stream | None = None  # of the owner that has reserved this peer
         self._epochs: dict[str, tuple[int, int]] = {}  # owner -> the newest epoch that it has offered
+        self._held, self._held_of = Held(), ("", "")  # snapshots that outlive their session; (owner, job)
+        self._forgetting: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self.busy_changed = asyncio.Event()
@@ -329,6 +306,7 @@ class Member:
             await self._serve(stream, frame)
         finally:
             self._reserved, self._job = False, None
+            self._forgetting = asyncio.get_running_loop().call_later(self._timeouts.regroup_s, self._forget)
             self.session = None
             self._idle.set()
             self.busy_changed.set()
@@ -355,7 +333,8 @@ class Member:
     async def _serve(self, stream: Stream, frame: Frame) -> None:
         try:
             async with asyncio.timeout(self._timeouts.offer_s) as limit:
-                self.session = await self._prepare(stream, frame, limit)
+                prepare = partial(self._prepare, stream, frame, limit)
+                self.session = await while_alive(prepare, stream, self._timeouts)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
             return
@@ -384,6 +363,18 @@ class Member:
             self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
             self.session.close()
 
+    def _held_for(self, offer: Offer, owner: str) -> Held:
+        """What is left here of the last epoch of the same job; anything else is forgotten."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        if not offer.resumes or self._held_of != (owner, offer.job):
+            self._forget()
+        self._held_of = (owner, offer.job)
+        return self._held
+
+    def _forget(self) -> None:
+        self._held = Held()
+
     async def _report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""
         lost = getattr(error, "__notes__", [None])[0] if isinstance(error, PeerLostError) else None
@@ -401,24 +392,27 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
-        receiver = StateReceiver(offer.expected_state, recipes=True)
+        held = self._held_for(offer, stream.peer_id)
+        receiver = StateReceiver(offer.expected_state, recipes=True, held=held.values)
         stream.max_payload_bytes = receiver.max_payload_bytes
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
         while not await asyncio.to_thread(receiver.take, await stream.recv()):
             pass
-        kept = StateReceiver(offer.expected_optimizer, partial=True)
+        kept = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values)
         while offer.resumes and not await asyncio.to_thread(kept.take, await stream.recv()):
             pass
-        if receiver.unequal:
-            log.info("weights that come out differently here are sent", tensors=len(receiver.unequal))
-            await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(receiver.unequal))]))
-            while not await asyncio.to_thread(receiver.take, await stream.recv()):
-                pass
+        receivers = (receiver, kept) if offer.resumes else (receiver,)
+        if unequal := sum(len(r.unequal) for r in receivers):
+            log.info("weights that are not here, or come out differently, are sent", tensors=unequal)
+            await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(r.unequal)) for r in receivers]))
+            for r in receivers:
+                while not await asyncio.to_thread(r.take, await stream.recv()):
+                    pass
         runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
         runner.load_optimizer_state(by_parameter(kept.state))
         stream.max_payload_bytes = self._limits.payload_bytes
-        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts)
+        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, held)
         hashes = {"state": receiver.hash, "optimizer": kept.hash}
         header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))

@@ -12,8 +12,9 @@ Purposes of streams, and the frames on them:
     leave   (anybody -> peer)           LEAVE  ->  LEAVING at once, LEFT when its job goes on without it
     plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
     job     (owner -> member)           OFFER, (STATE | RECIPES)*, STATE_END, READY | REFUSED
-                                        (when resuming, STATE*, STATE_END of the optimizer too; before READY perhaps
-                                        AGAIN  ->  STATE*, STATE_END for what a recipe did not give)
+                                        (when resuming, of the optimizer too, and first what the member may still have; before
+                                        READY perhaps AGAIN  ->  STATE*, STATE_END for what it has not, or a recipe did not
+                                        give; and PONG at any time, as the member lives)
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk

@@ -14,9 +14,8 @@ from meshcee.capture import Capture
 from meshcee.config import Limits
 from meshcee.errors import CaptureError, ProtocolError
 from peers import messages
-from peers.checkpoint import Checkpoint
 from peers.offer import Offer
-from peers.snapshots import state_for
+from peers.snapshots import Kept, state_for
 from peers.state_frames import GROUP_BYTES, SLACK_BYTES, StateSender, names_of
 from peers.transport.base import Frame, Stream, StreamClosed
 
@@ -26,9 +25,9 @@ __all__ = ["Offering"]
 class Offering:
     """The offers of one epoch, over weights as captured or, to go on from it, of a checkpoint."""
 
-    def __init__(self, captured: Capture, base: Checkpoint | None, limits: Limits) -> None:
+    def __init__(self, captured: Capture, kept: Kept, limits: Limits) -> None:
         self._captured = captured
-        self._base = base
+        self._kept = kept
         self._limits = limits
         self._making = asyncio.Lock()  # frames of weights
 
@@ -43,18 +42,20 @@ class Offering:
             )
         await stream.send(frame)
         hashes = {"plan": offer.plan.hash()}
-        begin = await asyncio.to_thread(state_for, offer, self._captured, self._base)
+        begin = await asyncio.to_thread(state_for, offer, self._captured, self._kept.base)
+        stream.max_payload_bytes = SLACK_BYTES + sum(len(n) for names, _ in begin.values() for n in names)  # for AGAIN
         senders = {kind: StateSender(state) for kind, (_, state) in begin.items()}
         with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
             for kind, (names, _) in begin.items():
-                await self._send_all(stream, senders[kind].frames(names, recipes=kind == "state"))
+                held = offer.resumes and offer.peer_id in self._kept.holders  # then only what it lacks is sent
+                await self._send_all(stream, senders[kind].frames(names, recipes=True, held=held))
                 hashes[kind] = senders[kind].hash
-        stream.max_payload_bytes = SLACK_BYTES + sum(map(len, offer.expected_state))  # AGAIN names some of them
-        reply = await stream.recv()
+        reply = await _answer(stream)
         if reply.kind == messages.AGAIN:
-            await self._send_all(stream, senders["state"].frames(names_of(reply, offer.expected_state)))
+            for part, (kind, (names, _)) in enumerate(begin.items()):
+                await self._send_all(stream, senders[kind].frames(names_of(reply, part, set(names))))
             stream.max_payload_bytes = 0
-            reply = await stream.recv()
+            reply = await _answer(stream)
         if reply.kind == messages.READY and any(reply.header.get(kind) != own for kind, own in hashes.items()):
             raise ProtocolError("it acknowledged another plan or other weights")
         return reply
@@ -70,3 +71,10 @@ class Offering:
                     await stream.send(frame)
             if not large:
                 await stream.send(frame)
+
+
+async def _answer(stream: Stream) -> Frame:
+    """The next frame that is more than a sign of life."""
+    while (frame := await stream.recv()).kind == messages.PONG:
+        pass
+    return frame

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,19 +22,19 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import MeshceeError, PeerLostError, ProtocolError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, ProtocolError
 from meshcee.job import Job
 from meshcee.memory import large_apart
 from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.evaluation import Outputs, averaged
-from peers.failures import reported
+from peers.failures import LOST_HERE, Failures, reported
 from peers.feed import Feed
 from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
-from peers.pulse import beat
+from peers.pulse import SILENT, beat, unless_silent
 from peers.sharing import check_sharing
 from peers.snapshots import Kept, Snapshots
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver
@@ -47,9 +47,6 @@ __all__ = ["Owner", "Report"]
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-SILENT = "nothing has come from it for too long"
-GRACE_S = 0.5  # after the first failure, for its cause to arrive from another member
 
 
 def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
@@ -103,9 +100,8 @@ class Owner:
         self._ahead = asyncio.Semaphore(ahead)
         self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)
-        self._failed = asyncio.Event()
-        self.blamed: Counter[str] = Counter()  # peers that other members have lost
-        self._failures: list[tuple[int, MeshceeError]] = []  # (rank, error): the lowest rank is the cause
+        self.failures = Failures()
+        self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
         self.leaving: set[str] = set()  # members that have asked to be left out
         self.stopped = False
         self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
@@ -161,10 +157,8 @@ class Owner:
                 beside.append(group.create_task(self._watch_failures()))
                 await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
                 with large_apart():
-                    await self._offer_all(group)
-                for link in self._links:
-                    silent = partial(self._gone, link, SILENT)
-                    beside.append(group.create_task(beat(link.outbox, self._timeouts, silent)))
+                    beside += await self._offer_all(group)
+                self.ready_s = asyncio.get_running_loop().time()
                 if self._snapshots is not None:
                     beside.append(group.create_task(self._snapshots.run()))
                 group.create_task(self._feed(feed))
@@ -178,26 +172,21 @@ class Owner:
         except* _EpochFailed:
             pass
         except* MeshceeError as group:  # of our own: the user's data or metrics
-            self._failures.append((0, _leaf(group)))
+            self.failures.add(0, _leaf(group))
         finally:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
             if self._snapshots is not None:
                 self._snapshots.close()
-        if self._failures:
-            raise min(self._failures, key=lambda failure: failure[0])[1]
+        if self.failures.cause is not None:
+            raise self.failures.cause
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
     async def _watch_failures(self) -> None:
-        await self._failed.wait()
-        await asyncio.sleep(GRACE_S)
+        await self.failures.enough()
         raise _EpochFailed
-
-    def _fail(self, rank: int, error: MeshceeError) -> None:
-        self._failures.append((rank, error))
-        self._failed.set()
 
     def _describe(self, peer_id: str) -> str:
         stage = next((i for i, s in enumerate(self.plan.pipelines[0].stages) if peer_id in s.peers), None)
@@ -205,14 +194,22 @@ class Owner:
 
     # -- offering ------------------------------------------------------------------------------------------------------
 
-    async def _offer_all(self, group: asyncio.TaskGroup) -> None:
+    async def _offer_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Until all are READY; returns the tasks that ask for signs of life, from each as soon as it is."""
+        beats: list[asyncio.Task[None]] = []
+
+        async def offer_to(offer: Offer) -> None:
+            link = await self._offer(offer, offering)
+            for task in (self._send(link), self._read(link)):
+                group.create_task(task)
+            beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
+
         terms = Terms.of(self._job, self._capture)
         same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
-        offering = Offering(self._capture, self._kept.base, self._limits)
+        offering = Offering(self._capture, self._kept, self._limits)
         async with asyncio.TaskGroup() as offers:
             for peer_id in self.plan.peers:
-                offer = Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)
-                offers.create_task(self._offer(offer, offering))
+                offers.create_task(offer_to(Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._kept.store is not None and self._source is not None:
             leading = [link.offer for link in self._leaders]
@@ -220,13 +217,11 @@ class Owner:
             for i, link in enumerate(self._leaders):
                 largest = self._snapshots.largest_payload_bytes(i)
                 link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
-        for link in self._links:
-            group.create_task(self._send(link))
-            group.create_task(self._read(link))
+        return beats
 
-    async def _offer(self, offer: Offer, offering: Offering) -> None:
+    async def _offer(self, offer: Offer, offering: Offering) -> Link:
+        """The link to a member that is READY."""
         peer_id = offer.peer_id
-        lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step")
         limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
@@ -234,22 +229,25 @@ class Owner:
                 stream.max_payload_bytes = 0  # READY has none
                 link = Link(offer, stream)
                 self._links.append(link)
-                reply = await offering.send(stream, offer)
-        except (StreamClosed, TimeoutError) as error:
-            self._fail(1, lost)
+                reply = await unless_silent(partial(offering.send, stream, offer), stream, self._timeouts)
+        except (JoinError, StreamClosed, TimeoutError) as error:
+            why = str(error) or f"it was not ready within {limit_s:.0f} s"
+            lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")
+            self.failures.add(LOST_HERE, lost)
             raise _EpochFailed from error
         except ProtocolError as error:
-            self._fail(0, ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
+            self.failures.add(0, ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
             raise _EpochFailed from error
         except MeshceeError as error:
-            self._fail(1, error)
+            self.failures.add(LOST_HERE, error)
             raise _EpochFailed from error
         if reply.kind != messages.READY:
-            self._fail(0, messages.error_from(reply.header))
+            self.failures.add(0, messages.error_from(reply.header))
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
         output_bytes = sum(value.nbytes(self.plan.micro_batch) for value in outputs)
         stream.max_payload_bytes = max(link.receiver.max_payload_bytes, output_bytes) + self._limits.chunk_bytes
+        return link
 
     # -- feeding -------------------------------------------------------------------------------------------------------
 
@@ -320,11 +318,11 @@ class Owner:
             if not link.closing:
                 self._gone(link, closed)
         except ProtocolError as error:
-            self._fail(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
+            self.failures.add(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
-        self._fail(
-            1,
+        self.failures.add(
+            LOST_HERE,
             PeerLostError(
                 f"peer {self._describe(link.peer_id)} was lost in step {self._step}, before it was applied: {closed}"
             ),
@@ -335,8 +333,8 @@ class Owner:
         if frame.kind == messages.FAILED:
             link.closing = True  # its end of file is a consequence
             rank, failure, lost = reported(header, link.peer_id, self._step, self._describe)
-            self.blamed.update(lost)
-            self._fail(rank, failure)
+            self.failures.blamed.update(lost)
+            self.failures.add(rank, failure)
             return
         if frame.kind == messages.CLOCK and self._trace is not None:
             self._trace.hear_clock(link.peer_id, header)
@@ -412,7 +410,7 @@ class Owner:
                     await event.wait()
             except TimeoutError:
                 if heard == self._heard:
-                    self._fail(
+                    self.failures.add(
                         3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
                     )
 

@@ -2,33 +2,87 @@
 
 The idea: a peer that is stopped or cut off sends no end of its stream. So one side asks now and then, the other answers,
 and each counts whatever has arrived, answers or work: only a stream over which nothing at all has come is given up.
+A member that takes an offer and may read nothing for long, as it builds, says unasked that it lives.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from meshcee.config import Timeouts
 from peers import messages
 from peers.outbox import Outbox
-from peers.transport.base import Frame, Stream
+from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["beat", "silence"]
+__all__ = ["SILENT", "beat", "silence", "unless_silent", "while_alive"]
+
+T = TypeVar("T")
+
+SILENT = "nothing has come from it for too long"
 
 
 async def silence(stream: Stream, timeouts: Timeouts, ask: Callable[[], None] = lambda: None) -> None:
-    """Return once nothing has arrived for `silent_s`; `ask` is called every `beat_s` that brought something."""
+    """Return once nothing has arrived for `silent_s`; `ask` is called every `beat_s` that brought something.
+
+    A pause of this process counts as no more than two beats: what came meanwhile has not been read yet.
+    """
     loop = asyncio.get_running_loop()
-    seen, since_s = -1, loop.time()
-    while loop.time() - since_s < timeouts.silent_s:
+    seen, silent_s, looked_s = -1, 0.0, loop.time()
+    while silent_s < timeouts.silent_s:
         if stream.received_bytes != seen:
-            seen, since_s = stream.received_bytes, loop.time()
+            seen, silent_s = stream.received_bytes, 0.0
             ask()
         await asyncio.sleep(timeouts.beat_s)
+        before_s, looked_s = looked_s, loop.time()
+        silent_s += min(looked_s - before_s, 2 * timeouts.beat_s)
 
 
 async def beat(outbox: Outbox, timeouts: Timeouts, lost: Callable[[], None]) -> None:
     """Ask for signs of life until there are none."""
     await silence(outbox.stream, timeouts, lambda: outbox.post(Frame(messages.PING)))
     lost()
+
+
+async def while_alive(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:
+    """What `work` gives; meanwhile a PONG goes out every `beat_s`, whatever else is sent."""
+
+    async def tell() -> None:
+        with contextlib.suppress(StreamClosed):
+            while True:
+                await asyncio.sleep(timeouts.beat_s)
+                await stream.send(Frame(messages.PONG))
+
+    return await _beside(work, tell())
+
+
+async def unless_silent(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:
+    """What `work` gives; raises StreamClosed once nothing has arrived for `silent_s`."""
+
+    async def watch() -> None:
+        await silence(stream, timeouts)
+        raise StreamClosed(SILENT)
+
+    return await _beside(work, watch())
+
+
+async def _beside(work: Callable[[], Awaitable[T]], other: Coroutine[Any, Any, None]) -> T:
+    """What `work` gives or raises, with `other` running beside it; what that raises ends both."""
+    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        try:
+            outcome.set_result(await work())
+        except Exception as error:
+            outcome.set_exception(error)
+        beside.cancel()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(other)
+            group.create_task(run())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return outcome.result()

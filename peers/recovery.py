@@ -50,6 +50,24 @@ async def roll_call(agent: Agent, peers: Iterable[str]) -> set[str]:
     return {peer_id for peer_id, task in tasks.items() if task.result()}
 
 
+class Course:
+    """How a recovery went, told in one line of the log when the first new step is done.
+
+    `seconds` since the loss was noticed, until: `called` (the roll is), `planned`, `ready` (all members hold their stages),
+    `first step` (of those to be computed again), `new step`.
+    """
+
+    def __init__(self, noticed_s: float) -> None:
+        self._noticed_s = noticed_s
+        self.seconds: dict[str, float] = {}
+        self.again = 0  # steps that were computed again
+
+    def mark(self, moment: str, at_s: float | None = None) -> None:
+        """It is now, or was at this time of the loop's clock."""
+        at_s = asyncio.get_running_loop().time() if at_s is None else at_s
+        self.seconds[moment] = round(at_s - self._noticed_s, 3)
+
+
 class Recovery:
     """One for each job. `gone` maps a peer to when it was missed, by our clock."""
 
@@ -61,6 +79,33 @@ class Recovery:
         self.gone: dict[str, float] = {}
         self.free: tuple[str, ...] = ()
         self._parted: tuple[frozenset[str], frozenset[str]] | None = None  # who wanted to leave, the other devices
+        self._course: Course | None = None  # of the recovery under way
+
+    def notice(self, at_s: float | None) -> None:
+        """A member was lost at this time of the loop's clock; on the way back from another loss, that one counts."""
+        if self._course is not None:
+            self._course.seconds.clear()
+        elif at_s is not None:
+            self._course = Course(at_s)
+
+    def hear(self, step: int, *, new: bool, ready_s: float | None) -> None:
+        """A step is done; `ready_s` is when its epoch's members were ready."""
+        course = self._course
+        if course is None:
+            return
+        if "first step" not in course.seconds:
+            course.mark("ready", ready_s)
+            course.mark("first step")
+        if not new:
+            course.again += 1
+            return
+        course.mark("new step")
+        log.warning("the run goes on", step=step, steps_again=course.again, seconds=course.seconds)
+        self._course = None
+
+    def _mark(self, moment: str) -> None:
+        if self._course is not None:
+            self._course.mark(moment)
 
     async def after(self, lost: PeerLostError, members: Iterable[str], blamed: Counter[str], done: int) -> None:
         """Find out who is left; raises `lost` when going on again and again leads nowhere."""
@@ -73,6 +118,7 @@ class Recovery:
             await asyncio.sleep(min(0.5 * 2**self._fruitless, LONGEST_PAUSE_S))
         members = set(members)
         here = await roll_call(self._agent, members)
+        self._mark("called")
         now = time.time()
         missed = members - here
         if self._fruitless and not missed:
@@ -123,13 +169,16 @@ class Recovery:
 
         Raises the last PlanError or JoinError when none came.
         """
+        last: MeshceeError = JoinError("nobody planned in time")
         try:
             async with asyncio.timeout(self._agent.timeouts.regroup_s):
                 while True:
                     await self._welcome_back()
                     asked = replace(request, free=self.free, without=tuple(sorted(self.gone)))
                     try:
-                        return await self._plan_once(asked)
+                        planned = await self._plan_once(asked)
+                        self._mark("planned")
+                        return planned
                     except (PlanError, JoinError) as error:
                         log.debug("no plan yet", error=str(error))
                         last = error

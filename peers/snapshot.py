@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +113,18 @@ def by_parameter(flat: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
 class _Copy:
     next_step: int
     images: tuple[Image, ...]  # as FILES
+    tensors: Mapping[str, torch.Tensor]  # of both
 
 
 class Held:
-    """The snapshots that a member holds: the newest, and the one before it until that is superseded too."""
+    """The snapshots that a member holds: the newest, and the one before it until that is superseded too.
+
+    They outlive the epoch: when the next one goes on from such a snapshot, what this member needs of it is here already.
+    """
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []
+        self._copies: list[_Copy] = []  # oldest first
+        self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 
     def take(self, next_step: int, runner: StageRunner) -> Frame:
         """Copy the stage as it stands before `next_step`; what to tell the owner. Runs on the compute thread."""
@@ -131,9 +136,17 @@ class Held:
             for key, value in kept.items()
             if isinstance(value, torch.Tensor)
         }
-        copy = _Copy(next_step, (Image(model), Image(optimizer)))
-        self._copies = [*self._copies[-1:], copy]
+        copy = _Copy(next_step, (Image(model), Image(optimizer)), model | optimizer)
+        # A lost epoch may have gone further than this one.
+        self._copies = [*[c for c in self._copies if c.next_step < next_step][-1:], copy]
+        self._frozen = {n: t.detach() for n, t in state.items() if n not in model and t.device.type == "cpu"}
         return Frame(messages.SNAPSHOT, {"next_step": next_step}, [image.header for image in copy.images])
+
+    def values(self, name: str) -> Iterator[torch.Tensor]:
+        """What is here under a name of the model, or "<parameter>/<key>" of the optimizer; newest first."""
+        for tensors in (*(copy.tensors for copy in reversed(self._copies)), self._frozen):
+            if name in tensors:
+                yield tensors[name]
 
     def read(self, header: Mapping[str, Any]) -> Frame:
         """The answer to a PULL. Raises ProtocolError for what is not held."""

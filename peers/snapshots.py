@@ -8,6 +8,7 @@ have been reported, so that none can be lost between the two.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,14 +36,17 @@ AHEAD = 4  # chunks asked for and not yet here, from each stage
 class Cadence:
     """When the next snapshot is due: every `every` steps, or as often as costs at most a share of the time.
 
-    A stage is read for as long as its link needs; `SHARE` bounds which part of the time the links are used for it.
+    A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
+    time links are used for them, `UNDER_WAY` which part one is being made: waited for, read, brought to the disk.
     """
 
     every: int = 0
     SHARE = 0.05
-    LEAST_S = 2.0
+    UNDER_WAY = 0.5
+    LEAST_S = 1.0
     _began_s: float = float("-inf")
     _took_s: float = 0.0
+    _read_s: float = 0.0
     _last_step: int = 0
 
     def start(self, next_step: int, now_s: float) -> None:
@@ -52,13 +56,15 @@ class Cadence:
     def is_due(self, next_step: int, now_s: float) -> bool:
         if self.every:
             return next_step // self.every > self._last_step // self.every
-        return now_s - self._began_s >= max(self.LEAST_S, self._took_s / self.SHARE)
+        rest_s = max(self.LEAST_S, self._read_s / self.SHARE, self._took_s / self.UNDER_WAY)
+        return now_s - self._began_s >= rest_s
 
     def begun(self, next_step: int, now_s: float) -> None:
         self._last_step, self._began_s = next_step, now_s
 
-    def ended(self, now_s: float) -> None:
-        self._took_s = now_s - self._began_s
+    def ended(self, now_s: float, read_s: float) -> None:
+        """It is complete; the slowest link was used for it for `read_s`."""
+        self._took_s, self._read_s = now_s - self._began_s, read_s
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,14 @@ class Kept:
 
     `base` is the state to go on from (None: the model as it was captured), `store` the place for checkpoints (None: there
     are none), `least` the number of steps that were reported before: they are done again even if the user stops the run.
+    `holders` are peers that may still have what they trained before.
     """
 
     base: Checkpoint | None = None
     store: CheckpointStore | None = None
     cadence: Cadence = field(default_factory=Cadence)
     least: int = 0
+    holders: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -84,7 +92,8 @@ class _Stage:
     left: list[tuple[int, int]] = field(default_factory=list)  # (file, start) not yet asked for
     awaited: list[tuple[int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    begun: bool = False
+    begun_s: float | None = None  # when it announced them
+    read_s: float = 0.0  # from then until the last of them was here
     done: bool = False  # its files are on the disk; the last thing that a thread sets
 
 
@@ -145,15 +154,17 @@ class Snapshots:
             header = {"next_step": draft.next_step, "file": file, "start": start}
             asked.append(Frame(messages.PULL, header))
         if not stage.awaited:
+            assert stage.begun_s is not None
+            stage.read_s = time.monotonic() - stage.begun_s
             for writer in stage.writers:
                 writer.close()
             stage.done = True
         return asked
 
     def _announced(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> None:
-        if stage.begun or len(frame.payloads) != len(FILES):
+        if stage.begun_s is not None or len(frame.payloads) != len(FILES):
             raise ProtocolError("it announced a snapshot twice, or not as two files")
-        stage.begun = True
+        stage.begun_s = time.monotonic()
         for file, (name, header) in enumerate(zip(FILES, frame.payloads)):
             size = parse_header(memoryview(header), stage.layouts[file], partial=name == "optimizer")
             stage.sizes.append(size)
@@ -195,7 +206,7 @@ class Snapshots:
                 continue
             self._draft = None  # from here on it is completed, whatever happens to the epoch
             self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=self._plan)
-            self._cadence.ended(_now_s())
+            self._cadence.ended(_now_s(), max(stage.read_s for stage in self._stages))
             log.debug("checkpoint", next_step=draft.next_step)
             self._free.set()
 

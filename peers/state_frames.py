@@ -1,15 +1,16 @@
-"""Weights on the wire: safetensors, a few tensors a frame, or how to make them; checked against what is expected.
+"""Weights on the wire: safetensors, a few tensors a frame, or how to come by them; checked against what is expected.
 
 The idea: the receiver knows every name, type and shape from the graph before a byte arrives, so a frame that lies
 about its size is refused and nothing is allocated for it. What both sides agree on in the end are the bits: the hash
-covers every tensor, whether it was sent or made by recipe, and one that came out differently is asked for again.
+covers every tensor, whether it was sent, made by recipe or still there, and one that came out differently is asked for
+again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import msgpack
 import safetensors
@@ -37,6 +38,7 @@ __all__ = [
 
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
+HELD = b""  # the recipe for what the receiver may still have
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
 SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
 
@@ -48,23 +50,28 @@ class StateSender:
         self._state = state
         self._digests: dict[str, str] = {}
 
-    def frames(self, names: Iterable[str], *, recipes: bool = False) -> Iterator[Frame]:
+    def frames(self, names: Iterable[str], *, recipes: bool = False, held: bool = False) -> Iterator[Frame]:
         """STATE frames that together hold each of these once, then STATE_END with the hash of all so far.
 
-        `recipes` allows RECIPES frames for tensors of which it is known how they are made.
+        `recipes` allows RECIPES frames for tensors of which it is known how they are made; `held` sends empty recipes
+        alone, for a receiver that may still have them all.
         """
         group: dict[str, torch.Tensor] = {}
         made: dict[str, tuple[bytes, str]] = {}
+        made_bytes = 0
         for name in names:
             tensor = self._state[name].detach().cpu().contiguous()
             self._digests[name] = _digest(tensor)
-            recipe = self._state.recipe(name) if recipes and isinstance(self._state, InitialState) else None
+            recipe = HELD if held else None
+            if recipes and isinstance(self._state, InitialState):
+                recipe = self._state.recipe(name)
             if recipe is not None:
                 del tensor
                 made[name] = (recipe, self._digests[name])
-                if sum(len(known) for known, _ in made.values()) > RECIPES_BYTES:
+                made_bytes += len(recipe) + len(name) + len(self._digests[name])
+                if made_bytes > RECIPES_BYTES:
                     yield Frame(messages.RECIPES, {}, [msgpack.packb(made)])
-                    made = {}
+                    made, made_bytes = {}, 0
                 continue
             if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > GROUP_BYTES:
                 # Whoever waits for this frame to be sent should not hold the tensors as well.
@@ -92,11 +99,12 @@ def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
     return StateSender(state).frames(state)
 
 
-def names_of(frame: Frame, known: Layout) -> list[str]:
-    """What an AGAIN frame asks for: some of the known names, each once. Raises ProtocolError."""
+def names_of(frame: Frame, part: int, known: Set[str]) -> list[str]:
+    """What an AGAIN frame asks for of the weights (part 0) or the optimizer's state (1): some of the known names, each
+    once. Raises ProtocolError."""
     try:
-        names = msgpack.unpackb(frame.payloads[0], raw=False, max_array_len=len(known))
-        if not isinstance(names, list) or len(set(names)) != len(names) or not set(names) <= known.keys():
+        names = msgpack.unpackb(frame.payloads[part], raw=False, max_array_len=len(known))
+        if not isinstance(names, list) or len(set(names)) != len(names) or not set(names) <= known:
             raise ValueError
     except (IndexError, ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError("it asked again for weights that it was not offered") from error
@@ -124,13 +132,22 @@ class StateReceiver:
     """Collects STATE frames. `expected` maps each name to its type and shape; anything else is refused.
 
     `partial`: not all of it need come, as of an optimizer that has not met every parameter yet. `recipes`: RECIPES
-    frames are followed; what then has other bits than the sender's is in `unequal`, and may come as values.
+    frames are followed; what then has other bits than the sender's is in `unequal`, and may come as values. `held` gives
+    what is here of a name, newest first, for empty recipes.
     """
 
-    def __init__(self, expected: Layout, *, partial: bool = False, recipes: bool = False) -> None:
+    def __init__(
+        self,
+        expected: Layout,
+        *,
+        partial: bool = False,
+        recipes: bool = False,
+        held: Callable[[str], Iterable[torch.Tensor]] = lambda name: (),
+    ) -> None:
         self._expected = dict(expected)
         self._partial = partial
         self._recipes = recipes
+        self._held = held
         self._digests: dict[str, str] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.unequal: set[str] = set()
@@ -142,9 +159,10 @@ class StateReceiver:
     def take(self, frame: Frame) -> bool:
         """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed, or `unequal`."""
         if frame.kind == messages.STATE_END:
-            missing = sorted(self._expected.keys() - self.state.keys() - (set() if self._asked else self.unequal))
+            absent = set() if self._partial else self._expected.keys() - self.state.keys()
+            missing = sorted(absent | self.unequal if self._asked else absent - self.unequal)
             self._asked = True
-            if missing and not self._partial:
+            if missing:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
             self.hash = _hash(self._digests)
             if not self.unequal and messages.need(frame.header, "hash", str) != self.hash:
@@ -191,12 +209,18 @@ class StateReceiver:
             dtype, shape = self._awaited(name)
             if type(recipe) is not bytes or name in self.unequal:
                 raise ProtocolError(f"the recipe for {name!r} is not bytes, or came twice")
-            found, view = decode(recipe, dtype, shape)
-            tensor = found.tensor(view).contiguous()
-            if (own := _digest(tensor)) == digest:
-                self._keep(name, tensor, own)
-            else:  # another kind of processor may draw other bits
+            if recipe == HELD:
+                here = (t for t in self._held(name) if (t.dtype, tuple(t.shape)) == (dtype, shape))
+                tensor = next((t.clone() for t in here if _digest(t) == digest), None)
+            else:
+                found, view = decode(recipe, dtype, shape)
+                tensor = found.tensor(view).contiguous()
+                if _digest(tensor) != digest:  # another kind of processor may draw other bits
+                    tensor = None
+            if tensor is None:
                 self.unequal.add(name)
+            else:
+                self._keep(name, tensor, digest)
 
 
 class ReplicaReceiver(StateReceiver):

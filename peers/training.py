@@ -307,7 +307,8 @@ class Training:
         assert self._owner is not None
         try:
             if lost is not None:
-                await self._recovery.after(lost, plan.peers, self._owner.blamed, len(self.result.losses))
+                self._recovery.notice(self._owner.failures.noticed_s)
+                await self._recovery.after(lost, plan.peers, self._owner.failures.blamed, len(self.result.losses))
             self._base = await self._newest()
             self._next = None
             planned = await self._recovery.plan(self._asking(plan))
@@ -363,6 +364,7 @@ class Training:
             self._trace.begin(plan, names, start, self._job.steps)
             measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
+        holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
         self._owner = own(
             self._agent,
             self._job,
@@ -371,7 +373,7 @@ class Training:
             term,
             epoch,
             trace=self._trace,
-            kept=Kept(self._base, store, self._cadence, len(self.result.losses)),
+            kept=Kept(self._base, store, self._cadence, len(self.result.losses), holders),
         )
         if self._stopping:
             self._owner.stop()
@@ -399,6 +401,8 @@ class Training:
         plan = planned.plan
         self.result.steps_s.append(report.step_s)
         again = report.step in self._known
+        if self._owner is not None:
+            self._recovery.hear(report.step, new=not again, ready_s=self._owner.ready_s)
         if again:
             self._compare(report, plan)
         if report.step == len(self.result.losses):

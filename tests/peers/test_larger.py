@@ -181,11 +181,11 @@ def test_what_is_unequal_must_come_at_the_second_try() -> None:
     assert receiver.unequal == {"weight"}
     with pytest.raises(ProtocolError, match="weights of weight"):
         receiver.take(end)
-    asked = names_of(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(receiver.unequal))]), expected)
+    asked = names_of(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(receiver.unequal))]), 0, set(expected))
     for frame in sender.frames(asked):
         receiver.take(frame)
     assert receiver.unequal == set()
     assert receiver.hash == sender.hash
     for wrong in (["other"], ["weight", "weight"], 3, {"weight": 1}):
         with pytest.raises(ProtocolError, match="not offered"):
-            names_of(Frame(messages.AGAIN, {}, [msgpack.packb(wrong)]), expected)
+            names_of(Frame(messages.AGAIN, {}, [msgpack.packb(wrong)]), 0, set(expected))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
@@ -21,8 +23,13 @@ from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.commands.session import unwrap
 from peers.home import Home
 from peers.mesh import Mesh
+from peers.offer import Offer
+from peers.offering import Offering
 from peers.owner import Report
+from peers.stage import StageRunner
+from peers.state_frames import names_of
 from peers.training import Result
+from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment
 from tests.peers.test_training import make_job
 
@@ -89,10 +96,49 @@ async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path,
             if report.step == 10:
                 here.crash(stage_of(here, mesh, stage))
 
-        result = await train(mesh, hear)
+        with capture_logs() as logged:
+            result = await train(mesh, hear)
         assert result.plan is not None
         assert len(result.plan.pipelines[0].stages) == 2
     assert_undisturbed(result, told, home)
+    (course,) = [entry for entry in logged if entry["event"] == "the run goes on"]
+    assert list(course["seconds"]) == ["called", "planned", "ready", "first step", "new step"]
+    assert 0 < course["seconds"]["called"] <= course["seconds"]["new step"] < 10
+    assert 0 <= course["steps_again"] <= 11
+    assert course["step"] > 10
+
+
+async def test_who_stays_is_sent_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, told = Home(tmp_path), []
+    asked: dict[str, set[str]] = {}
+
+    def spy(frame: Frame, part: int, known: Set[str]) -> list[str]:
+        names = names_of(frame, part, known)
+        asked.setdefault(str(part), set()).update(names)
+        return names
+
+    monkeypatch.setattr("peers.offering.names_of", spy)
+    async with a_mesh(home, 3) as (here, mesh):
+        before: dict[str, tuple[int, int]] = {}
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                assert mesh.result.plan is not None
+                before.update({s.peers[0]: (s.first, s.end) for s in mesh.result.plan.pipelines[0].stages})
+                here.crash(stage_of(here, mesh, 2))
+
+        result = await train(mesh, hear)
+        assert result.plan is not None
+        train_graph = captured_job().train
+        lacked: set[str] = set()
+        for stage in result.plan.pipelines[0].stages:
+            had = set(train_graph.slice(*before[stage.peers[0]]).state_names())
+            lacked |= set(train_graph.slice(stage.first, stage.end).state_names()) - had
+    assert_undisturbed(result, told, home)
+    assert asked["0"] == lacked
+    trained = {entry.name for entry in train_graph.inputs if entry.trainable}
+    assert {name.rpartition("/")[0] for name in asked["1"]} == lacked & trained
 
 
 async def test_two_losses_a_newcomer_and_no_snapshot_yet(tmp_path: Path) -> None:
@@ -184,3 +230,52 @@ async def test_a_member_that_falls_silent_is_given_up_and_finds_its_epoch_over(t
         result = await train(mesh, hear)
         await mesh.agent.wait_for_devices(3)  # it is idle again
     assert_undisturbed(result, told, home)
+
+
+async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither answers nor breaks while it should build its stage; an offer itself may take minutes."""
+    home, told = Home(tmp_path), []
+    send = Offering.send
+    async with a_mesh(home, 3) as (here, mesh):
+        silent: list[str] = []
+
+        async def fall_silent(self: Offering, stream: Stream, offer: Offer) -> Frame:
+            if offer.resumes and not silent:
+                silent.append(offer.peer_id)
+                for agent in here.agents.values():
+                    here.network.impair(agent.peer_id, offer.peer_id, Impairment(latency_s=300.0))
+                    here.network.impair(offer.peer_id, agent.peer_id, Impairment(latency_s=300.0))
+            return await send(self, stream, offer)
+
+        monkeypatch.setattr(Offering, "send", fall_silent)
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, 2))
+
+        async with asyncio.timeout(15):  # of offer_s = 120
+            result = await train(mesh, hear)
+        assert silent
+        assert len(result.plan.pipelines[0].stages) == 1
+    assert_undisturbed(result, told, home)
+
+
+async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a silent owner would be given."""
+    home, told = Home(tmp_path), []
+    build = Offer.build
+
+    def slow(self: Offer, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
+        if self.index == 0:
+            time.sleep(2.0)
+        return build(self, state, device)
+
+    monkeypatch.setattr(Offer, "build", slow)
+    async with a_mesh(home, 2) as (_, mesh):
+        with capture_logs() as logged:
+            result = await train(mesh, told.append)
+    assert_undisturbed(result, told, home)
+    assert not [entry for entry in logged if entry["event"] == "a member was lost"]

@@ -19,7 +19,7 @@ from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Plan
 from meshcee.sampling import draw
 from meshcee.tensor_files import save
-from peers.member import norms_of
+from peers.inbox import norms_of
 from peers.offer import Offer
 from peers.settlement import Settlement
 from peers.stage import StageRunner
