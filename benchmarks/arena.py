@@ -47,6 +47,7 @@ class Arena:
         self._news = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._stopped: set[str] = set()
+        self._pauses: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Arena:
@@ -55,6 +56,8 @@ class Arena:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        for pause in self._pauses:
+            pause.cancel()
         for name in list(self._stopped):
             self.resume(name)
         if self._owner is not None and self._owner.returncode is None:
@@ -148,13 +151,35 @@ class Arena:
 
     def resume(self, name: str) -> None:
         self._stopped.discard(name)
-        self.children.processes[name].send_signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            self.children.processes[name].send_signal(signal.SIGCONT)
 
-    def kill_daemon(self, name: str) -> None:
-        """Its p2pd alone."""
-        for child in psutil.Process(self.children.processes[name].pid).children(recursive=True):
+    async def join(self, name: str) -> None:
+        await self.children.add(name, besides=self._stopped)
+
+    def pause(self, name: str, seconds: float) -> None:
+        """Stop it and let it go on after a while, beside whatever else happens."""
+
+        async def go_on() -> None:
+            await asyncio.sleep(seconds)
+            self.resume(name)
+
+        self.stop(name)
+        self._pauses.append(self._group.create_task(go_on()))
+
+    def kill_daemon(self, name: str | None) -> None:
+        """The p2pd alone, of a peer, or of the owner (None)."""
+        process = self._owner if name is None else self.children.processes[name]
+        assert process is not None
+        for child in psutil.Process(process.pid).children(recursive=True):
             if child.name() == "p2pd":
                 child.kill()
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        """What the owner's log says of each loss that it has got over."""
+        lines = (self.home.folder / "owner.log").read_text(errors="replace").splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return [entry for entry in found if entry.get("event") == "the run goes on"]
 
     def orphans(self) -> list[int]:
         """p2pd processes of peers that are gone."""

@@ -1,7 +1,8 @@
 """Peers are killed, stopped and replaced by a schedule from a seed while a job trains; its losses are held against the plain loop.
 
 `python -m benchmarks.chaos [--seeds 3] [--first 0] [--steps 60] [--blows 5]` prints a JSON line for each seed: what was done at
-which step, and how it ended. Six real peers, four stages. A seed takes one to two minutes on two quiet cores.
+which step, how long each loss took until the next new step, and how it ended; the logs of a run that did not end as it
+should stay in /tmp/meshcee-chaos-SEED. Six real peers, four stages. A seed takes one to two minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -21,9 +23,11 @@ import torch
 from benchmarks.arena import Arena
 from meshcee._demo_job import job as demo
 from meshcee.eager import eager
+from meshcee.errors import MeshceeError
 
 PEERS, STAGES = 6, 4
-BLOWS = ("kill a member", "kill any", "stop", "kill p2pd", "join", "kill two")
+BLOWS = ("kill a member", "kill any", "stop", "pause", "kill p2pd", "kill the owner's p2pd", "join", "kill two")
+PAUSES_S = 1.0, 20.0  # shorter and longer than what a silent peer is given
 
 
 async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
@@ -41,9 +45,12 @@ async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
                     await arena.until(lambda at=at: arena.steps >= at)
                     done.append(f"step {at}: {await strike(arena, draw, len(done))}")
                 code = await arena.ends()
-            except (TimeoutError, RuntimeError) as error:
+            except (TimeoutError, RuntimeError, MeshceeError) as error:
+                keep(arena, seed)
                 return {"seed": seed, "blows": done, "outcome": f"{type(error).__name__}: {error}"}
-            reports = arena.run.reports()
+            if code != 0:
+                keep(arena, seed)
+            reports, recoveries = arena.run.reports(), arena.recoveries()
             plan = next(event["plan"] for _, event in arena.events if "plan" in event)
         orphans = arena.orphans()
     torch.set_num_threads(1)
@@ -57,20 +64,37 @@ async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
         outcome = "other losses"
     elif orphans:
         outcome = f"orphans: {orphans}"
-    return {"seed": seed, "blows": done, "outcome": outcome, "seconds": round(time.monotonic() - started_s, 1)}
+    back_s = [round(r["seconds"]["new step"], 1) for r in recoveries]
+    took_s = round(time.monotonic() - started_s, 1)
+    return {"seed": seed, "blows": done, "outcome": outcome, "back_s": back_s, "seconds": took_s}
+
+
+def keep(arena: Arena, seed: int) -> None:
+    """The logs of a run that did not end as it should."""
+    folder = Path(tempfile.gettempdir()) / f"meshcee-chaos-{seed}"
+    folder.mkdir(exist_ok=True)
+    for log in arena.home.folder.glob("*.log"):
+        shutil.copy(log, folder)
 
 
 async def strike(arena: Arena, draw: random.Random, number: int) -> str:
     """One blow; at least two peers stay."""
     kind = draw.choice(BLOWS)
     if len(arena.living) <= 3 or kind == "join":
-        await arena.children.add(f"new-{number}")
+        await arena.join(f"new-{number}")
         return f"new-{number} joined"
     members = [name for name in arena.members() if name in arena.living] or arena.living
     if kind == "stop":
         victim = draw.choice(members)
         arena.stop(victim)
         return f"stopped {victim}"
+    if kind == "pause":
+        victim, seconds = draw.choice(members), draw.uniform(*PAUSES_S)
+        arena.pause(victim, seconds)
+        return f"paused {victim} for {seconds:.0f} s"
+    if kind == "kill the owner's p2pd":
+        arena.kill_daemon(None)
+        return "killed the p2pd of the owner"
     if kind == "kill p2pd":
         victim = draw.choice(members)
         arena.kill_daemon(victim)

@@ -38,7 +38,8 @@ async def measure(rounds: int, restarts: int, seed: int) -> dict[str, Any]:
                 victim = arena.members()[number % len(arena.members())]
                 recovered.append(await until_new_step(arena, partial(arena.kill, victim)))
                 print(f"{victim} killed: {recovered[-1]:.2f} s", file=sys.stderr)
-                await arena.children.add(f"new-{number}")
+                await arena.join(f"new-{number}")
+            recoveries = arena.recoveries()
             for _ in range(restarts):
                 await moments(arena, draw)
 
@@ -48,7 +49,8 @@ async def measure(rounds: int, restarts: int, seed: int) -> dict[str, Any]:
 
                 restarted.append(await until_new_step(arena, restart))
                 print(f"restarted: {restarted[-1]:.2f} s", file=sys.stderr)
-    return {"machine": machine(), "peers": PEERS, "recovered": summary(recovered), "restarted": summary(restarted)}
+    found = {"recovered": summary(recovered), "course": course(recoveries), "restarted": summary(restarted)}
+    return {"machine": machine(), "peers": PEERS, **found}
 
 
 async def moments(arena: Arena, draw: random.Random) -> None:
@@ -70,6 +72,14 @@ async def until_new_step(arena: Arena, blow: Callable[[], Awaitable[None]]) -> f
 
     await arena.until(lambda: bool(reported()))
     return reported()[0] - struck_s
+
+
+def course(recoveries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of what the owner's log says: seconds from when the loss was noticed to each moment."""
+    moments = list(dict.fromkeys(m for r in recoveries for m in r["seconds"]))
+    found = {m: round(statistics.median(r["seconds"][m] for r in recoveries if m in r["seconds"]), 2) for m in moments}
+    again = [r["steps_again"] for r in recoveries]
+    return {"median_s": found, "steps_again": again}
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,9 +78,13 @@ class Children:
                 group.create_task(self._start(name, threads, self.token, emulation))
         return self.token
 
-    async def add(self, name: str, *, threads: int = 1) -> None:
-        """One more, joining through one that lives."""
-        living = [n for n, process in self.processes.items() if process.returncode is None and n in self._tokens]
+    async def add(self, name: str, *, threads: int = 1, besides: Collection[str] = ()) -> None:
+        """One more, joining through one that lives, and is none of these."""
+        living = [
+            n
+            for n, process in self.processes.items()
+            if process.returncode is None and n in self._tokens and n not in besides
+        ]
         self.token = self._tokens[living[-1]]
         await self._start(name, threads, self.token, ())
 
