@@ -43,19 +43,30 @@ class SharedMemory:
         self.clock = clock
         self.entries: dict[str, dict[str, tuple[bytes, float]]] = {}
 
+    def merge(self, other: SharedMemory) -> None:
+        """Take in what the other side of a partition has written; of two values the one that expires last stays."""
+        for key, table in other.entries.items():
+            own = self.entries.setdefault(key, {})
+            for subkey, entry in table.items():
+                if subkey not in own or own[subkey][1] < entry[1]:
+                    own[subkey] = entry
+
 
 class MemoryStore:
-    """A Store over a dictionary shared in one process; `reachable=False` cuts this peer off from it."""
+    """A Store over a dictionary shared in one process; `reachable=False` cuts this peer off from it.
+
+    With another `shared` it is on another side of a partition.
+    """
 
     def __init__(self, shared: SharedMemory) -> None:
-        self._shared = shared
+        self.shared = shared
         self.seeds: Sequence[str] = ()
         self.reachable = True
 
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        if not self.reachable or expires_at <= self._shared.clock():
+        if not self.reachable or expires_at <= self.shared.clock():
             return False
-        table = self._shared.entries.setdefault(key, {})
+        table = self.shared.entries.setdefault(key, {})
         if subkey in table and table[subkey][1] > expires_at:
             return False
         table[subkey] = (value, expires_at)
@@ -64,8 +75,8 @@ class MemoryStore:
     async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
         if not self.reachable:
             return {}
-        now = self._shared.clock()
-        table = self._shared.entries.get(key, {})
+        now = self.shared.clock()
+        table = self.shared.entries.get(key, {})
         return {s: entry for s, entry in table.items() if entry[1] > now}
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:

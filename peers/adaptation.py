@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -69,7 +68,7 @@ class Adaptation:
         self._begin()
 
     def _begin(self) -> None:
-        self._began_at, self._began_s = time.time(), time.monotonic()
+        self._began_at, self._began_s = self._agent.clock(), self._agent.monotonic()
         self._steps_s: list[float] = []  # of the running plan
         self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
@@ -85,7 +84,7 @@ class Adaptation:
     async def hear(self, report: Report) -> Plan | None:
         """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
         if not self._steps_s:
-            self._changing_s = 2 * max(0.0, time.monotonic() - self._began_s - report.step_s)
+            self._changing_s = 2 * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
         recent_s = median(self._steps_s[-HELD:])
         if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:
@@ -111,19 +110,19 @@ class Adaptation:
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed = report.observed
         self._shifts += self._senses.hear(observed)
-        if time.monotonic() >= self._probes_at_s:
-            self._probes_at_s = time.monotonic() + PROBES_EVERY_S
+        if self._agent.monotonic() >= self._probes_at_s:
+            self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
             links = self._agent.links(self._plan.peers).items()
             idle = {pair: link for pair, link in links if pair not in observed.rates}
             fresh = {p: k.bandwidth_bytes_per_s for p, k in idle.items() if k.measured_at > self._began_at}
             self._shifts += self._senses.probed(fresh)
         pays = self._changing_s < CHANGE_SHARE * left_s
-        if self._shifts and pays and time.monotonic() >= self._search_at_s:
+        if self._shifts and pays and self._agent.monotonic() >= self._search_at_s:
             self._cause, self._shifts = self._shifts, []
             mesh = self._measured()
-            began_s = time.monotonic()
+            began_s = self._agent.monotonic()
             await asyncio.to_thread(self._look, mesh, self._changing_s)
-            now_s = time.monotonic()
+            now_s = self._agent.monotonic()
             self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
         if self._adapter is None:
             return None

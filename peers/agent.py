@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -75,13 +75,18 @@ class Agent:
         timeouts: Timeouts,
         limits: Limits,
         terms: TermFile | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.mesh_key = mesh_key
         self.transport = transport
         self.timeouts = timeouts
         self.limits = limits
-        self.directory = Directory(store, identity, mesh_key, timeouts=timeouts, limits=limits)
+        self.clock, self.monotonic = clock, monotonic
+        self.directory = Directory(
+            store, identity, mesh_key, timeouts=timeouts, limits=limits, clock=clock, monotonic=monotonic
+        )
         self.elector = Elector(
             self.directory,
             identity.peer_id,
@@ -89,6 +94,8 @@ class Agent:
             terms=terms,
             ttl_s=timeouts.lease_ttl_s,
             confirm_s=timeouts.lease_confirm_s,
+            clock=clock,
+            monotonic=monotonic,
         )
         self._compute = compute
         self._device: DeviceProfile | None = None
@@ -211,23 +218,25 @@ class Agent:
         """
         rest_until_s = 0.0
         while True:
-            target, known = self._stalest_link(may_repeat=time.monotonic() >= rest_until_s)
+            target, known = self._stalest_link(may_repeat=self.monotonic() >= rest_until_s)
             if target is None:
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
             record = self.directory.peers[target]
-            self._tried[target] = time.time()
-            start_s = time.monotonic()
+            start_s, now = self.monotonic(), self.clock()
+            self._tried[target] = now
             try:
                 async with asyncio.timeout(self.timeouts.join_s):
-                    self._measured[target] = await probe_link(self.transport, target, record.addresses, time.time())
+                    self._measured[target] = await probe_link(
+                        self.transport, target, record.addresses, now, clock=self.monotonic
+                    )
             except (MeshceeError, StreamClosed, TimeoutError) as error:
                 log.debug("link not measured", peer=record.name, error=str(error))
                 await asyncio.sleep(self.timeouts.directory_poll_s)
                 continue
             finally:
                 if known:
-                    now_s = time.monotonic()
+                    now_s = self.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
             alive = self.directory.peers
             newest = sorted(self._measured.items(), key=lambda x: -x[1].measured_at)
@@ -237,7 +246,7 @@ class Agent:
     def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
         """The link that it is most time to measure, and whether it was measured before."""
         busy = self._member is not None and self._member.is_busy
-        now = time.time()
+        now = self.clock()
         lending = [p for p, r in self.directory.peers.items() if r.device is not None]
         published = {(p, to): link for p, r in self.directory.links.items() for to, link in r.links}
         published |= {(self.peer_id, to): link for to, link in self._measured.items()}
@@ -280,7 +289,7 @@ class Agent:
 
     def links(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[tuple[str, str], LinkProfile]:
         """What peers measured of the links between these devices, as far as it is not too old."""
-        idle, now = self.devices(free, without), time.time()
+        idle, now = self.devices(free, without), self.clock()
         return {
             (source, target): link
             for source, record in self.directory.links.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,15 +90,27 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
 
 
 class InProcess:
-    """Peers in this event loop: the same agents over memory instead of libp2p. Lifetime is `async with`."""
+    """Peers in this event loop: the same agents over memory instead of libp2p. Lifetime is `async with`.
 
-    def __init__(self, options: JoinOptions, network: MemoryNetwork | None = None, timeouts: Timeouts = QUICK) -> None:
+    On a loop of virtual time `clock` and `monotonic` are its own.
+    """
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        network: MemoryNetwork | None = None,
+        timeouts: Timeouts = QUICK,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.network = network or MemoryNetwork()
         self.agents: dict[str, Agent] = {}
         self.stores: dict[str, MemoryStore] = {}
         self._options = options
         self._timeouts = timeouts
-        self._shared = SharedMemory()
+        self._clock, self._monotonic = clock, monotonic
+        self.memory = SharedMemory(clock)
         self._key = MeshKey()
         self._stack = AsyncExitStack()
 
@@ -110,19 +122,41 @@ class InProcess:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    async def start(self, name: str, *, lends: bool = True) -> Agent:
-        """One more peer; one that lends no device may own jobs."""
-        identity, quick = Identity.generate(), self._timeouts
+    async def start(
+        self,
+        name: str,
+        *,
+        lends: bool = True,
+        identity: Identity | None = None,
+        terms: TermFile | None = None,
+        pace: Pace | None = None,
+    ) -> Agent:
+        """One more peer, or one that comes back with its identity; one that lends no device may own jobs."""
+        identity, quick = identity or Identity.generate(), self._timeouts
         compute = (
-            await self._stack.enter_async_context(Compute(self._options.device, self._options.pace)) if lends else None
+            await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
+            if lends
+            else None
         )
         transport = await self._stack.enter_async_context(
-            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick)
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, clock=self._clock)
         )
         transport.addresses = ()
-        store = self.stores[name] = MemoryStore(self._shared)
+        store = self.stores[name] = MemoryStore(self.memory)
         options = AgentOptions(name, memory_bytes=self._options.memory_bytes)
-        made = Agent(options, identity, self._key, transport, store, compute, timeouts=quick, limits=Limits())
+        made = Agent(
+            options,
+            identity,
+            self._key,
+            transport,
+            store,
+            compute,
+            timeouts=quick,
+            limits=Limits(),
+            terms=terms,
+            clock=self._clock,
+            monotonic=self._monotonic,
+        )
         self.agents[name] = await self._stack.enter_async_context(made)
         return made
 

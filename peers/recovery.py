@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -119,7 +118,7 @@ class Recovery:
         members = set(members)
         here = await roll_call(self._agent, members)
         self._mark("called")
-        now = time.time()
+        now = self._agent.clock()
         missed = members - here
         if self._fruitless and not missed:
             missed = {peer_id for peer_id, _ in blamed.most_common(1)}  # it answers us, but others keep losing it

@@ -281,7 +281,7 @@ class MemoryNetwork:
             await asyncio.sleep(there.impairment.latency_s)
         target = self._transports.get(stream.peer_id)
         pair = frozenset((source.peer_id, stream.peer_id))
-        if target is None or source.peer_id not in self._transports or pair in self._cut:
+        if target is None or self._transports.get(source.peer_id) is not source or pair in self._cut:
             raise JoinError(f"peer {short(stream.peer_id)} cannot be reached: start it, or heal the network")
         accepted = target.new_stream(source.peer_id)
         near, far = _Pipe(stream, there), _Pipe(accepted, back)
