@@ -107,7 +107,7 @@ class Agent:
             str, float
         ] = {}  # when each link was last tried, so that one that fails does not hold up others
         PlanService(self)
-        self._gossip = GossipService(self)
+        self.gossip = GossipService(self)
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
 
@@ -134,6 +134,7 @@ class Agent:
                 memory_bytes=self._device.memory_bytes,
                 limits=self.limits,
                 is_busy=lambda: member.is_busy,
+                clock=self.monotonic,
             )
             self.transport.serve("profile", profiler.serve)
         await self._group.__aenter__()
@@ -142,7 +143,7 @@ class Agent:
             self.directory.announce_forever(),
             self.directory.poll_forever(),
             self.elector.run(),
-            self._gossip.run(),
+            self.gossip.run(),
         ]
         if self._compute is not None:
             running += [self._probe_forever(), self._watch_member(self._member)]
