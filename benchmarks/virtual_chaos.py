@@ -1,0 +1,375 @@
+"""Chaos on virtual time: the same blows as benchmarks/chaos.py and more, at any instant, hundreds of them in minutes.
+
+`python -m benchmarks.chaos --virtual 2000 [--first 0]` prints a JSON line for each seed. Everything above the transport is the
+product: election, planning, offers, training, snapshots, recovery; the network is the in-process one, with 20 ms and 10 ms of
+jitter on every link, and devices are paced. A blow falls at a random instant of a step or of a recovery, so between any two
+messages. The idea: what must hold is asked of the whole run, not of a part: its losses are the undisturbed run's, each told of
+once; no epoch ever had two plans; and once the network is whole again, all who live soon believe in one coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from dht.signing import Identity
+from dht.store import SharedMemory
+from dht.terms import TermFile
+from meshcee.capture import Capture, capture
+from meshcee.config import Timeouts
+from meshcee.eager import eager
+from meshcee.job import Job, Optimizer
+from meshcee.planner.proposals import Effort
+from peers.agent import Agent
+from peers.assemble import InProcess, JoinOptions
+from peers.compute import Pace
+from peers.home import Home
+from peers.member import Session
+from peers.mesh import Mesh
+from peers.owner import Report
+from peers.transport.memory import Impairment, MemoryNetwork
+from tests.virtual_time import quiet, run
+
+__all__ = ["BLOWS", "Activations", "Storm", "play", "quick_planning", "stormy", "train"]
+
+LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
+PACE = Pace(4e5)  # a step takes about a second
+PEERS, STAGES, STEPS, MICRO = 4, 3, 12, 4
+TIMES = replace(Timeouts(), regroup_s=180.0)  # a storm may last
+AGREED_WITHIN_S = 40.0  # of all who live on one coordinator, once the network is whole
+ENDS_WITHIN_S = 1800.0
+BLOWS = (
+    "kill a member",
+    "kill the coordinator",
+    "kill two",
+    "restart",
+    "restart without its term",
+    "stop",
+    "cut",
+    "partition",
+    "slow",
+    "lossy",
+    "join",
+)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Net(nn.Module):
+    """Dropout, batch statistics and a tied weight: whatever is lost or done twice changes a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h)
+
+
+def job_of() -> Job:
+    torch.manual_seed(0)
+    return Job(
+        model=Net(),
+        loss=nn.functional.cross_entropy,
+        data=[(i % 11, (i + 1) % 11) for i in range(64)],
+        optimizer=Optimizer("AdamW", lr=1e-2),
+        batch_size=8,
+        micro_batch_size=MICRO,
+        steps=STEPS,
+        seed=3,
+        clip_norm=1.0,
+        checkpoint_every=3,
+        adapt=False,  # it looks at the seconds of real computing
+    )
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+@functools.cache
+def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, model = eager(job_of(), STEPS, MICRO)
+    return losses, model.state_dict()
+
+
+def quick_planning() -> Any:
+    """Which plan is found does not matter here, and a search of half a second after every blow would."""
+    return mock.patch("meshcee.planner.live.EFFORT", Effort(events=1_000, rows=10_000))
+
+
+@dataclass
+class Activations:
+    """Which plans members have begun to run, by owner and epoch."""
+
+    plans: dict[tuple[str, tuple[int, int]], set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @contextlib.contextmanager
+    def watched(self) -> Any:
+        link, plans = Session._link, self.plans
+
+        async def linked(session: Session) -> None:
+            offer = session.offer
+            plans[session._stream.peer_id, offer.epoch].add(offer.plan.hash())
+            await link(session)
+
+        with mock.patch.object(Session, "_link", linked):
+            yield
+
+    @property
+    def doubled(self) -> list[Any]:
+        return [epoch for epoch, plans in self.plans.items() if len(plans) > 1]
+
+
+class Storm:
+    """A mesh on virtual time, and what can befall it. `done` tells what did."""
+
+    def __init__(self, here: InProcess, mesh: Mesh, folder: Path, chance: random.Random) -> None:
+        self.here, self.mesh, self.chance = here, mesh, chance
+        self.done: list[str] = []
+        self._folder = folder
+        self._numbers = iter(range(1000))
+        self._away: dict[str, Identity] = {}  # killed peers that may come back
+        self._apart: SharedMemory | None = None
+        self._identities: dict[str, Identity] = {}
+
+    async def start(self, name: str, *, forget: bool = False) -> Agent:
+        identity = self._identities.setdefault(name, Identity.generate())
+        file = self._folder / f"{name}.terms"
+        if forget:
+            file.unlink(missing_ok=True)
+        return await self.here.start(name, identity=identity, terms=TermFile(file), pace=PACE)
+
+    # -- who is there
+
+    @property
+    def lending(self) -> list[str]:
+        """Living peers with a device, by name."""
+        return [name for name in self.here.agents if name != "owner" and name not in self._away]
+
+    def name_of(self, peer_id: str) -> str | None:
+        return next((name for name in self.lending if self.here.agents[name].peer_id == peer_id), None)
+
+    def members(self) -> list[str]:
+        """Living members of the running plan in order of their stages, or whoever lives."""
+        plan = self.mesh.result.plan
+        found = [self.name_of(peer_id) for peer_id in plan.peers] if plan is not None else []
+        return [name for name in found if name is not None] or self.lending
+
+    def coordinator(self) -> str | None:
+        lease = self.mesh.agent.lease
+        return None if lease is None else self.name_of(lease.peer_id)
+
+    # -- blows
+
+    async def strike(self, kind: str) -> None:
+        """One blow. Whatever it breaks for a while is whole again after `last_s`; two peers or more stay."""
+        what = await self._strike(kind)
+        self.done.append(f"{now() - 1000:.2f} s: {what}")
+
+    async def _strike(self, kind: str) -> str:
+        chance, last_s = self.chance, self.chance.uniform(1.0, 25.0)
+        if kind in ("restart", "restart without its term") and self._away:
+            name = chance.choice(sorted(self._away))
+            del self._away[name]
+            await self.start(name, forget=kind != "restart")
+            return f"{name} {kind}"
+        if kind.startswith("kill") and len(self.lending) > 3 - (kind != "kill two"):
+            return self._kill(kind)
+        if kind == "stop":
+            victim = chance.choice(self.members())
+            self._impair(victim, replace(LINK, latency_s=last_s), last_s)
+            return f"{victim} stopped for {last_s:.1f} s"
+        if kind == "cut":
+            a, b = chance.sample([*self.lending, "owner"], 2)
+            self.here.network.cut(self.here.agents[a].peer_id, self.here.agents[b].peer_id)
+            asyncio.get_running_loop().call_later(last_s, self.heal)
+            return f"{a} and {b} cut off from each other for {last_s:.1f} s"
+        if kind == "partition" and self._apart is None:
+            return self._partition(last_s)
+        if kind == "slow":
+            victim = chance.choice(self.members())
+            self._impair(victim, replace(LINK, bandwidth_bytes_per_s=2e4), last_s)
+            return f"{victim} on slow links for {last_s:.1f} s"
+        if kind == "lossy":
+            victim = chance.choice(self.members())
+            self._impair(victim, replace(LINK, loss=0.02), last_s)
+            return f"{victim} on lossy links for {last_s:.1f} s"
+        name = f"new-{next(self._numbers)}"
+        await self.start(name)
+        return f"{name} joined"
+
+    def _kill(self, kind: str) -> str:
+        members = self.members()
+        first = self.chance.randrange(len(members))
+        victims = members[first : first + 2] if kind == "kill two" else [members[first]]
+        if kind == "kill the coordinator" and (coordinator := self.coordinator()) is not None:
+            victims = [coordinator]
+        for victim in victims:
+            self.kill(victim)
+        return f"{' and '.join(victims)} killed"
+
+    def kill(self, name: str) -> None:
+        self.here.crash(name)
+        self._away[name] = self._identities[name]
+
+    def _impair(self, victim: str, how: Impairment, last_s: float) -> None:
+        self._set(victim, how)
+        asyncio.get_running_loop().call_later(last_s, self._set, victim, LINK)
+
+    def _set(self, victim: str, how: Impairment) -> None:
+        peer_id = self.here.agents[victim].peer_id
+        for agent in self.here.agents.values():
+            if agent.peer_id != peer_id:
+                self.here.network.impair(peer_id, agent.peer_id, how)
+                self.here.network.impair(agent.peer_id, peer_id, how)
+
+    def _partition(self, last_s: float) -> str:
+        """Network and store: each side goes on by itself."""
+        names = [*self.lending, "owner"]
+        other = self.chance.sample(names, self.chance.randrange(1, len(names)))
+        sides = [[self.here.agents[n].peer_id for n in names if (n in other) == side] for side in (False, True)]
+        self.here.network.partition(*sides)
+        self._apart = SharedMemory(now)
+        self._apart.merge(self.here.memory)
+        for name in other:
+            self.here.stores[name].shared = self._apart
+        asyncio.get_running_loop().call_later(last_s, self.heal)
+        return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
+
+    def heal(self) -> None:
+        """The network is whole again, and whoever was apart meets what the others have written."""
+        self.here.network.heal()
+        if self._apart is not None:
+            self.here.memory.merge(self._apart)
+            self._apart = None
+        for store in self.here.stores.values():
+            store.shared = self.here.memory
+
+    async def agreed(self) -> float:
+        """Seconds until all who live believe in one coordinator, who lives; TimeoutError if not soon enough."""
+        began_s = now()
+        async with asyncio.timeout(AGREED_WITHIN_S):
+            while True:
+                believed = {self.here.agents[name].lease for name in [*self.lending, "owner"]}
+                terms = {lease.term if lease else None for lease in believed}
+                if len(terms) == 1 and (term := terms.pop()) is not None and self.name_of(term[1]) is not None:
+                    return now() - began_s
+                await asyncio.sleep(0.25)
+
+
+@asynccontextmanager
+async def stormy(seed: int, folder: Path) -> AsyncIterator[Storm]:
+    """A mesh of PEERS and an owner, on a loop of virtual time."""
+    network = MemoryNetwork(seed=seed, impairment=LINK)
+    async with InProcess(JoinOptions(), network, TIMES, clock=now, monotonic=now) as here:
+        storm = Storm(here, None, folder, random.Random(seed))  # type: ignore[arg-type]
+        for i in range(PEERS):
+            await storm.start(f"p{i}")
+        storm.mesh = await here.own("owner", Home(folder))
+        yield storm
+
+
+async def train(storm: Storm, hear: Callable[[Report], None] = lambda report: None) -> str:
+    """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
+    told: list[Report] = []
+    mesh = storm.mesh
+    stages = min(STAGES, len(mesh.agent.devices()))
+    async for report in mesh.train(job_of(), captured=captured_job(), stages=stages):
+        told.append(report)
+        hear(report)
+    losses, state = expected()
+    if [report.step for report in told] != list(range(STEPS)):
+        return "steps were lost or told of twice"
+    if [report.loss for report in told] != losses or mesh.result.losses != losses:
+        return "other losses"
+    found = mesh.result.state_dict
+    if not all(torch.equal(found[name], tensor) for name, tensor in state.items()):
+        return "other weights"
+    return "equal"
+
+
+async def one(seed: int, blows: int = 3) -> dict[str, Any]:
+    """A run under blows from the seed; "outcome" is "equal", or what went wrong."""
+    began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
+    activations = Activations()
+    steps = sorted(chance.choices(range(-1, STEPS - 2), k=blows))  # -1: while it is planned and offered
+    outcome, agreed_s, storm = "never began", None, None
+    try:
+        with tempfile.TemporaryDirectory(prefix="meshcee-storm-") as folder, activations.watched():
+            async with stormy(seed, Path(folder)) as storm, asyncio.TaskGroup() as group:
+
+                async def befall(pause_s: float, kind: str) -> None:
+                    await asyncio.sleep(pause_s)
+                    assert storm is not None
+                    await storm.strike(kind)
+
+                def hear(report: Report) -> None:
+                    while steps and steps[0] <= report.step:
+                        steps.pop(0)
+                        # now, in this step or the next; or while the mesh is busy with the blow before
+                        pause_s = chance.choice((chance.uniform(0, 0.5), chance.uniform(0, 15)))
+                        striking.append(group.create_task(befall(pause_s, chance.choice(BLOWS))))
+
+                striking: list[asyncio.Task[None]] = []
+                while steps and steps[0] < 0:
+                    steps.pop(0)
+                    striking.append(group.create_task(befall(chance.uniform(0, 4), chance.choice(BLOWS))))
+                async with asyncio.timeout(ENDS_WITHIN_S):
+                    outcome = await train(storm, hear)
+                for task in striking:
+                    task.cancel()
+                storm.heal()
+                for name in storm.lending:
+                    storm._set(name, LINK)
+                agreed_s = round(await storm.agreed(), 2)
+    except BaseExceptionGroup as group:
+        outcome = "; ".join(f"{type(e).__name__}: {e}" for e in leaves(group))
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    if activations.doubled:
+        outcome = f"two plans in one epoch: {activations.doubled}"
+    return {
+        "seed": seed,
+        "blows": storm.done if storm is not None else [],
+        "outcome": outcome,
+        "epochs": len(activations.plans),
+        "virtual_s": round(now() - 1000, 1),
+        "agreed_s": agreed_s,
+        "seconds": round(time.perf_counter() - began_s, 2),
+    }
+
+
+def play(seed: int) -> dict[str, Any]:
+    """The run of a seed, on a loop of its own."""
+    with quiet(), quick_planning():
+        return run(one(seed))
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    return [e for x in group.exceptions for e in (leaves(x) if isinstance(x, BaseExceptionGroup) else [x])]

@@ -1,0 +1,109 @@
+"""Training under blows on virtual time (benchmarks/virtual_chaos.py): a few seeds, and each moment at which a coordinator dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, stormy, train
+from peers.transport.base import Frame
+from peers.transport.memory import MemoryTransport
+from peers.transport.stream import FramedStream
+from tests.virtual_time import quiet, run
+
+
+def outcomes(seeds: range) -> list[tuple[int, list[str], str]]:
+    """Of the seeds whose runs were not as an undisturbed one."""
+    found = [play(seed) for seed in seeds]
+    return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
+
+
+def test_a_few_storms() -> None:
+    assert outcomes(range(3)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_storms() -> None:
+    assert outcomes(range(1000, 1200)) == []
+
+
+class Moment:
+    """Kills the coordinator just before the n-th frame between it and the owner; `kinds` are the frames until then."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.kinds: list[str] = []
+        self.storm: Storm | None = None
+        self.victim = ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        make, moment = MemoryTransport._new_stream, self
+
+        def watching(transport: MemoryTransport, peer_id: str, *args: Any, **more: Any) -> FramedStream:
+            stream = make(transport, peer_id, *args, **more)
+            send, ends = stream.send, {transport.peer_id, peer_id}
+
+            async def counted(frame: Frame) -> None:
+                moment.about_to_send(ends, frame.kind)
+                await send(frame)
+
+            stream.send = counted  # type: ignore[method-assign]
+            return stream
+
+        with mock.patch.object(MemoryTransport, "_new_stream", watching):
+            yield
+
+    def about_to_send(self, ends: set[str], kind: str) -> None:
+        if self.storm is None or ends != {self.storm.here.agents[name].peer_id for name in ("owner", self.victim)}:
+            return
+        if len(self.kinds) == self.n:
+            self.storm.kill(self.victim)
+        self.kinds.append(kind)
+
+
+async def killed_before(n: int, folder: Path) -> tuple[str, list[str]]:
+    """The outcome of a run whose coordinator dies before the n-th frame between it and the owner, and those frames."""
+    moment, activations = Moment(n), Activations()
+    with moment.watched(), activations.watched():
+        async with stormy(n, folder) as storm:
+            await storm.agreed()
+            victim = storm.coordinator()
+            assert victim is not None
+            moment.storm, moment.victim = storm, victim
+            async with asyncio.timeout(1800):
+                outcome = await train(storm)
+            moment.storm = None
+            await storm.agreed()
+    assert activations.doubled == []
+    return outcome, moment.kinds
+
+
+def sweep(tmp_path: Path, moments: range) -> set[str]:
+    """The kinds of frames before which it has died."""
+    died: set[str] = set()
+    with quiet(), quick_planning():
+        for n in moments:
+            outcome, kinds = run(killed_before(n, tmp_path / str(n)))
+            assert outcome == "equal", f"killed before {kinds[n]}, the {n}th frame"
+            if len(kinds) <= n:
+                break
+            died.add(kinds[n])
+    return died
+
+
+def test_a_coordinator_dies_at_some_moments(tmp_path: Path) -> None:
+    assert sweep(tmp_path, range(4, 64, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_coordinator_dies_between_any_two_messages(tmp_path: Path) -> None:
+    assert sweep(tmp_path, range(200)) >= {"plan?", "plan", "offer", "state", "state_end", "ready", "step", "applied"}
