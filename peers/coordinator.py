@@ -29,7 +29,7 @@ from peers.transport.base import Frame, Stream, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "planned_from", "request_plan"]
 
 log = structlog.get_logger()
 
@@ -40,6 +40,7 @@ MAX_BATCH = 1 << 24
 MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
+PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
 
 
@@ -177,8 +178,9 @@ class PlanService:
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
             plan, notes = await answer(self._agent, request)
             log.info("planned", stages=len(plan.pipelines[0].stages), owner=stream.peer_id, term=lease.term)
-            header = {"plan": plan.to_json(), "term": list(lease.term), "notes": list(notes[:MAX_NOTES])}
-            await stream.send(Frame(messages.PLAN, header))
+            # Every peer that is left out is named with the reason: too much for a header in a mesh of hundreds.
+            body = msgpack.packb({"plan": plan.to_json(), "notes": list(notes[:MAX_NOTES])})
+            await stream.send(Frame(messages.PLAN, {"term": list(lease.term)}, [body]))
         except MeshceeError as error:
             log.warning("no plan", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
@@ -216,7 +218,7 @@ async def request_plan(agent: Agent, request: PlanRequest) -> Planned:
 
 async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> Planned:
     stream = await agent.transport.open(peer_id, "plan", agent.addresses_of([peer_id]).get(peer_id, ()))
-    stream.max_payload_bytes = 0  # a plan travels in the header
+    stream.max_payload_bytes = PLAN_BYTES
     try:
         await stream.send(request.frame())
         reply = await stream.recv()
@@ -224,6 +226,19 @@ async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> Planned:
         await stream.aclose()
     if reply.kind == messages.REFUSED:
         raise messages.error_from(reply.header)
-    term = need(reply.header, "term", list)
-    notes = tuple(str(note)[:500] for note in need(reply.header, "notes", list)[:MAX_NOTES])
-    return Planned(Plan.from_json(need(reply.header, "plan", dict)), (int(term[0]), str(term[1])), notes)
+    return planned_from(reply)
+
+
+def planned_from(frame: Frame) -> Planned:
+    """The coordinator's answer. Raises ProtocolError or PlanError when it is none."""
+    term = need(frame.header, "term", list)
+    if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str) or len(frame.payloads) != 1:
+        raise ProtocolError("a plan comes with its term, a counter and a peer id")
+    try:
+        body = msgpack.unpackb(frame.payloads[0], raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"this is no plan: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("a plan and its notes are a mapping")
+    notes = tuple(str(note)[:500] for note in need(body, "notes", list)[:MAX_NOTES])
+    return Planned(Plan.from_json(need(body, "plan", dict)), (term[0], term[1]), notes)

@@ -135,7 +135,7 @@ class Recovery:
     def leave_out(self, leaving: Iterable[str], members: Iterable[str]) -> None:
         """Of these members some have asked to leave: plan without them from now on."""
         self.count += 1
-        self.gone.update(dict.fromkeys(leaving, time.time()))
+        self.gone.update(dict.fromkeys(leaving, self._agent.clock()))
         self.free = tuple(sorted(set(members) - self.gone.keys()))
 
     async def part(self, leaving: Collection[str], members: Collection[str], request: PlanRequest) -> Planned | None:
