@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from dht.signing import Identity
@@ -41,10 +42,12 @@ from peers.home import Home
 from peers.member import Session
 from peers.mesh import Mesh
 from peers.owner import Report
-from peers.transport.memory import Impairment, MemoryNetwork
+from peers.transport.base import Frame
+from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
+from peers.transport.stream import FramedStream
 from tests.virtual_time import quiet, run
 
-__all__ = ["BLOWS", "Activations", "Storm", "play", "quick_planning", "stormy", "train"]
+__all__ = ["BLOWS", "Activations", "Storm", "play", "quick_planning", "stormy", "train", "watched_frames"]
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
 PACE = Pace(4e5)  # a step takes about a second
@@ -123,6 +126,26 @@ def quick_planning() -> Any:
     return mock.patch("meshcee.planner.live.EFFORT", Effort(events=1_000, rows=10_000))
 
 
+@contextlib.contextmanager
+def watched_frames(about_to_send: Callable[[str, str, str], None]) -> Iterator[None]:
+    """Calls it with sender, receiver and kind before each frame that is sent on the in-process network."""
+    make = MemoryTransport._new_stream
+
+    def watching(transport: MemoryTransport, peer_id: str, *args: Any, **more: Any) -> FramedStream:
+        stream = make(transport, peer_id, *args, **more)
+        send = stream.send
+
+        async def told(frame: Frame) -> None:
+            about_to_send(transport.peer_id, peer_id, frame.kind)
+            await send(frame)
+
+        stream.send = told  # type: ignore[method-assign]
+        return stream
+
+    with mock.patch.object(MemoryTransport, "_new_stream", watching):
+        yield
+
+
 @dataclass
 class Activations:
     """Which plans members have begun to run, by owner and epoch."""
@@ -130,7 +153,7 @@ class Activations:
     plans: dict[tuple[str, tuple[int, int]], set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @contextlib.contextmanager
-    def watched(self) -> Any:
+    def watched(self) -> Iterator[None]:
         link, plans = Session._link, self.plans
 
         async def linked(session: Session) -> None:
@@ -149,8 +172,8 @@ class Activations:
 class Storm:
     """A mesh on virtual time, and what can befall it. `done` tells what did."""
 
-    def __init__(self, here: InProcess, mesh: Mesh, folder: Path, chance: random.Random) -> None:
-        self.here, self.mesh, self.chance = here, mesh, chance
+    def __init__(self, here: InProcess, mesh: Mesh, folder: Path, seed: int) -> None:
+        self.here, self.mesh, self.seed, self.chance = here, mesh, seed, random.Random(seed)
         self.done: list[str] = []
         self._folder = folder
         self._numbers = iter(range(1000))
@@ -159,7 +182,10 @@ class Storm:
         self._identities: dict[str, Identity] = {}
 
     async def start(self, name: str, *, forget: bool = False) -> Agent:
-        identity = self._identities.setdefault(name, Identity.generate())
+        if name not in self._identities:
+            key = Ed25519PrivateKey.from_private_bytes(random.Random(f"{self.seed} {name}").randbytes(32))
+            self._identities[name] = Identity(key)
+        identity = self._identities[name]
         file = self._folder / f"{name}.terms"
         if forget:
             file.unlink(missing_ok=True)
@@ -288,19 +314,19 @@ async def stormy(seed: int, folder: Path) -> AsyncIterator[Storm]:
     """A mesh of PEERS and an owner, on a loop of virtual time."""
     network = MemoryNetwork(seed=seed, impairment=LINK)
     async with InProcess(JoinOptions(), network, TIMES, clock=now, monotonic=now) as here:
-        storm = Storm(here, None, folder, random.Random(seed))  # type: ignore[arg-type]
+        storm = Storm(here, None, folder, seed)  # type: ignore[arg-type]
         for i in range(PEERS):
             await storm.start(f"p{i}")
         storm.mesh = await here.own("owner", Home(folder))
         yield storm
 
 
-async def train(storm: Storm, hear: Callable[[Report], None] = lambda report: None) -> str:
+async def train(storm: Storm, hear: Callable[[Report], None] = lambda report: None, **more: Any) -> str:
     """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
     told: list[Report] = []
     mesh = storm.mesh
     stages = min(STAGES, len(mesh.agent.devices()))
-    async for report in mesh.train(job_of(), captured=captured_job(), stages=stages):
+    async for report in mesh.train(job_of(), captured=captured_job(), stages=stages, **more):
         told.append(report)
         hear(report)
     losses, state = expected()
@@ -317,6 +343,7 @@ async def train(storm: Storm, hear: Callable[[Report], None] = lambda report: No
 async def one(seed: int, blows: int = 3) -> dict[str, Any]:
     """A run under blows from the seed; "outcome" is "equal", or what went wrong."""
     began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
+    random.seed(seed)  # who claims first
     activations = Activations()
     steps = sorted(chance.choices(range(-1, STEPS - 2), k=blows))  # -1: while it is planned and offered
     outcome, agreed_s, storm = "never began", None, None

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, stormy, train
-from peers.transport.base import Frame
-from peers.transport.memory import MemoryTransport
-from peers.transport.stream import FramedStream
+from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, stormy, train, watched_frames
 from tests.virtual_time import quiet, run
 
 
@@ -43,26 +36,10 @@ class Moment:
         self.storm: Storm | None = None
         self.victim = ""
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        make, moment = MemoryTransport._new_stream, self
-
-        def watching(transport: MemoryTransport, peer_id: str, *args: Any, **more: Any) -> FramedStream:
-            stream = make(transport, peer_id, *args, **more)
-            send, ends = stream.send, {transport.peer_id, peer_id}
-
-            async def counted(frame: Frame) -> None:
-                moment.about_to_send(ends, frame.kind)
-                await send(frame)
-
-            stream.send = counted  # type: ignore[method-assign]
-            return stream
-
-        with mock.patch.object(MemoryTransport, "_new_stream", watching):
-            yield
-
-    def about_to_send(self, ends: set[str], kind: str) -> None:
-        if self.storm is None or ends != {self.storm.here.agents[name].peer_id for name in ("owner", self.victim)}:
+    def about_to_send(self, sender: str, receiver: str, kind: str) -> None:
+        if self.storm is None:
+            return
+        if {sender, receiver} != {self.storm.here.agents[name].peer_id for name in ("owner", self.victim)}:
             return
         if len(self.kinds) == self.n:
             self.storm.kill(self.victim)
@@ -72,7 +49,7 @@ class Moment:
 async def killed_before(n: int, folder: Path) -> tuple[str, list[str]]:
     """The outcome of a run whose coordinator dies before the n-th frame between it and the owner, and those frames."""
     moment, activations = Moment(n), Activations()
-    with moment.watched(), activations.watched():
+    with watched_frames(moment.about_to_send), activations.watched():
         async with stormy(n, folder) as storm:
             await storm.agreed()
             victim = storm.coordinator()
