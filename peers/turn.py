@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ class Turn:
     def __init__(self, agent: Agent, job: str, tell: Callable[[str], None] | None) -> None:
         self._agent = agent
         self._tell = tell
-        self._record = RunRecord(agent.peer_id, 0.0, job[:100], since=time.time())
+        self._record = RunRecord(agent.peer_id, 0.0, job[:100], since=agent.clock())
         self._reported_s = -math.inf
 
     async def wait(self) -> bool:
@@ -59,7 +58,7 @@ class Turn:
 
     def report(self, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> None:
         """Tell the mesh, now and then, how far the job is."""
-        now_s = time.monotonic()
+        now_s = self._agent.monotonic()
         if now_s - self._reported_s > self._agent.timeouts.announce_every_s:
             self._reported_s = now_s
             self._record = replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json())
