@@ -65,14 +65,15 @@ class Connection(asyncio.BufferedProtocol):
         self._bundle = bundle
         self._memory, self._end = memoryview(bytearray(_MEMORY_BYTES)), 0
         self._outgoing = memoryview(bytearray(_MEMORY_BYTES))
-        _configure(self._transport.get_extra_info("socket"), unsent_bytes)
-        self._transport.resume_reading()
+        if not self._transport.is_closing():
+            _configure(self._transport.get_extra_info("socket"), unsent_bytes)
+            self._transport.resume_reading()
 
     # -- records
 
     @property
     def free(self) -> bool:
-        return not self._blocked
+        return not self._blocked and self._transport is not None
 
     def seal(self, number: int, part: memoryview, key: AESGCM) -> None:
         """Send a record; only when `free`, since then the last one's memory is."""
@@ -164,15 +165,12 @@ class Bundle(asyncio.Transport):
         self._protocol = protocol
         protocol.connection_made(self)
         if any(connection.lost for connection in self._connections):
-            asyncio.get_running_loop().call_soon(self._lost_before)
+            self.abort()
+            error = ConnectionResetError("a direct connection was lost before it was used")
+            asyncio.get_running_loop().call_soon(protocol.connection_lost, error)
             return
         for connection in self._connections:
             connection.join(self, _UNSENT_BYTES // len(self._connections))
-
-    def _lost_before(self) -> None:
-        self.abort()
-        assert self._protocol is not None
-        self._protocol.connection_lost(ConnectionResetError("a connection was lost before it was used"))
 
     # -- asyncio.Transport, as far as a FramedStream needs it
 

@@ -276,7 +276,7 @@ class Path:
             if hmac.compare_digest(await answered, self._mac(b"acceptor", number)):
                 self._greeted[number] = connection
                 return round_trip_s, number
-        except OSError:  # nobody there, or no such name
+        except (OSError, ValueError):  # nobody there, or no such name
             return None
         finally:
             if number not in self._greeted:

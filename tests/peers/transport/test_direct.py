@@ -18,6 +18,7 @@ from peers.transport import bundle, direct
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.direct import Direct
 from peers.transport.libp2p import Libp2pTransport
+from peers.transport.stream import FramedStream
 from tests.peers.transport.harness import HERE, KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
 
 SECRET = b"what nobody else may read"
@@ -159,6 +160,36 @@ async def test_a_ticket_that_was_overheard_is_not_enough() -> None:
     here.stop()
 
 
+@pytest.mark.parametrize("salt", [b"salt", b"of another mesh"])
+async def test_only_who_knows_the_mesh_key_gets_in(salt: bytes) -> None:
+    """The salt is an HMAC under the mesh key; everything else goes over the wire."""
+    here = Direct([HERE], 0, SHORT)
+    await here.start()
+    path, theirs = here.here([HERE]), here.to("b", "job")
+    assert path is not None
+    assert theirs is not None
+    path.expect(theirs.key, b"salt")
+    assert await theirs.dial(path.offer(), salt) == ([0] if salt == b"salt" else [])
+    for each in (path, theirs):
+        each.close()
+    here.stop()
+    await asyncio.sleep(0)  # the sockets are closed by callbacks
+
+
+async def test_a_name_that_nobody_has_is_no_place() -> None:
+    assert await direct.Path(Direct([], 0, SHORT), "b").dial([b"k" * 32, ["/dns4/a..b/tcp/9"]], b"salt") == []
+
+
+async def test_the_rate_of_a_direct_stream_is_seen() -> None:
+    async with mesh("direct") as (a, b):
+        near, far = await pair(a, b)
+        await asyncio.gather(near.send(Frame("x", {}, [bytes(8 << 20)])), far.recv())
+        out, seen = far.rates()
+        assert out is None
+        assert seen is not None
+        assert 1e6 < seen < 1e11
+
+
 @pytest.mark.parametrize(
     "offer",
     [None, [b"k" * 32], [b"k" * 32, ["127.0.0.1:9"]], [b"k" * 31, []], [bytes(32), []], [b"k" * 32, [HERE] * 5]],
@@ -195,6 +226,16 @@ async def test_one_lost_connection_of_many_ends_the_stream_at_both_ends(monkeypa
             for task in receiving:
                 with pytest.raises(StreamClosed, match="connection was lost"):
                     await task
+
+
+async def test_a_connection_that_was_lost_before_its_stream_began_ends_it() -> None:
+    connection = bundle.Connection(1, lambda *_: None)
+    connection.connection_lost(None)
+    stream = FramedStream("b")
+    bundle.Bundle([connection], bytes(32), bytes(32)).start(stream)
+    stream.establish("job")
+    with pytest.raises(StreamClosed, match="lost before it was used"):
+        await stream.recv()
 
 
 RECORDS = {  # number and size in the header, what it is sealed as; None: not at all
