@@ -26,7 +26,9 @@ RECORD_BYTES = 128 * 1024
 _HEADER = struct.Struct("!QI")  # number, bytes that follow
 _TAG_BYTES = 16
 _MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a record, and the header of the next
-_UNSENT_BYTES = 1 << 20  # that the kernel holds beyond what is under way: more only makes short frames wait
+# That the kernel holds of all connections, and at least of one, beyond what is under way: less, and a busy machine is late with
+# more; more, and the records of a slow connection hold up those of the others.
+_UNSENT_BYTES = (4 << 20, 512 * 1024)
 _SILENT_S = 30  # a machine that answers nothing for so long is gone
 
 
@@ -169,8 +171,9 @@ class Bundle(asyncio.Transport):
             error = ConnectionResetError("a direct connection was lost before it was used")
             asyncio.get_running_loop().call_soon(protocol.connection_lost, error)
             return
+        together, at_least = _UNSENT_BYTES
         for connection in self._connections:
-            connection.join(self, _UNSENT_BYTES // len(self._connections))
+            connection.join(self, max(at_least, together // len(self._connections)))
 
     # -- asyncio.Transport, as far as a FramedStream needs it
 
