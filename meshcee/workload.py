@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +158,12 @@ class Workload:
     def sums(self, column: str) -> Floats:
         """Prefix sums of state_bytes, gradient_bytes or activation_bytes."""
         return self._sums[column]
+
+    @cached_property
+    def cuts(self) -> tuple[Floats, Floats]:
+        """Bytes per sample that cross before block k, for every k from 0 to the number of blocks: there and back."""
+        there, back = self.boundary_bytes, self.boundary_back_bytes
+        return np.array([0.0, *there], dtype=np.float64), np.array([0.0, *back], dtype=np.float64)
 
     def held_bytes(self, first: int, end: int) -> int:
         return sum(self.state_bytes[first:end])

@@ -112,8 +112,7 @@ def _alone(
 ) -> tuple[Floats, ...]:
     """Of one device: F + B, the least period, live micro-batches and the optimizer's seconds, each [first, end]."""
     kind, _, memory_bytes, port_bytes_per_s = device
-    out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
-    back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
+    out, back = workload.cuts
     times = workload.times[kind]
     f, b, w = times.cumulated(samples)
     again = f if recompute else np.zeros_like(f)

@@ -10,15 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from meshcee.planner.partition import Join
-from meshcee.profile import Cluster, Path
+from meshcee.profile import Cluster
 from meshcee.workload import Workload
 
 __all__ = ["GroupJoin", "join", "join_groups", "overlaps"]
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -57,28 +54,29 @@ def join_groups(
     codec: str,
 ) -> GroupJoin | None:
     """Between members (peer, samples) of two groups; None when a pair that must exchange samples is not joined."""
-    out = np.concatenate([[0.0], np.asarray(workload.boundary_bytes, dtype=np.float64)])
-    back = np.concatenate([[0.0], np.asarray(workload.boundary_back_bytes, dtype=np.float64)])
+    out, back = workload.cuts
+    most_out, most_back = out.item(out.argmax()), back.item(back.argmax())
     share, each_s = workload.wire_bytes(1.0, codec), workload.codec_s(0.0, codec)
     coding = workload.codec_s(1.0, codec) - each_s
-    there, again = np.zeros_like(out), np.zeros_like(out)
+    delays: tuple[set[tuple[float, float]], ...] = (
+        set(),
+        set(),
+    )  # there and back: latency, seconds per byte of a sample
     held: dict[tuple[str, str], float] = {}
     for i, j, samples in overlaps([n for _, n in a], [n for _, n in b]):
         go, come = cluster.path(a[i][0], b[j][0]), cluster.path(b[j][0], a[i][0])
         if go is None or come is None:
             return None
-        there = np.maximum(there, each_s + _seconds(go, samples * out, share, coding))
-        again = np.maximum(again, each_s + _seconds(come, samples * back, share, coding))
-        for path, size in ((go, samples * float(out.max())), (come, samples * float(back.max()))):
+        for path, size, found in ((go, samples * most_out, delays[0]), (come, samples * most_back, delays[1])):
+            found.add((path.latency_s, samples * (share / path.bandwidth_bytes_per_s + coding)))
             for line in path.lines:
                 held[line] = held.get(line, 0.0) + size * share / cluster.bandwidth(line)
+    there, again = (
+        np.maximum.reduce([each_s + latency_s + slope * size for latency_s, slope in sorted(found)])
+        for found, size in zip(delays, (out, back))
+    )
     most = max((s for line, s in held.items() if not _is_port(line)), default=0.0)
-    scale = out / max(float(out.max()), 1e-12)
-    return GroupJoin(Join(there + again, most * scale), held)
-
-
-def _seconds(path: Path, size: Floats, share: float, coding: float) -> Floats:
-    return path.latency_s + size * (share / path.bandwidth_bytes_per_s + coding)
+    return GroupJoin(Join(there + again, out * (most / max(most_out, 1e-12))), held)
 
 
 def _is_port(line: tuple[str, str]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ __all__ = ["Candidate", "Join", "cut", "estimate_s", "ladder", "solve"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Suffix = tuple[
+    Floats, Ints, Ints
+]  # the end of a row: least residence, where its first group ends, whether it recomputes
 
 
 @dataclass(frozen=True)
@@ -147,18 +151,14 @@ def estimate_s(
         if j < len(hops):
             residence += hops[j][0]
             pace = max(pace, hops[j][1])
-        forward_backward, once, busy = (
-            table.forward_backward[first, end],
-            table.once[first, end],
-            table.busy[first, end],
-        )
+        forward_backward, once = table.forward_backward.item(first, end), table.once.item(first, end)
+        busy, live = table.busy.item(first, end), table.live.item(first, end)
         residence += forward_backward
         longest = max(longest, residence + once)
         pace, period = max(pace, forward_backward), max(period, busy)
         whole = max(whole, busy - once / num_micro)
-        if table.live[first, end] < num_micro:  # Little's law, where memory holds fewer than are on their way
-            period = max(period, residence / table.live[first, end])
-            whole = max(whole, residence / table.live[first, end])
+        if live < num_micro:  # Little's law, where memory holds fewer than are on their way
+            period, whole = max(period, residence / live), max(whole, residence / live)
     least = max(num_micro * max(period, held_s), longest + (num_micro - 1) * pace)
     return float(least + max(least, longest + (num_micro - 1) * max(pace, whole))) / 2
 
@@ -280,42 +280,71 @@ def cut(
     periods: Floats,
     num_micro: int,
     held_s: float = 0.0,
+    known: dict[object, Suffix] | None = None,
+    names: Sequence[object] = (),
 ) -> tuple[float, list[int], list[bool]] | None:
     """For a given row of groups, the best places to cut: (estimate, bounds, which stages recompute).
 
     tables  per group: without, and perhaps with recomputation. Every group gets a block.
+    known   what was found for the ends of rows, filled and used again; `names` has one for every place in this row,
+            which says all of what stands there and behind it
     """
-    grid = periods[:, None]
+    known = {} if known is None else known
     residence: Floats = np.full((len(periods), tables[0][0].busy.shape[0]), np.inf)
     residence[:, -1] = 0.0
     choices: list[tuple[Ints, Ints]] = []
     for j in range(len(tables) - 1, -1, -1):
-        if j < len(joins):
-            join = joins[j]
-            residence = np.where(join.occupied_s[None] <= grid, residence + join.round_trip_s[None], np.inf)
-        ends, values = [], []
-        for table in tables[j]:
-            cost, longest = _cost(table, periods)
-            whole = cost + residence[:, None, :]
-            whole[whole > longest] = np.inf
-            if j == 0:  # nothing in front hides what the first group does once a step
-                whole = whole + table.once
-            ends.append(whole.argmin(axis=2))
-            values.append(whole.min(axis=2))
-        again = values[1] < values[0] if len(values) > 1 else np.zeros_like(values[0], dtype=bool)
-        residence = np.where(again, values[-1], values[0])
-        choices.append((np.where(again, ends[-1], ends[0]), again.astype(np.int64)))
+        name = names[j] if j and names else None
+        found = known.get(name) if name is not None else None
+        if found is None:
+            if j < len(joins):
+                join = joins[j]
+                late = residence + join.round_trip_s
+                residence = np.where(join.occupied_s > periods[:, None], np.inf, late)
+            # nothing in front hides what the first group does once a step
+            found = _in_front(tables[j], residence, periods, once=not j)
+            if name is not None:
+                known[name] = found
+        residence = found[0]
+        choices.append(found[1:])
     choices.reverse()
     best: tuple[float, list[int], list[bool]] | None = None
+    seen = set()
     for t in np.flatnonzero(np.isfinite(residence[:, 0])).tolist():
-        bounds, recomputed, parts = [0], [], []
-        for (choice, again), row in zip(choices, tables):
-            first = bounds[-1]
-            recomputed.append(bool(again[t, first]))
-            bounds.append(int(choice[t, first]))
-            parts.append((row[int(again[t, first])], first, bounds[-1]))
+        bounds, recomputed = [0], []
+        for choice, again in choices:
+            recomputed.append(bool(again[t, bounds[-1]]))
+            bounds.append(int(choice[t, bounds[-1]]))
+        if (form := (*bounds, *recomputed)) in seen:
+            continue
+        seen.add(form)
+        parts = [(row[r], a, b) for row, r, (a, b) in zip(tables, recomputed, pairwise(bounds))]
         hops = [(float(join.round_trip_s[at]), float(join.occupied_s[at])) for join, at in zip(joins, bounds[1:])]
         estimate = estimate_s(parts, hops, num_micro, held_s)
         if best is None or estimate < best[0]:
             best = (estimate, bounds, recomputed)
+    return best
+
+
+def _in_front(tables: Sequence[StageTable], residence: Floats, periods: Floats, *, once: bool) -> Suffix:
+    """One more group in front: the least residence per (period, first block), where it ends, and whether it recomputes."""
+    best: Suffix | None = None
+    grid = periods[:, None, None]
+    for table in tables:
+        whole = table.forward_backward + residence[:, None, :]
+        whole[table.busy > grid] = np.inf
+        short = whole > table.live * grid
+        whole[short] = np.inf
+        if once:
+            whole = whole + table.once
+        end, least = whole.argmin(axis=2), whole.min(axis=2)
+        if best is None:
+            best = least, end, np.zeros_like(end)
+        else:
+            again = least < best[0]
+            best = np.where(again, least, best[0]), np.where(again, end, best[1]), again.astype(np.int64)
+        short &= table.busy <= grid
+        if not short.any():  # nothing is short of memory: recomputation only costs time
+            break
+    assert best is not None
     return best

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshcee.planner.beam import Beam, best_of
 from meshcee.planner.beside import side_by_side
 from meshcee.planner.chain import Chain, ChainStage, Codecs, Layout
 from meshcee.planner.classes import DeviceClass, StageTable, classes_of, ring_of
@@ -29,6 +30,8 @@ NEAR_REGIONS = 3
 WIDE_SIZES = 2
 MANY = 7  # classes in one program, from which on one look must do
 MOST_SIZES = 8  # micro-batch sizes looked at
+LEAST = 2  # candidates of each micro-batch size
+BEST = 2  # micro-batch sizes that are looked at closely
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,16 @@ class Effort:
     periods: int = 5
     candidates: int = 12  # of each micro-batch size and set of classes
     beam: int = 4
-    rows: int = 30_000_000  # cells of the dynamic programs over rows, all sizes together
+    rows: int = 15_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
     beside: int = 4  # layouts of several pipelines, of each micro-batch size
     starts: int = 4
     finalists: int = 6  # simulated whole
-    events: int = 900_000  # for nine devices; more for fewer, fewer for more
+    events: int = 300_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program; beyond, the cluster is large
     seeds: int = 6  # regions around which a large cluster is looked at
     large_classes: int = 5
-    micros: int = 40  # simulated of a step; the rest is extrapolated
+    micros: int = 24  # simulated of a step; the rest is extrapolated
 
     def times(self, factor: float) -> Effort:
         """The same, with this many times the simulated events."""
@@ -71,26 +74,41 @@ class Proposals:
         members = [p for peers in regions for p in peers]
         together: list[Row] = [(tuple(members[:LARGEST_GROUP]),), tuple(tuple(r[:LARGEST_GROUP]) for r in regions)]
         narrow = self.sizes()
-        work = self.effort.rows // len(narrow) // len(self.codecs)
-        keep = max(3, rescored // len(narrow))
-        found: list[Layout] = []
-        for micro_batch in [*narrow, *self.wide_sizes(narrow)]:
-            proposals: list[tuple[float, Layout]] = []
-            beside: list[tuple[float, Layout]] = []
-            for codec in self.codecs:
+        middle = narrow[len(narrow) // 2] if narrow else 0
+        beams: list[Beam] = []
+        proposals: dict[Beam, list[tuple[float, Chain]]] = {}
+        for codec in self.codecs:
+            first: list[tuple[float, Chain]] = []
+            for micro_batch in sorted([*narrow, *self.wide_sizes(narrow)], key=lambda m: m != middle):
+                beam = Beam(self.rows, micro_batch, codec, self.effort.beam)
+                beams.append(beam)
+                proposals[beam] = []
+                rows = together  # groups of unlike devices may compute what none of them can alone
                 if micro_batch in narrow:
-                    first = self.propose(micro_batch, codec)
-                    proposals += [(estimate, (chain,)) for estimate, chain in first]
+                    if micro_batch == middle or len(self.classes) < MANY or self.large:
+                        proposals[beam] = first = self.propose(micro_batch, codec)
                     rows = [tuple(s.peers for s in chain.stages) for _, chain in first]
-                else:  # only groups of unlike devices can compute it
-                    rows = together
-                judged = self.rows.improve([*rows, *alone], micro_batch, codec, self.effort.beam, work)
-                proposals += [(estimate, (chain,)) for estimate, chain in judged[: max(self.effort.candidates, keep)]]
-                beside += side_by_side(judged, self.rows, micro_batch, codec, self.runs.pipelines, self.effort.beside)
-            for some, most in ((proposals, keep), (beside, self.effort.beside)):
-                some.sort(key=lambda x: x[0])
-                found += list(dict.fromkeys(layout for _, layout in some))[:most]
-        return found
+                for row in [*rows, *alone]:
+                    beam.judge(row)
+        work = self.effort.rows // len(self.codecs)
+        for beam in beams:
+            beam.run(work // 3 // max(1, len(beams)))
+        for beam in best_of(beams, BEST):
+            beam.run(work * 2 // 3 // BEST)
+        ranked: list[tuple[float, Layout]] = []
+        found: list[Layout] = []
+        for beam in beams:
+            judged = beam.ranked()
+            mine: list[tuple[float, Layout]] = [(estimate, (chain,)) for estimate, chain in (*proposals[beam], *judged)]
+            mine.sort(key=lambda x: x[0])
+            found += list(dict.fromkeys(layout for _, layout in mine))[:LEAST]
+            ranked += mine[: self.effort.candidates]
+            beside = side_by_side(
+                judged, self.rows, beam.micro_batch, beam.codec, self.runs.pipelines, self.effort.beside
+            )
+            found += [layout for _, layout in beside]
+        ranked.sort(key=lambda x: x[0])
+        return list(dict.fromkeys([*(layout for _, layout in ranked[:rescored]), *found]))
 
     def sizes(self) -> list[int]:
         """Micro-batch sizes that some class can compute, alone or shared; divisors of the batch."""

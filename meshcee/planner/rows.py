@@ -1,4 +1,4 @@
-"""Rows of groups: for a given row the best cut of the blocks, and a search over rows by that estimate.
+"""Rows of groups: for a given row the best cut of the blocks, and the rows one change away.
 
 The idea: a row is judged by the best that it can be, which one dynamic program says in a fraction of a millisecond. So
 many rows can be looked at before the simulator is asked for the first time; unlike devices in one group and regions
@@ -8,14 +8,15 @@ visited twice are rows like any other.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
+
+import numpy as np
 
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
 from meshcee.planner.classes import DeviceClass, Floats, StageTable, ring_of
 from meshcee.planner.joins import GroupJoin, join_groups
-from meshcee.planner.partition import Join, cut, ladder
+from meshcee.planner.partition import Join, Suffix, cut, ladder
 from meshcee.planner.runs import Runs
 from meshcee.profile import Cluster
 from meshcee.workload import Workload
@@ -24,9 +25,9 @@ __all__ = ["Row", "Rows"]
 
 Row = tuple[tuple[str, ...], ...]
 PERIODS = 8
-HOPELESS = 1.2  # a row whose bound is this many times the best estimate is not cut
 WORK_OF_A_ROW = 2000  # cells: tables and boundaries are mostly known
 SPAN = 2.2  # the slowest period looked at, over the least possible
+FINE = math.log(1.04)  # between two periods that are looked at closely
 
 
 class Rows:
@@ -42,6 +43,9 @@ class Rows:
         self._tables: dict[object, tuple[list[StageTable], tuple[int, ...]] | None] = {}
         self._joins: dict[object, GroupJoin | None] = {}
         self._cuts: dict[object, tuple[float, Chain] | None] = {}
+        self._ends: dict[object, Suffix] = {}  # of rows
+        self._slow: dict[object, float] = {}  # rows that take longer than this
+        self._periods: dict[tuple[int, int, int], Floats] = {}
         self.work = 0  # array cells touched: what a search costs, on any machine
 
     def shape(self, row: Row) -> tuple[tuple[int, ...], ...]:
@@ -55,15 +59,24 @@ class Rows:
             found[self._class_of[peer]] += 1
         return tuple(found)
 
-    def best(self, row: Row, micro_batch: int, codec: str, num_micro: int | None = None) -> tuple[float, Chain] | None:
+    def best(
+        self, row: Row, micro_batch: int, codec: str, num_micro: int | None = None, limit_s: float = math.inf
+    ) -> tuple[float, Chain] | None:
         """(estimate of a step, the row with its best cut), or None when it does not fit.
 
         num_micro   of a step; None: the whole batch, a single pipeline
+        limit_s     None as well when it takes longer
         """
         num_micro = num_micro or self.workload.global_batch // micro_batch
         key = (self.shape(row), micro_batch, codec, num_micro)
+        if self._slow.get(key, 0.0) >= limit_s:
+            return None
         if key not in self._cuts:
-            self._cuts[key] = self._cut(row, micro_batch, codec, num_micro)
+            found = self._cut(row, micro_batch, codec, num_micro, limit_s)
+            if found is None and limit_s < math.inf:
+                self._slow[key] = limit_s
+                return None
+            self._cuts[key] = found
         found = self._cuts[key]
         if found is None or tuple(s.peers for s in found[1].stages) == row:
             return found
@@ -71,23 +84,50 @@ class Rows:
         stages = tuple(ChainStage(s.first, s.end, g, s.recompute) for s, g in zip(chain.stages, row))
         return estimate, Chain(chain.micro_batch, chain.num_micro, stages, chain.codecs)
 
-    def _cut(self, row: Row, micro_batch: int, codec: str, num_micro: int) -> tuple[float, Chain] | None:
-        known = self._parts(row, micro_batch, codec, num_micro)
+    def _cut(
+        self, row: Row, micro_batch: int, codec: str, num_micro: int, limit_s: float
+    ) -> tuple[float, Chain] | None:
+        known = self._parts(row, micro_batch, codec, num_micro, limit_s / num_micro)
         if known is None:
             return None
         tables, joins, low, held_s = known
-        self.work += PERIODS * self.workload.num_blocks**2 * sum(len(t) for t in tables)
-        best = cut(tables, joins, ladder(low, SPAN * low, PERIODS), num_micro, held_s)
-        if best is None:
+        grid, periods = self._grid(low, limit_s / num_micro)
+        shape = self.shape(row)
+        names = [(shape[j:], micro_batch, codec, num_micro, grid) for j in range(len(row))]
+        fresh = sum(name not in self._ends for name in names)
+        self.work += len(periods) * self.workload.num_blocks**2 * fresh
+        best = cut(tables, joins, periods, num_micro, held_s, self._ends, names)
+        if best is None or best[0] > limit_s:
             return None
         estimate, bounds, again = best
         stages = tuple(ChainStage(bounds[j], bounds[j + 1], g, again[j]) for j, g in enumerate(row))
         return estimate, Chain(micro_batch, num_micro, stages, (Codecs(codec, codec),) * (len(row) - 1))
 
+    def _grid(self, low: float, high: float) -> tuple[tuple[int, int, int], Floats]:
+        """The periods to look at: the same for rows that need about the same, so that what is known of one helps all."""
+        first = math.ceil(math.log(low) / FINE - 1e-9)
+        if math.isinf(high):
+            first -= first % 3
+            grid = (first, first, 0)
+        else:
+            last = max(first, math.ceil(math.log(high) / FINE))
+            step = -(-(last - first + 1) // PERIODS)
+            grid = (last - (last - first) // step * step, last, step)
+        if grid not in self._periods:
+            base = math.exp(FINE * grid[0])
+            if grid[2]:
+                self._periods[grid] = np.exp(FINE * np.arange(grid[0], grid[1] + 1, grid[2]))
+            else:
+                self._periods[grid] = ladder(base, SPAN * base, PERIODS)
+        return grid, self._periods[grid]
+
     def _parts(
-        self, row: Row, micro_batch: int, codec: str, num_micro: int
+        self, row: Row, micro_batch: int, codec: str, num_micro: int, most_s: float
     ) -> tuple[list[list[StageTable]], list[Join], float, float] | None:
-        """Tables, boundaries, a period that no cut can beat, and seconds that the busiest line is held."""
+        """Tables, boundaries, a period that no cut can beat, and seconds that the busiest line is held.
+
+        most_s  None where that period is longer
+        """
         if not row or len(row) > min(self.workload.num_blocks, self.runs.stages or len(row)):
             return None
         if self.runs.group is not None and any(len(group) > self.runs.group for group in row):
@@ -101,6 +141,9 @@ class Rows:
                 return None
             tables.append(known[0])
             taken.append(known[1])
+        least_s = 1 / sum(1 / t[0].busy_alone for t in tables)
+        if least_s > most_s:
+            return None
         joins = []
         held: dict[tuple[str, str], float] = {}
         for (a, na), (b, nb) in pairwise(zip(row, taken)):
@@ -111,7 +154,8 @@ class Rows:
             for line, seconds in found.held_s.items():
                 held[line] = held.get(line, 0.0) + seconds
         held_s = max(held.values(), default=0.0)
-        return tables, joins, max(1 / sum(1 / t[0].busy_alone for t in tables), held_s), held_s
+        low = max(least_s, held_s)
+        return None if low > most_s else (tables, joins, low, held_s)
 
     def _table(
         self, group: tuple[str, ...], micro_batch: int, codec: str, num_micro: int
@@ -143,54 +187,6 @@ class Rows:
         if key not in self._joins:
             self._joins[key] = join_groups(self.cluster, self.workload, list(zip(a, na)), list(zip(b, nb)), codec)
         return self._joins[key]
-
-    # -- search ----------------------------------------------------------------------------------------------------
-
-    def improve(
-        self, starts: Sequence[Row], micro_batch: int, codec: str, width: int, work: int
-    ) -> list[tuple[float, Chain]]:
-        """A beam of rows, each round replaced by the best of their neighbours; everything that was judged, best first."""
-        end, rng = self.work + work, random.Random(0)
-        judged: dict[tuple[tuple[int, ...], ...], tuple[float, Chain, Row]] = {}
-
-        looked_at: set[tuple[tuple[int, ...], ...]] = set()
-        known: dict[tuple[int, ...], float] = {}  # the best estimate with so many devices of each class
-        best, num_micro = math.inf, self.workload.global_batch // micro_batch
-
-        def judge(row: Row) -> None:
-            nonlocal best
-            # in which order a group lists its members changes little, and would fill the beam with one row
-            if (shape := tuple(tuple(sorted(g)) for g in self.shape(row))) in looked_at:
-                return
-            looked_at.add(shape)
-            parts = self._parts(row, micro_batch, codec, num_micro)
-            if parts is None:
-                return
-            counts = self.counts([p for group in row for p in group])
-            # the first row of each set of devices is always cut: it may stand beside another one
-            if counts in known and num_micro * parts[2] > min(known[counts], HOPELESS * best):
-                return
-            if (found := self.best(row, micro_batch, codec)) is not None:
-                judged[shape] = (*found, row)
-                best, known[counts] = min(best, found[0]), min(known.get(counts, math.inf), found[0])
-
-        for row in starts:
-            judge(row)
-        expanded: set[tuple[tuple[int, ...], ...]] = set()
-        while self.work < end:
-            beam = sorted(judged.items(), key=lambda x: (x[1][0], x[0]))[:width]
-            fresh = [(shape, row) for shape, (_, _, row) in beam if shape not in expanded]
-            if not fresh:
-                break
-            for shape, row in fresh:
-                expanded.add(shape)
-                neighbours = list(self.neighbours(row))
-                rng.shuffle(neighbours)
-                for other in neighbours:
-                    if self.work >= end:
-                        break
-                    judge(other)
-        return sorted(((e, c) for e, c, _ in judged.values()), key=lambda x: x[0])
 
     def neighbours(self, row: Row) -> Iterator[Row]:
         """All rows one change away."""

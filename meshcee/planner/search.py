@@ -92,7 +92,7 @@ class Search:
             if period < near * ranked[0][0] and len(forms) < TUNED * min(2.0, max(1.0, small)):
                 forms.setdefault(self._form(layout), layout)
         others = [tuple(replace(c, slack=s) for c in layout) for layout in forms.values() for s in SLACKS[1::2]]
-        if small > 1:
+        if small > 1.5:
             others += [other for layout in forms.values() for other in all_shifted(layout)]
         starts: dict[object, Layout] = {}
         kinds: dict[tuple[int, int], int] = {}
@@ -138,12 +138,28 @@ class Search:
             return known
         if (bound := self._bounds.get(layout, -math.inf)) >= min(limit, 1e300):
             return bound
+        if (bound := self._least(layout)) >= limit:
+            self._bounds[layout] = bound
+            return bound
         self.events += 200
         plan = to_plan(layout, self.cluster, self.workload) if self.runs.permits(layout) else None
         period = math.inf if plan is None else self._simulated(plan, layout, limit)
         if layout not in self._known:
             self._bounds[layout] = period
         return period
+
+    def _least(self, layout: Layout) -> float:
+        """Seconds of a step on the busiest device, as far as that is seen without a plan; groups share equally at best."""
+        least = 0.0
+        for chain in layout:
+            for stage in chain.stages:
+                kinds = {self.cluster.devices[p].kind for p in stage.peers}
+                times = self.workload.times[kinds.pop()]
+                samples = -(-chain.micro_batch // len(stage.peers))
+                if not kinds and times.sizes[0] <= samples <= times.largest:
+                    seconds = times.stage(stage.first, stage.end, samples, stage.recompute).total_s
+                    least = max(least, chain.num_micro * seconds)
+        return least
 
     def _simulated(self, plan: Plan, layout: Layout, limit: float) -> float:
         """As `price`, for what fits; other windows in name only have been simulated before."""
@@ -155,8 +171,11 @@ class Search:
                 return math.inf
             if (bound := bound_s(instance)) >= limit:
                 return bound
-            self.events += sum(10 * min(n.num_micro, self.effort.micros) for n in instance.nodes)
-            period = self._periods[plan.pipelines] = quick_period_s(instance, self.effort.micros)
+            period, events = quick_period_s(instance, self.effort.micros, limit)
+            self.events += events
+            if period >= limit:
+                return period
+            self._periods[plan.pipelines] = period
         self._known[layout] = period
         return period
 
@@ -167,7 +186,7 @@ class Search:
         best_s = now_s = self.price(layout)
         begun, cut = self.events, self.rows.work
         while (spent := self.events - begun + (self.rows.work - cut) // CELLS) < events:
-            self.events += 100
+            self.events += 60
             other = moves.shake(now) if windows_only else moves.propose(now)
             if other is None:
                 continue

@@ -6,6 +6,7 @@ what a plan is judged by: with no barrier between steps, the first one tells lit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,22 +81,31 @@ def simulate(
 def period_s(
     plan: Plan, cluster: Cluster, workload: Workload, *, fused: bool = False, forward_first: bool = False
 ) -> float:
-    """The period of three consecutive steps, simulated whole."""
-    return _period(run(build(plan, cluster, workload, fused=fused, forward_first=forward_first), 3))
+    """The period of three consecutive steps, simulated whole; of one step where the next ones must repeat it."""
+    outcome = run(build(plan, cluster, workload, fused=fused, forward_first=forward_first), 3, steady=True)
+    return _period(outcome) if outcome.period_s is None else outcome.period_s
 
 
-def quick_period_s(instance: Instance, most: int) -> float:
+def quick_period_s(instance: Instance, most: int, limit_s: float = math.inf) -> tuple[float, int]:
     """The period with about `most` micro-batches simulated, the others at the pace of the slowest device or line.
+
+    limit_s  where the period must turn out longer, the simulation ends early, and a bound above the limit is returned
+    Returns also the number of events that this took.
 
     That pace is what every further micro-batch costs once the pipeline is full, unless memory or windows hold it back; so
     this may be too optimistic, and whoever decides simulates the finalists whole. (The rate inside one step would mislead
     more: while a pipeline drains, B's come faster.)
     """
     full = instance.nodes[0].num_micro
+    equal = len({n.num_micro for n in instance.nodes}) == 1
     long = max(most, 2 * instance.nodes[0].window + 8)
-    if len({n.num_micro for n in instance.nodes}) > 1 or full <= long + long // 4:
-        return _period(run(instance, 2))
-    return _period(run(instance, 2, num_micro=long)) + (full - long) * slowest_s(instance)
+    if not equal or full <= long + long // 4:
+        long = full
+    rest_s = (full - long) * slowest_s(instance)
+    alone = len({n.pipeline for n in instance.nodes}) == 1
+    least_s = limit_s - rest_s if alone else math.inf
+    outcome = run(instance, 2, num_micro=long if equal else None, steady=True, limit_s=least_s)
+    return (_period(outcome) if outcome.period_s is None else outcome.period_s) + rest_s, outcome.events
 
 
 def slowest_s(instance: Instance) -> float:

@@ -51,6 +51,7 @@ class Outcome:
     backward_s: list[float] = field(default_factory=list)  # when the first head finished each B
     events: int = 0
     end_s: float = 0.0  # of the last event
+    period_s: float | None = None  # of a second step that finds everybody as the first did, or longer than the limit
 
     @property
     def steps(self) -> int:
@@ -65,11 +66,16 @@ def run(
     num_micro: int | None = None,
     weather: Weather | None = None,
     dead_at_s: dict[int, float] | None = None,
+    steady: bool = False,
+    limit_s: float = math.inf,
 ) -> Outcome:
     """Simulate this many steps, or until nothing happens any more (a device died).
 
     num_micro   instead of the plan's own, for extrapolation; the plan must have one pipeline
     weather     bandwidths and latencies that change; None: they stay
+    steady      stop where the second step must repeat the first, and say so in `period_s`
+    limit_s     stop where the first head's first step was longer, said in `period_s`: with others behind it no step of
+                its is shorter
     """
     nodes = instance.nodes
     count = len(nodes)
@@ -106,7 +112,7 @@ def run(
     free_at = [0.0] * len(instance.lines)
     out = Outcome(begun_s=[inf] * steps, line_s=[0.0] * len(instance.lines), max_live=[0] * count)
     applied_left = [count] * steps
-    applied_s = [0.0] * steps
+    first_applied_s = [0.0] * count
     heads = instance.heads
     heads_left = [len(heads)] * steps
     head_done = {h: [0.0] * steps for h in heads}
@@ -252,9 +258,17 @@ def run(
         else:  # APPLIED
             busy[n] = False
             applied_left[extra] -= 1
-            applied_s[extra] = now
+            if not extra:
+                first_applied_s[n] = now
+                if n == first_head and now > limit_s:
+                    out.period_s = now
+                    break
             if not applied_left[extra]:
                 out.applied_s.append(now)
+                if steady and not extra:
+                    out.period_s = _repeated(first_applied_s, heads, [at[0] for at in input_at])
+                    if out.period_s is not None:
+                        break
             step_of[n] += 1
             if step_of[n] == steps:
                 continue
@@ -321,3 +335,13 @@ def run(
                 for line, held in edge.lines:
                     line_s[line] += messages * held
     return out
+
+
+def _repeated(applied_s: list[float], heads: list[int], arrives_s: list[float]) -> float | None:
+    """The period, where the second step finds every node as the first one did: done with it when its first input comes."""
+    period = applied_s[heads[0]]
+    close = 1e-9 * period
+    same = all(abs(applied_s[h] - period) <= close for h in heads)
+    if same and all(done <= period + at + close for done, at in zip(applied_s, arrives_s)):
+        return period
+    return None
