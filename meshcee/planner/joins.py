@@ -20,10 +20,15 @@ __all__ = ["GroupJoin", "join", "join_groups", "overlaps"]
 
 @dataclass(frozen=True)
 class GroupJoin:
-    """A boundary for every place where it could be cut; `held_s`: line -> seconds at the largest boundary."""
+    """A boundary for every place where it could be cut, the same for all devices of these classes.
+
+    held_s   line between regions or two devices -> seconds at the largest boundary
+    ports_s  (0 for the first group or 1 for the second, member, 0 for out or 1 for in) -> the same of its port
+    """
 
     join: Join
     held_s: dict[tuple[str, str], float]
+    ports_s: dict[tuple[int, int, int], float]
 
 
 def overlaps(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -63,20 +68,28 @@ def join_groups(
         set(),
     )  # there and back: latency, seconds per byte of a sample
     held: dict[tuple[str, str], float] = {}
+    ports: dict[tuple[int, int, int], float] = {}
     for i, j, samples in overlaps([n for _, n in a], [n for _, n in b]):
         go, come = cluster.path(a[i][0], b[j][0]), cluster.path(b[j][0], a[i][0])
         if go is None or come is None:
             return None
-        for path, size, found in ((go, samples * most_out, delays[0]), (come, samples * most_back, delays[1])):
-            found.add((path.latency_s, samples * (share / path.bandwidth_bytes_per_s + coding)))
+        ends = ((0, i), (1, j))
+        for way, (path, size) in enumerate(((go, samples * most_out), (come, samples * most_back))):
+            delays[way].add((path.latency_s, samples * (share / path.bandwidth_bytes_per_s + coding)))
             for line in path.lines:
-                held[line] = held.get(line, 0.0) + size * share / cluster.bandwidth(line)
+                seconds = size * share / cluster.bandwidth(line)
+                if not _is_port(line):
+                    held[line] = held.get(line, 0.0) + seconds
+                else:
+                    into = int(line[0][0] == "@")
+                    port = (*ends[way ^ into], into)
+                    ports[port] = ports.get(port, 0.0) + seconds
     there, again = (
         np.maximum.reduce([each_s + latency_s + slope * size for latency_s, slope in sorted(found)])
         for found, size in zip(delays, (out, back))
     )
-    most = max((s for line, s in held.items() if not _is_port(line)), default=0.0)
-    return GroupJoin(Join(there + again, out * (most / max(most_out, 1e-12))), held)
+    most = max(held.values(), default=0.0)
+    return GroupJoin(Join(there + again, out * (most / max(most_out, 1e-12))), held, ports)
 
 
 def _is_port(line: tuple[str, str]) -> bool:

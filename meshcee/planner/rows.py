@@ -39,6 +39,7 @@ class Rows:
         self.cluster, self.workload, self.classes = cluster, workload, classes
         self.runs = runs or Runs()
         self._class_of = {p: i for i, c in enumerate(classes) for p in c.peers}
+        self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.alone: dict[object, tuple[Floats, ...]] = {}  # tables of single devices
         self._tables: dict[object, tuple[list[StageTable], tuple[int, ...]] | None] = {}
         self._joins: dict[object, GroupJoin | None] = {}
@@ -50,7 +51,13 @@ class Rows:
 
     def shape(self, row: Row) -> tuple[tuple[int, ...], ...]:
         """The same for rows that differ only in which of several like devices they use."""
-        return tuple(tuple(self._class_of[p] for p in group) for group in row)
+        return tuple([self._group(group) for group in row])
+
+    def _group(self, group: tuple[str, ...]) -> tuple[int, ...]:
+        known = self._groups.get(group)
+        if known is None:
+            known = self._groups[group] = tuple(self._class_of[p] for p in group)
+        return known
 
     def counts(self, peers: Sequence[str]) -> tuple[int, ...]:
         """How many devices of each class."""
@@ -145,14 +152,17 @@ class Rows:
         if least_s > most_s:
             return None
         joins = []
-        held: dict[tuple[str, str], float] = {}
-        for (a, na), (b, nb) in pairwise(zip(row, taken)):
+        held: dict[object, float] = {}
+        for j, ((a, na), (b, nb)) in enumerate(pairwise(zip(row, taken))):
             found = self._join(a, na, b, nb, codec)
             if found is None:
                 return None
             joins.append(found.join)
             for line, seconds in found.held_s.items():
                 held[line] = held.get(line, 0.0) + seconds
+            for (side, member, way), seconds in found.ports_s.items():
+                port = (j + side, member, way)
+                held[port] = held.get(port, 0.0) + seconds
         held_s = max(held.values(), default=0.0)
         low = max(least_s, held_s)
         return None if low > most_s else (tables, joins, low, held_s)
@@ -161,7 +171,7 @@ class Rows:
         self, group: tuple[str, ...], micro_batch: int, codec: str, num_micro: int
     ) -> tuple[list[StageTable], tuple[int, ...]] | None:
         devices = [self.cluster.devices[p] for p in group]
-        key = (tuple(self._class_of[p] for p in group), micro_batch, codec, num_micro)
+        key = (self._group(group), micro_batch, codec, num_micro)
         if key not in self._tables:
             self._tables[key] = None
             taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
@@ -183,7 +193,7 @@ class Rows:
     def _join(
         self, a: tuple[str, ...], na: tuple[int, ...], b: tuple[str, ...], nb: tuple[int, ...], codec: str
     ) -> GroupJoin | None:
-        key = (a, na, b, nb, codec)
+        key = (self._group(a), na, self._group(b), nb, codec)
         if key not in self._joins:
             self._joins[key] = join_groups(self.cluster, self.workload, list(zip(a, na)), list(zip(b, nb)), codec)
         return self._joins[key]
