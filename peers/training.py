@@ -188,6 +188,7 @@ class Training:
         return True
 
     async def run(self) -> None:
+        failure: MeshceeError | None = None
         try:
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
@@ -196,11 +197,10 @@ class Training:
             await self._epochs()
             if self._run is not None:
                 self._run.end("stopped" if self.result.stopped else "done")
-            await self._reports.put(None)
         except MeshceeError as error:
             if self._run is not None:
                 self._run.end("failed", error=str(error))
-            await self._reports.put(error)
+            failure = error
         except BaseException as error:
             if self._run is not None:
                 self._run.end("aborted", error=repr(error))
@@ -208,6 +208,7 @@ class Training:
         finally:
             self._owner = None
             await self._turn.end()
+        await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 

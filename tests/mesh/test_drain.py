@@ -14,7 +14,7 @@ from tests.mesh.test_survive import JOB, ROOT, assert_like_the_plain_loop, goes_
 
 
 @pytest.mark.slow
-def test_peers_leave_a_running_job_and_no_step_is_computed_twice(tmp_path: Path) -> None:
+def test_peers_leave_a_running_job_and_no_number_changes(tmp_path: Path) -> None:
     job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
     job_file.write_text(JOB)
     with peers(home.folder, 4) as mesh:

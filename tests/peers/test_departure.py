@@ -73,13 +73,10 @@ async def run(
         return await train(mesh, hear), told, leavers
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-async def test_a_member_that_asks_to_leave_is_left_out_at_a_steps_end(
-    tmp_path: Path, again: list[int], stage: int
-) -> None:
+async def test_a_member_that_asks_to_leave_is_left_out_at_a_steps_end(tmp_path: Path, again: list[int]) -> None:
     def leave(leavers: Leavers, report: Report) -> None:
         if report.step == 10:
-            leavers.leave(stage)
+            leavers.leave(1)
 
     home = Home(tmp_path)
     result, told, leavers = await run(home, 3, leave)

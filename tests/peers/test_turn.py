@@ -69,6 +69,12 @@ async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None
         seen = (await meshes[2].agent.status())["runs"]
         tasks[1].cancel()
         data.gate.set()
+        await asyncio.wait([tasks[0]])
+        directory = meshes[2].agent.directory
+        await directory.refresh()
+        assert first.agent.peer_id not in directory.runs, (
+            "it has said that it is over, so nobody waits for it to expire"
+        )
         await asyncio.wait(tasks)
         assert (await meshes[1].agent.status())["runs"] == []
     assert_undisturbed(first.result, told[0], homes[0])
