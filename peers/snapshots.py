@@ -8,6 +8,7 @@ have been reported, so that none can be lost between the two.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,15 +38,16 @@ class Cadence:
     """When the next snapshot is due: every `every` steps, or as often as costs at most a share of the time.
 
     A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
-    time links are used for them, `UNDER_WAY` which part one is being made: waited for, read, brought to the disk.
+    time links are used for them, `MAKING` which part one is being read and brought to the disk. How long the steps before it
+    take does not count.
     """
 
     every: int = 0
     SHARE = 0.05
-    UNDER_WAY = 0.5
+    MAKING = 0.5
     LEAST_S = 1.0
     _began_s: float = float("-inf")
-    _took_s: float = 0.0
+    _made_s: float = 0.0
     _read_s: float = 0.0
     _last_step: int = 0
 
@@ -56,15 +58,15 @@ class Cadence:
     def is_due(self, next_step: int, now_s: float) -> bool:
         if self.every:
             return next_step // self.every > self._last_step // self.every
-        rest_s = max(self.LEAST_S, self._read_s / self.SHARE, self._took_s / self.UNDER_WAY)
+        rest_s = max(self.LEAST_S, self._read_s / self.SHARE, self._made_s / self.MAKING)
         return now_s - self._began_s >= rest_s
 
     def begun(self, next_step: int, now_s: float) -> None:
         self._last_step, self._began_s = next_step, now_s
 
-    def ended(self, now_s: float, read_s: float) -> None:
-        """It is complete; the slowest link was used for it for `read_s`."""
-        self._took_s, self._read_s = now_s - self._began_s, read_s
+    def ended(self, *, read_s: float, made_s: float) -> None:
+        """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""
+        self._read_s, self._made_s = read_s, made_s
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,10 @@ class Snapshots:
                 continue
             self._draft = None  # from here on it is completed, whatever happens to the epoch
             self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=self._plan)
-            self._cadence.ended(_now_s(), max(stage.read_s for stage in self._stages))
-            log.debug("checkpoint", next_step=draft.next_step)
+            read_s = max(stage.read_s for stage in self._stages)
+            made_s = time.monotonic() - min(stage.begun_s or math.inf for stage in self._stages)
+            self._cadence.ended(read_s=read_s, made_s=made_s)
+            log.debug("checkpoint", next_step=draft.next_step, read_s=round(read_s, 3), made_s=round(made_s, 3))
             self._free.set()
 
     @property

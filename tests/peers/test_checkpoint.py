@@ -214,11 +214,11 @@ def test_snapshots_are_due_by_steps_or_by_their_cost() -> None:
     assert not by_steps.is_due(11, 0.0)
     assert by_steps.is_due(12, 0.0)
     by_cost.begun(1, 10.0)
-    by_cost.ended(15.0, read_s=1.0)
+    by_cost.ended(read_s=1.0, made_s=5.0)
     assert not by_cost.is_due(2, 29.0)  # one second in twenty
     assert by_cost.is_due(2, 30.1)
     by_cost.begun(2, 40.0)
-    by_cost.ended(45.0, read_s=0.1)  # a slow disk: half of the time
+    by_cost.ended(read_s=0.1, made_s=5.0)  # a slow disk: half of the time
     assert not by_cost.is_due(3, 49.0)
     assert by_cost.is_due(3, 50.1)
 

@@ -109,7 +109,7 @@ async def test_the_only_peer_goes_when_its_time_is_over_and_the_user_is_told_why
 ) -> None:
     home, told = Home(tmp_path), []
     with structlog.testing.capture_logs() as logs:
-        async with a_mesh(home, 1, replace(FAST, leave_s=0.1)) as (here, mesh), asyncio.TaskGroup() as group:
+        async with a_mesh(home, 1, replace(FAST, leave_s=0.5)) as (here, mesh), asyncio.TaskGroup() as group:
             leavers = Leavers(here, mesh, group)
 
             def hear(report: Report) -> None:
