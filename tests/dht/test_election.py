@@ -102,13 +102,13 @@ def storm(seed: int) -> None:
 
 
 def test_storms() -> None:
-    for seed in range(200):
+    for seed in range(100):
         storm(seed)
 
 
 @pytest.mark.slow
 def test_thousands_of_storms() -> None:
-    for seed in range(200, 5000):
+    for seed in range(100, 5000):
         storm(seed)
 
 

@@ -127,7 +127,10 @@ async def test_split_what_the_old_coordinator_planned_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_storm_a_hundred_lose_their_coordinator(seed: int) -> None:
-    """Everybody campaigns at once, over and over. Kept from happening by `_claim_at_s` in Election._follow, a while for each."""
+    """Everybody campaigns at once, over and over.
+
+    Kept from happening by `any(not c.confirmed ...)` in Election._follow: while somebody claims, nobody else begins to.
+    """
     world = quiet_world(100, seed)
     (holder,) = world.holders()
     before = len(world.claimed)

@@ -59,22 +59,21 @@ def kills_once(kind: str, *, sender: bool, after: int) -> Callable[[Storm, str, 
     return befall
 
 
-@pytest.mark.parametrize("kind", ["offer", "state", "state_end"])
+@pytest.mark.parametrize("kind", ["offer", "state_end"])
 def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
     """nousnet PR #61, prime-diloco #156: a member dies while it is given its weights, and the others wait for ever.
 
-    Kept from happening by `except (StreamClosed, TimeoutError, JoinError)` in Owner._offer: the epoch ends, the next has a plan
+    Kept from happening by `except (JoinError, StreamClosed, TimeoutError)` in Owner._offer: the epoch ends, the next has a plan
     for who is left.
     """
     assert told(kills_once(kind, sender=False, after=2), tmp_path).done
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [1, 2])
 def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int) -> None:
     """prime-diloco #156: a live checkpoint of which one part never comes.
 
-    Kept from happening by CheckpointStore.complete, which knows only checkpoints that are whole, and Snapshots.close, which drops
-    a draft with its epoch.
+    Kept from happening by `all(s.done ...)` in Snapshots.run: without it a checkpoint with a hole counts, and cannot be read.
     """
     assert told(kills_once("part", sender=True, after=after), tmp_path).done
 

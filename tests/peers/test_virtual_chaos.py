@@ -18,13 +18,13 @@ def outcomes(seeds: range) -> list[tuple[int, list[str], str]]:
 
 
 def test_a_few_storms() -> None:
-    assert outcomes(range(3)) == []
+    assert outcomes(range(2)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_many_storms() -> None:
-    assert outcomes(range(1000, 1200)) == []
+    assert outcomes(range(1000, 1060)) == []
 
 
 class Moment:
@@ -77,10 +77,10 @@ def sweep(tmp_path: Path, moments: range) -> set[str]:
 
 
 def test_a_coordinator_dies_at_some_moments(tmp_path: Path) -> None:
-    assert sweep(tmp_path, range(4, 64, 20))
+    assert sweep(tmp_path, range(12, 60, 24))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_coordinator_dies_between_any_two_messages(tmp_path: Path) -> None:
-    assert sweep(tmp_path, range(200)) >= {"plan?", "plan", "offer", "state", "state_end", "ready", "step", "applied"}
+    assert sweep(tmp_path, range(80)) >= {"plan?", "plan", "offer", "state", "state_end", "ready", "step", "applied"}
