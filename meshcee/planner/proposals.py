@@ -29,7 +29,9 @@ LARGEST_GROUP = 16
 NEAR_REGIONS = 3
 WIDE_SIZES = 2
 MANY = 7  # classes in one program, from which on one look must do
+FEW = 5  # classes in one program, up to which a closer look costs little
 MOST_SIZES = 8  # micro-batch sizes looked at
+HOPEFUL = 1.15  # pipelines side by side that take this many times as long as the best one are not simulated
 LEAST = 2  # candidates of each micro-batch size
 BEST = 2  # micro-batch sizes that are looked at closely
 
@@ -41,12 +43,12 @@ class Effort:
     periods: int = 5
     candidates: int = 12  # of each micro-batch size and set of classes
     beam: int = 4
-    rows: int = 15_000_000  # cells of the dynamic programs over rows, all sizes together
+    rows: int = 12_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
     beside: int = 4  # layouts of several pipelines, of each micro-batch size
     starts: int = 4
     finalists: int = 6  # simulated whole
-    events: int = 300_000  # for nine devices; more for fewer, fewer for more
+    events: int = 200_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program; beyond, the cluster is large
     seeds: int = 6  # regions around which a large cluster is looked at
     large_classes: int = 5
@@ -96,18 +98,19 @@ class Proposals:
         for beam in best_of(beams, BEST):
             beam.run(work * 2 // 3 // BEST)
         ranked: list[tuple[float, Layout]] = []
+        beside: list[tuple[float, Layout]] = []
         found: list[Layout] = []
+        most = self.runs.pipelines
         for beam in beams:
             judged = beam.ranked()
             mine: list[tuple[float, Layout]] = [(estimate, (chain,)) for estimate, chain in (*proposals[beam], *judged)]
             mine.sort(key=lambda x: x[0])
             found += list(dict.fromkeys(layout for _, layout in mine))[:LEAST]
             ranked += mine[: self.effort.candidates]
-            beside = side_by_side(
-                judged, self.rows, beam.micro_batch, beam.codec, self.runs.pipelines, self.effort.beside
-            )
-            found += [layout for _, layout in beside]
+            beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, most, self.effort.beside)
         ranked.sort(key=lambda x: x[0])
+        best_s = ranked[0][0] if ranked else math.inf
+        found += [layout for estimate, layout in beside if estimate < HOPEFUL * best_s]
         return list(dict.fromkeys([*(layout for _, layout in ranked[:rescored]), *found]))
 
     def sizes(self) -> list[int]:
@@ -234,7 +237,7 @@ class Proposals:
             grid = ladder(low, high, effort.periods + 1)
             first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
             found += first
-            if first and len(classes) < MANY:  # look closer around the best period
+            if first and len(classes) < FEW:  # look closer around the best period; beams do so anyway
                 step = max(high / low, 1.001) ** (1 / (effort.periods - 1))
                 near = first[0].period_s * np.geomspace(1 / step, step, effort.periods)
                 found += solve(classes, rows, joins, near, num_micro, effort.candidates, most)
