@@ -270,3 +270,22 @@ def test_the_period_is_that_of_consecutive_steps_not_of_the_first() -> None:
     timeline = simulate(one, where, work, steps=6)
     assert timeline.step_s[1:] == pytest.approx([timeline.period_s] * 5)
     assert period_s(one, where, work) == pytest.approx(timeline.period_s)
+
+
+def test_a_step_that_must_repeat_the_first_is_simulated_once() -> None:
+    work = workload(3, 8, f=0.5, b=0.5, w=1.0, optimizer=0.3)
+    where = cluster({"x": ["a"], "y": ["b"]}, bandwidth=3, latency_s=0.2)
+    ends = []
+    for at, window, cap in [(2, 1, 1), (2, 2, 3), (2, 8, 8), (1, 8, 8)]:  # the last with most work behind the head
+        one = plan(pipeline((0, at, "a"), (at, 3, "b"), micros=8, window=window, cap=cap))
+        instance = build(one, where, work)
+        whole, short = run(instance, 6), run(instance, 6, steady=True)
+        ends.append(short.steps)
+        if short.period_s is not None:
+            assert [b - a for a, b in pairwise(whole.applied_s)] == pytest.approx([short.period_s] * 5)
+        else:
+            assert short.applied_s == whole.applied_s
+        head_s = run(instance, 1, steady=True, limit_s=0.1).period_s
+        assert head_s is not None
+        assert 0.1 < head_s <= period_s(one, where, work) + 1e-9
+    assert {1, 6} == set(ends)

@@ -138,6 +138,20 @@ def test_a_plan_of_devices_that_have_gone_is_no_start() -> None:
     assert new is None or old.peers[0] not in new.peers
 
 
+def test_a_missing_link_is_not_crossed_and_a_region_without_any_is_left_out() -> None:
+    where, work = random_case(9)
+    a, b, *others = where.regions
+    between = {(r, s): LinkProfile(0.02, 1e8) for r in (b, *others) for s in (b, *others) if r != s}
+    alone = Cluster(where.devices.values(), inside_latency_s=where.inside_latency_s, between=between)
+    choice = plans(alone, work, effort=QUICK)
+    for plan in (choice.best, *choice.runners_up):
+        assert len({alone.devices[p].region == a for p in plan.peers}) == 1
+        assert step(plan) == pytest.approx(period_s(plan, alone, work))
+    used = {alone.devices[p].region for p in choice.best.peers}
+    whys = {x.why for x in choice.best.left_out if (alone.devices[x.peer].region == a) != (a in used)}
+    assert whys == {"no link joins it to the devices of the plan"}
+
+
 def test_a_device_in_no_profile_is_refused() -> None:
     where, work = random_case(1)
     alien = Device("alien", "unheard-of", next(iter(where.inside_latency_s)), 10**9)
