@@ -26,8 +26,8 @@ RECORD_BYTES = 128 * 1024
 _HEADER = struct.Struct("!QI")  # number, bytes that follow
 _TAG_BYTES = 16
 _MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a record, and the header of the next
-# That the kernel holds of all connections, and at least of one, beyond what is under way: less, and a busy machine is late with
-# more; more, and the records of a slow connection hold up those of the others.
+# That the kernel holds of all connections, and at least of one, beyond what is under way. Chosen from few runs on a busy machine
+# (docs/benchmarks.md): both much less and no limit were slower.
 _UNSENT_BYTES = (4 << 20, 512 * 1024)
 _SILENT_S = 30  # a machine that answers nothing for so long is gone
 
