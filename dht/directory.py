@@ -166,7 +166,7 @@ class Directory:
         while True:
             await self.refresh(everything=turn % REST_EVERY == 0)
             turn += 1
-            await asyncio.sleep(self._timeouts.directory_poll_s * max(1.0, len(self.peers) / CROWD))
+            await asyncio.sleep(self._timeouts.directory_poll_s * self._crowd())
 
     async def refresh(self, *, everything: bool = True) -> None:
         """Read peers, and with `everything` links and runs, and note what has changed."""
@@ -218,7 +218,16 @@ class Directory:
 
     def _live(self, kind: type[R], found: Mapping[str, R]) -> dict[str, R]:
         roster = cast(Roster[R], self._rosters[kind])
-        return roster.absorb(found, self._clock(), self._monotonic())
+        return roster.absorb(found, self._clock(), self._monotonic(), self._rarer_s(kind))
+
+    def _crowd(self) -> float:
+        """How many times rarer than in a small mesh we poll."""
+        return max(1.0, len(self.peers) / CROWD)
+
+    def _rarer_s(self, kind: type[Record]) -> float:
+        """By how much two reads of this kind lie further apart than in a small mesh, and half of it, as they take longer."""
+        polls = 1 if kind is PeerRecord else REST_EVERY
+        return 1.5 * polls * self._timeouts.directory_poll_s * (self._crowd() - 1)
 
     def _note(self, change: Change, *, said_goodbye: bool) -> None:
         record = change.record

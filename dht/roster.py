@@ -32,6 +32,9 @@ class _Heard(Generic[R]):
     record: R
     changed_at_s: float  # our monotonic clock when this version appeared; for the first one, less its age
 
+    def silent_s(self, mono_s: float) -> float:
+        return mono_s - self.changed_at_s
+
 
 class Roster(Generic[R]):
     """The newest record of each peer and when it last changed."""
@@ -40,8 +43,10 @@ class Roster(Generic[R]):
         self._ttl_s = ttl_s
         self._heard: dict[str, _Heard[R]] = {}
 
-    def absorb(self, found: Mapping[str, R], wall: float, mono_s: float) -> dict[str, R]:
-        """Take in what one read has found, possibly nothing; who lives now."""
+    def absorb(self, found: Mapping[str, R], wall: float, mono_s: float, rarer_s: float = 0.0) -> dict[str, R]:
+        """Take in what one read has found, possibly nothing; who lives now. Where reads come `rarer_s` later one after
+        the other than usual, silence may last so much longer."""
+        limit_s = self._ttl_s + rarer_s
         for peer_id, record in found.items():
             heard = self._heard.get(peer_id)
             if heard is None:
@@ -50,17 +55,14 @@ class Roster(Generic[R]):
                     self._heard[peer_id] = _Heard(record, mono_s - age_s)
             elif record.sent_at > heard.record.sent_at:
                 self._heard[peer_id] = _Heard(record, mono_s)
-        for peer_id in [p for p, h in self._heard.items() if p not in found and self._is_silent(h, mono_s)]:
+        for peer_id in [p for p, h in self._heard.items() if p not in found and h.silent_s(mono_s) >= limit_s]:
             del self._heard[peer_id]  # while it is still found it is remembered, or it would seem to be new
-        return {p: h.record for p, h in self._heard.items() if not self._is_silent(h, mono_s)}
+        return {p: h.record for p, h in self._heard.items() if h.silent_s(mono_s) < limit_s}
 
     def is_news(self, record: R) -> bool:
         """Whether this is newer than what was heard of its peer."""
         heard = self._heard.get(record.peer_id)
         return heard is None or record.sent_at > heard.record.sent_at
-
-    def _is_silent(self, heard: _Heard[R], mono_s: float) -> bool:
-        return mono_s - heard.changed_at_s >= self._ttl_s
 
 
 def differences(before: Mapping[str, PeerRecord], after: Mapping[str, PeerRecord]) -> list[Change]:

@@ -161,6 +161,33 @@ async def test_reads_that_fail_for_a_while_lose_nobody() -> None:
         await names(here, "a")  # only ourselves, in the end
 
 
+@virtual_time
+async def test_a_crowd_is_read_rarely_and_still_not_forgotten() -> None:
+    """200 peers are read every 6 s and their links every 25, less often than a record of a small mesh may be silent."""
+    memory = shared()
+    watcher, others = Peer(memory, "w"), [Identity.generate() for _ in range(200)]
+
+    async def announce() -> None:
+        while True:
+            for identity in others:
+                for record in (PeerRecord(identity.peer_id, now(), "x"), LinkRecord(identity.peer_id, now())):
+                    sealed = seal(record, identity, KEY, now() + 18)
+                    entries = memory.entries.setdefault(topic(record.kind, KEY), {})
+                    entries[identity.peer_id] = (sealed, now() + 18)
+            await asyncio.sleep(5)
+
+    async with watcher.runs() as here, asyncio.TaskGroup() as group:
+        task = group.create_task(announce())
+        await here.wait_for(lambda: len(here.peers) == len(here.links) + 1 == 201)
+        before_s = now()
+        while now() - before_s < 90:
+            await here.wait_for_change()
+            assert (len(here.peers), len(here.links)) == (201, 200)
+        task.cancel()
+        async with asyncio.timeout(45):
+            await here.wait_for(lambda: len(here.peers) == 1)  # silence is noticed, later than in a small mesh
+
+
 @pytest.mark.parametrize("skew_s", [-9.0, 9.0])
 @virtual_time
 async def test_a_clock_that_is_off_within_bounds_makes_nobody_flap(skew_s: float) -> None:
