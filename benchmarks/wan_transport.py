@@ -36,22 +36,25 @@ SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 
 
 class Meter:
-    """Bytes that arrive over all connections, from WARM_S after the first."""
+    """Bytes that arrive over all connections after the first arrival that is WARM_S old: what that one brought began earlier."""
 
     def __init__(self) -> None:
-        self.first_s = self.last_s = 0.0
+        self.first_s = self.begun_s = self.last_s = 0.0
         self.bytes = 0
 
     def count(self, size: int) -> None:
         now = time.monotonic()
         self.first_s = self.first_s or now
-        if now - self.first_s >= WARM_S:
+        if now - self.first_s < WARM_S:
+            return
+        if self.begun_s:
             self.bytes += size
-            self.last_s = now
+        self.begun_s = self.begun_s or now
+        self.last_s = now
 
     @property
     def bits_per_s(self) -> float:
-        return 8 * self.bytes / max(self.last_s - self.first_s - WARM_S, 1e-9)
+        return 8 * self.bytes / max(self.last_s - self.begun_s, 1e-9)
 
 
 # -- raw connections ---------------------------------------------------------------------------------------------------
