@@ -35,6 +35,13 @@ class Pace:
         return flops / self.speed_flops_per_s
 
 
+def _one_thread(name: str) -> ThreadPoolExecutor:
+    """OpenMP counts threads for each thread that calls it: without a word, kernels here may be cut into other pieces than
+    where the number was set, and then they round differently."""
+    threads = torch.get_num_threads()
+    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))
+
+
 class Compute:
     """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
 
@@ -43,8 +50,7 @@ class Compute:
         self.pace = pace
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{device}")
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"beside-{device}")
+        self._pool, self._beside = (_one_thread(f"{name}-{device}") for name in ("compute", "beside"))
 
     async def __aenter__(self) -> Compute:
         return self

@@ -256,10 +256,11 @@ def test_a_loss_that_is_not_finite_exits_with_7(mesh: Peers, tmp_path: Path) -> 
         (["peer", "--join", "nonsense"], 2, "token"),
         (["peer", "--memory", "lots"], 2, "8GiB"),
         (["peer", "--no-such-flag"], 2, "No such option"),
-        (
+        pytest.param(
             ["status", "--join", "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPPvGbzEUWVSnDV6UZBERMxBqXJziik2YZWwSW2LvAfhV"],
             3,
             "127.0.0.1",
+            marks=pytest.mark.slow,  # 20 s of trying
         ),
         (["run", "logs", "nope"], 2, "run list"),
     ],

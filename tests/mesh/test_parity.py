@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +26,6 @@ class Trained:
     stages: int
     losses: list[float]
     state: dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the peers: the contract is for one number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 async def train_on(token: str, case: str, stage_counts: list[int]) -> list[Trained]:
@@ -80,6 +70,7 @@ def test_any_number_of_stages_equals_the_eager_loop(
             assert torch.equal(tensor, expected.state[name]), (run.stages, name)
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_of_one_gradient_is_noticed(tmp_path: Path) -> None:
     """The comparison can fail: the same run with one sabotaged peer differs in losses and weights."""
     job_file = tmp_path / "job.py"

@@ -8,6 +8,7 @@ from peers.compute import Compute, Pace
 async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_no_more() -> None:
     calls, seconds = 40, 0.0034  # not a whole number of the loop's milliseconds
     async with Compute(pace=Pace(1e9)) as compute:
+        await compute.run(lambda: None)  # the thread is there
         first = await compute.run(time.perf_counter, flops=1e9 * seconds)
         due_s = compute._paced_until_s
         for _ in range(calls - 1):

@@ -7,6 +7,7 @@ group must end with the same bits, which the owner checks by hash each time it c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -209,13 +210,12 @@ async def test_a_loss_that_is_no_mean_over_samples_must_say_what_it_counts() -> 
 
 
 async def test_a_member_that_ends_with_other_weights_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    apply, calls = StageRunner.apply, 0
+    apply, turns = StageRunner.apply, itertools.count(1)
 
     def flipped(self: StageRunner, *args: Any) -> None:
-        nonlocal calls
-        calls += 1
+        mine = next(turns)  # the other member's call may come while this one applies
         apply(self, *args)
-        if calls == 2:
+        if mine == 2:
             with torch.no_grad():
                 next(iter(self.trainable.values())).flatten()[0] += 1e-3
 

@@ -23,11 +23,6 @@ from tests.peers.chain import Chain
 from tests.reference import Reference, reference
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @functools.cache
 def captured(model: str, precision: str = "fp32") -> Capture:
     """Captured, and through the wire format and back."""
