@@ -9,7 +9,7 @@ from meshcee.errors import ProtocolError
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.state_frames import StateReceiver
-from peers.transport.base import Stream
+from peers.transport.base import Frame, Stream
 
 __all__ = ["Link", "check_replicas"]
 
@@ -27,6 +27,10 @@ class Link:
         self.receiver = StateReceiver(offer.changed_state)
         self.collected = asyncio.Event()
         self.closing = False
+
+    def ask(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            self.outbox.post(frame)
 
 
 def check_replicas(links: Sequence[Link], describe: Callable[[str], str]) -> None:

@@ -284,6 +284,7 @@ class Owner:
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
         if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
+            self._snapshots.hurry = True
             await self._snapshot(next_step)
         await self._order.put(None)
 
@@ -305,8 +306,12 @@ class Owner:
                 frame = await link.stream.recv()
                 self._heard += 1
                 if frame.kind in (messages.SNAPSHOT, messages.PART) and self._snapshots is not None:
-                    for asked in await asyncio.to_thread(self._snapshots.take, link.offer.index, frame):
-                        link.outbox.post(asked)
+                    stage = link.offer.index
+                    asked = await asyncio.to_thread(self._snapshots.take, stage, frame)
+                    if rest_s := self._snapshots.rest_s(stage):
+                        asyncio.get_running_loop().call_later(rest_s, link.ask, asked)
+                    else:
+                        link.ask(asked)
                     self._snapshots.heard()
                 elif frame.kind == messages.PONG:
                     pass  # that it has come is all

@@ -31,6 +31,10 @@ __all__ = ["Cadence", "Kept", "Snapshots", "state_for"]
 log = structlog.get_logger()
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
+SLOW_S = (
+    0.25  # a chunk that takes longer came over a link that the training needs more: then one at a time, and between
+)
+REST = 3  # two of them so many times as long as the last has taken
 
 
 @dataclass
@@ -95,8 +99,14 @@ class _Stage:
     awaited: list[tuple[int, int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     begun_s: float | None = None  # when it announced them
-    read_s: float = 0.0  # from then until the last of them was here
+    turn_s: float = 0.0  # since when the oldest awaited part has had the link to itself
+    part_s: float | None = None  # that the last part took
+    read_s: float = 0.0  # that all parts took
     done: bool = False  # its files are on the disk; the last thing that a thread sets
+
+    @property
+    def is_fast(self) -> bool:
+        return self.part_s is not None and self.part_s < SLOW_S
 
 
 class Snapshots:
@@ -117,6 +127,7 @@ class Snapshots:
         self._news = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
+        self.hurry = False  # nothing is trained meanwhile: links are ours
         self.latest: Checkpoint | None = None  # of this epoch
 
     def largest_payload_bytes(self, index: int) -> int:
@@ -149,19 +160,24 @@ class Snapshots:
             self._announced(index, stage, draft, frame)
         else:
             self._part(stage, frame)
+        if not stage.awaited:
+            stage.turn_s = time.monotonic() + self.rest_s(index)
         asked = []
-        while stage.left and len(stage.awaited) < AHEAD:
+        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self.hurry else 1):
             file, start = stage.left.pop()
             stage.awaited.append((file, start))
             header = {"next_step": draft.next_step, "file": file, "start": start}
             asked.append(Frame(messages.PULL, header))
         if not stage.awaited:
-            assert stage.begun_s is not None
-            stage.read_s = time.monotonic() - stage.begun_s
             for writer in stage.writers:
                 writer.close()
             stage.done = True
         return asked
+
+    def rest_s(self, index: int) -> float:
+        """How long to wait before what `take` has returned is asked for."""
+        stage = self._stages[index]
+        return 0.0 if self.hurry or stage.is_fast or stage.part_s is None else REST * stage.part_s
 
     def _announced(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> None:
         if stage.begun_s is not None or len(frame.payloads) != len(FILES):
@@ -185,6 +201,9 @@ class Snapshots:
             raise ProtocolError("it sent a part of a snapshot of the wrong size")
         stage.writers[file].write(data)
         del stage.awaited[0]
+        now_s = time.monotonic()
+        stage.part_s, stage.turn_s = max(0.0, now_s - stage.turn_s), now_s
+        stage.read_s += stage.part_s
 
     def heard(self) -> None:
         """`take` has returned."""

@@ -263,6 +263,47 @@ def test_a_snapshot_of_something_else_is_refused_before_it_costs_anything(
         parse_header(Image(tensors).header, {"p": (torch.float32, (2,))}, partial=False)
 
 
+async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.snapshots.CHUNK_BYTES", 64)
+    clock = [100.0]
+    monkeypatch.setattr("peers.snapshots.time.monotonic", lambda: clock[0])
+    job = job_of()
+    captured = capture(job)
+    plan = even_plan(captured.train.num_blocks, 1, 24, 6)
+    offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    cadence = Cadence()
+    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), cadence), [offer], captured)
+    await snapshots.begin(1)
+    model = Image({name: captured.state[name] for name in offer.changed_state})
+    asked = snapshots.take(0, Frame(messages.SNAPSHOT, {"next_step": 1}, [model.header, Image({}).header]))
+    assert (len(asked), snapshots.rest_s(0)) == (1, 0.0)  # nobody knows the link yet
+
+    def part(took_s: float) -> list[int]:
+        """The oldest part that was asked for arrives; where those begin that are asked for now."""
+        clock[0] += took_s
+        (start,) = waiting[:1]
+        del waiting[:1]
+        frames = snapshots.take(0, Frame(messages.PART, {"next_step": 1, "file": 0, "start": start}, [bytes(64)]))
+        waiting.extend(frame.header["start"] for frame in frames)
+        return [frame.header["start"] for frame in frames]
+
+    waiting = [asked[0].header["start"]]
+    assert part(2.0) == [64]
+    assert snapshots.rest_s(0) == 6.0
+    assert part(6.0 + 1.0) == [128]  # the rest is not what the link takes
+    assert snapshots.rest_s(0) == 3.0
+    assert part(3.0 + 0.1) == [192, 256, 320, 384]  # it has become fast
+    assert snapshots.rest_s(0) == 0.0
+    assert part(5.0) == []  # and slow again
+    snapshots.hurry = True
+    assert snapshots.rest_s(0) == 0.0
+    assert part(0.5) == [448, 512]
+    assert snapshots._stages[0].read_s == pytest.approx(2.0 + 1.0 + 0.1 + 5.0 + 0.5)
+    snapshots.close()
+
+
 async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: Path) -> None:
     job = job_of()
     captured = capture(job)
