@@ -41,6 +41,7 @@ from peers.jobfile import load_job
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.place import Place, StageFlops
+from peers.snapshot import Held
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
@@ -140,7 +141,7 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
         outbox = Outbox(owner)  # type: ignore[arg-type]
         tasks = [
             group.create_task(outbox.run()),
-            group.create_task(Executor(runner, place, inbox, compute, outbox, StageFlops()).run()),
+            group.create_task(Executor(runner, place, inbox, compute, outbox, StageFlops(), Held()).run()),
         ]
         yield OneStage(job, captured, inbox, owner)
         for task in tasks:
