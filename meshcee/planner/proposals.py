@@ -48,7 +48,7 @@ class Effort:
     beside: int = 4  # layouts of several pipelines, of each micro-batch size
     starts: int = 4
     finalists: int = 6  # simulated whole
-    events: int = 200_000  # for nine devices; more for fewer, fewer for more
+    events: int = 150_000  # for nine devices; more for fewer, fewer for more
     classes: int = 8  # in one dynamic program; beyond, the cluster is large
     seeds: int = 6  # regions around which a large cluster is looked at
     large_classes: int = 5
