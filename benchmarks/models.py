@@ -23,7 +23,7 @@ from measure import machine
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from meshcee.capture import Capture, capture, decode_program, encode_program
+from meshcee.capture import Capture, capture, decode_program, encode_program, prepare
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
 from tests import zoo
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--only", help="one model of the first table")
     parser.add_argument("--real", action="store_true", help="models of real size too (needs 8 GiB)")
     options = parser.parse_args()
+    prepare()  # as a peer does before any graph comes
     torch.set_num_threads(1)
     first = [small(name) for name in ([options.only] if options.only else TITLES)]
     second = [real(title, build) for title, build in real_sizes().items()] if options.real else []
