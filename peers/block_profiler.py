@@ -65,10 +65,8 @@ class ProfileRequest:
     @classmethod
     def unpack(cls, data: Any) -> ProfileRequest:
         """ProtocolError on anything that is not a request."""
+        body = messages.body_of(data, "a request for a profile")
         try:
-            body = msgpack.unpackb(data, raw=False)
-            if not isinstance(body, dict):
-                raise ProtocolError("a request for a profile is a mapping")
             pair = body.get("pair")
             found = cls(
                 tuple(map(int, need(body, "blocks", list))),
@@ -79,7 +77,7 @@ class ProfileRequest:
                 Optimizer.from_json(need(body, "optimizer", dict)),
                 {str(k): int(v) for k, v in need(body, "most", dict).items()},
             )
-        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ProtocolError(f"this is not a request for a profile: {error}") from error
         if not 1 <= len(found.blocks) <= MAX_DISTINCT or len(found.flops) != len(found.blocks):
             raise ProtocolError(f"a profile is of 1 to {MAX_DISTINCT} blocks, each with its FLOPs")

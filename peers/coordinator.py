@@ -29,7 +29,7 @@ from peers.transport.base import Frame, Stream, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "planned_from", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
 
 log = structlog.get_logger()
 
@@ -89,10 +89,8 @@ class PlanRequest:
     def from_frame(cls, frame: Frame) -> PlanRequest:
         if frame.kind != messages.PLAN_REQUEST or len(frame.payloads) != 1:
             raise ProtocolError(f"expected a request for a plan, got a frame of kind {frame.kind!r}")
+        body = messages.body_of(frame.payloads[0], "a request for a plan")
         try:
-            body = msgpack.unpackb(frame.payloads[0], raw=False)
-            if not isinstance(body, dict):
-                raise ProtocolError("a request for a plan is a mapping")
             raw, times = need(body, "costs", list), need(body, "times", dict)
             if not 1 <= len(raw) <= MAX_BLOCKS or len(times) > MAX_PROFILES:
                 raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks and at most {MAX_PROFILES} profiles")
@@ -107,7 +105,7 @@ class PlanRequest:
             if len(tied) > MAX_BLOCKS or not all(_is_tie(t, len(costs)) for t in tied):
                 raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
             found = {str(peer): BlockTimes.from_json(data) for peer, data in times.items()}
-        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise ProtocolError(f"this is not a request for a plan: {error}") from error
         header = frame.header
         optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
@@ -226,19 +224,14 @@ async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> Planned:
         await stream.aclose()
     if reply.kind == messages.REFUSED:
         raise messages.error_from(reply.header)
-    return planned_from(reply)
+    return _planned(reply)
 
 
-def planned_from(frame: Frame) -> Planned:
+def _planned(frame: Frame) -> Planned:
     """The coordinator's answer. Raises ProtocolError or PlanError when it is none."""
-    term = need(frame.header, "term", list)
-    if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str) or len(frame.payloads) != 1:
-        raise ProtocolError("a plan comes with its term, a counter and a peer id")
-    try:
-        body = msgpack.unpackb(frame.payloads[0], raw=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"this is no plan: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("a plan and its notes are a mapping")
+    term = messages.term_of(frame.header)
+    if len(frame.payloads) != 1:
+        raise ProtocolError("a plan comes with its notes as one payload")
+    body = messages.body_of(frame.payloads[0], "a plan with its notes")
     notes = tuple(str(note)[:500] for note in need(body, "notes", list)[:MAX_NOTES])
-    return Planned(Plan.from_json(need(body, "plan", dict)), (term[0], term[1]), notes)
+    return Planned(Plan.from_json(need(body, "plan", dict)), term, notes)

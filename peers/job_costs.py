@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgpack
 import structlog
 import torch
 
@@ -99,10 +98,7 @@ async def _ask(agent: Agent, peer: str, request: ProfileRequest, data: bytes) ->
         raise messages.error_from(reply.header)
     if reply.kind != messages.PROFILED or len(reply.payloads) != 1:
         raise ProtocolError(f"it answered with a frame of kind {reply.kind!r}")
-    try:
-        times = BlockTimes.from_json(msgpack.unpackb(reply.payloads[0], raw=False))
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"its profile is not msgpack: {error}") from error
+    times = BlockTimes.from_json(messages.body_of(reply.payloads[0], "its profile"))
     if times.blocks != request.blocks or times.sizes != request.sizes:
         raise ProtocolError("its profile is of other blocks or sizes than were asked for")
     return times

@@ -31,10 +31,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgpack
+
 from meshcee import errors
 from meshcee.errors import MeshceeError, ProtocolError
 
-__all__ = ["Step", "epoch_of", "error_from", "error_header", "need"]
+__all__ = ["Step", "body_of", "epoch_of", "error_from", "error_header", "need", "term_of"]
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ STEP, EVALUATE, INPUT, LOSS, OUTPUT, APPLIED = "step", "evaluate", "input", "los
 COLLECT, FAILED = "collect", "failed"
 LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
-SNAPSHOT, PULL, PART = "snapshot", "pull", "part"
+SNAPSHOT, PULL = "snapshot", "pull"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
 PART, SUM, MEET = "part", "sum", "meet"
 
@@ -69,6 +71,25 @@ def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(x) is int for x in pair):
         raise ProtocolError("header field 'epoch' must be two integers")
     return (pair[0], pair[1])
+
+
+def term_of(header: Mapping[str, Any]) -> tuple[int, str]:
+    """The coordinator's term: its number and the coordinator's peer id."""
+    term = need(header, "term", list)
+    if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str):
+        raise ProtocolError("header field 'term' must be a counter and a peer id")
+    return (term[0], term[1])
+
+
+def body_of(payload: Any, what: str) -> dict[str, Any]:
+    """What is too much for a header: a payload that is a mapping in msgpack; `what` says of what, in the ProtocolError."""
+    try:
+        body = msgpack.unpackb(payload, raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{what} is not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError(f"{what} is not a mapping")
+    return body
 
 
 @dataclass(frozen=True)

@@ -156,21 +156,14 @@ class Offer:
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
         if len(frame.payloads[0]) > BODY_BYTES:
             raise ProtocolError(f"the offer's plan and settings take more than {BODY_BYTES} bytes")
-        try:
-            body = msgpack.unpackb(frame.payloads[0], raw=False)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"the offer is not msgpack: {error}") from error
-        if not isinstance(body, dict):
-            raise ProtocolError("the offer is not a mapping")
-        term = need(frame.header, "term", list)
-        if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str):
-            raise ProtocolError("header field 'term' must be a counter and a peer id")
+        body = messages.body_of(frame.payloads[0], "the offer")
+        term = messages.term_of(frame.header)
         programs = [decode_program(bytes(payload), limits) for payload in frame.payloads[1:]]
         offer = cls(
             Terms.from_json(need(body, "terms", dict)),
             Plan.from_json(need(body, "plan", dict)),
             messages.epoch_of(frame.header),
-            (term[0], term[1]),
+            term,
             peer_id,
             programs[0],
             programs[1] if len(programs) > 1 else None,
