@@ -284,7 +284,7 @@ class Owner:
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
         if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
-            self._snapshots.hurry = True
+            self._snapshots.hurry()
             await self._snapshot(next_step)
         await self._order.put(None)
 
@@ -308,10 +308,7 @@ class Owner:
                 if frame.kind in (messages.SNAPSHOT, messages.PART) and self._snapshots is not None:
                     stage = link.offer.index
                     asked = await asyncio.to_thread(self._snapshots.take, stage, frame)
-                    if rest_s := self._snapshots.rest_s(stage):
-                        asyncio.get_running_loop().call_later(rest_s, link.ask, asked)
-                    else:
-                        link.ask(asked)
+                    self._snapshots.go_on(stage, partial(link.ask, asked))
                     self._snapshots.heard()
                 elif frame.kind == messages.PONG:
                     pass  # that it has come is all

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -31,10 +31,7 @@ __all__ = ["Cadence", "Kept", "Snapshots", "state_for"]
 log = structlog.get_logger()
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
-SLOW_S = (
-    0.25  # a chunk that takes longer came over a link that the training needs more: then one at a time, and between
-)
-REST = 3  # two of them so many times as long as the last has taken
+SLOW_S = 0.1  # a chunk that takes longer came over a link that the training needs more: then one at a time, with rests
 
 
 @dataclass
@@ -42,8 +39,8 @@ class Cadence:
     """When the next snapshot is due: every `every` steps, or as often as costs at most a share of the time.
 
     A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
-    time links are used for them, `MAKING` which part one is being read and brought to the disk. How long the steps before it
-    take does not count.
+    time links are used for them (a slow link rests between two chunks, a fast one between two snapshots), `MAKING` which
+    part one is being read and brought to the disk. How long the steps before it take does not count.
     """
 
     every: int = 0
@@ -127,7 +124,8 @@ class Snapshots:
         self._news = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
-        self.hurry = False  # nothing is trained meanwhile: links are ours
+        self._hurry = False  # nothing is trained meanwhile: links are ours
+        self._resting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # stage -> when and how to go on
         self.latest: Checkpoint | None = None  # of this epoch
 
     def largest_payload_bytes(self, index: int) -> int:
@@ -163,7 +161,7 @@ class Snapshots:
         if not stage.awaited:
             stage.turn_s = time.monotonic() + self.rest_s(index)
         asked = []
-        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self.hurry else 1):
+        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self._hurry else 1):
             file, start = stage.left.pop()
             stage.awaited.append((file, start))
             header = {"next_step": draft.next_step, "file": file, "start": start}
@@ -177,7 +175,26 @@ class Snapshots:
     def rest_s(self, index: int) -> float:
         """How long to wait before what `take` has returned is asked for."""
         stage = self._stages[index]
-        return 0.0 if self.hurry or stage.is_fast or stage.part_s is None else REST * stage.part_s
+        return 0.0 if self._hurry or stage.is_fast or stage.part_s is None else stage.part_s * (1 / Cadence.SHARE - 1)
+
+    def go_on(self, index: int, ask: Callable[[], None]) -> None:
+        """Ask for what `take` has returned, once the link has rested."""
+        if (rest_s := self.rest_s(index)) > 0:
+            timer = asyncio.get_running_loop().call_later(rest_s, self._rested, index)
+            self._resting[index] = timer, ask
+        else:
+            ask()
+
+    def _rested(self, index: int) -> None:
+        timer, ask = self._resting.pop(index)
+        timer.cancel()
+        ask()
+
+    def hurry(self) -> None:
+        """Nothing is trained any more: no rests from now on."""
+        self._hurry = True
+        for index in list(self._resting):
+            self._rested(index)
 
     def _announced(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> None:
         if stage.begun_s is not None or len(frame.payloads) != len(FILES):
@@ -240,6 +257,8 @@ class Snapshots:
 
     def close(self) -> None:
         """The epoch is over: what is not complete is dropped."""
+        for timer, _ in self._resting.values():
+            timer.cancel()
         if self._draft is not None:
             for stage in self._stages:
                 for writer in stage.writers:

@@ -291,16 +291,20 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
 
     waiting = [asked[0].header["start"]]
     assert part(2.0) == [64]
-    assert snapshots.rest_s(0) == 6.0
-    assert part(6.0 + 1.0) == [128]  # the rest is not what the link takes
-    assert snapshots.rest_s(0) == 3.0
-    assert part(3.0 + 0.1) == [192, 256, 320, 384]  # it has become fast
+    assert snapshots.rest_s(0) == pytest.approx(38.0)  # two seconds of forty
+    assert part(38.0 + 1.0) == [128]  # the rest is not what the link takes
+    assert snapshots.rest_s(0) == pytest.approx(19.0)
+    assert part(19.0 + 0.05) == [192, 256, 320, 384]  # it has become fast
     assert snapshots.rest_s(0) == 0.0
     assert part(5.0) == []  # and slow again
-    snapshots.hurry = True
+    gone_on: list[int] = []
+    snapshots.go_on(0, lambda: gone_on.append(0))
+    assert gone_on == []  # it rests
+    snapshots.hurry()
+    assert gone_on == [0]
     assert snapshots.rest_s(0) == 0.0
     assert part(0.5) == [448, 512]
-    assert snapshots._stages[0].read_s == pytest.approx(2.0 + 1.0 + 0.1 + 5.0 + 0.5)
+    assert snapshots._stages[0].read_s == pytest.approx(2.0 + 1.0 + 0.05 + 5.0 + 0.5)
     snapshots.close()
 
 
