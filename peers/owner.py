@@ -284,7 +284,7 @@ class Owner:
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
         if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
-            self._snapshots.hurry()
+            self._snapshots.hurry_after(next_step)
             await self._snapshot(next_step)
         await self._order.put(None)
 

@@ -124,7 +124,7 @@ class Snapshots:
         self._news = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
-        self._hurry = False  # nothing is trained meanwhile: links are ours
+        self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
         self._resting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # stage -> when and how to go on
         self.latest: Checkpoint | None = None  # of this epoch
 
@@ -161,7 +161,7 @@ class Snapshots:
         if not stage.awaited:
             stage.turn_s = time.monotonic() + self.rest_s(index)
         asked = []
-        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self._hurry else 1):
+        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self._hurries else 1):
             file, start = stage.left.pop()
             stage.awaited.append((file, start))
             header = {"next_step": draft.next_step, "file": file, "start": start}
@@ -175,7 +175,7 @@ class Snapshots:
     def rest_s(self, index: int) -> float:
         """How long to wait before what `take` has returned is asked for."""
         stage = self._stages[index]
-        return 0.0 if self._hurry or stage.is_fast or stage.part_s is None else stage.part_s * (1 / Cadence.SHARE - 1)
+        return 0.0 if self._hurries or stage.is_fast or stage.part_s is None else stage.part_s * (1 / Cadence.SHARE - 1)
 
     def go_on(self, index: int, ask: Callable[[], None]) -> None:
         """Ask for what `take` has returned, once the link has rested."""
@@ -190,11 +190,19 @@ class Snapshots:
         timer.cancel()
         ask()
 
-    def hurry(self) -> None:
-        """Nothing is trained any more: no rests from now on."""
-        self._hurry = True
-        for index in list(self._resting):
-            self._rested(index)
+    def hurry_after(self, steps: int) -> None:
+        """Once so many steps have been reported nothing is trained any more: no rests from then on."""
+        self._hurry_after = steps
+        self._hurry_if_over()
+
+    @property
+    def _hurries(self) -> bool:
+        return self._reported >= self._hurry_after
+
+    def _hurry_if_over(self) -> None:
+        if self._hurries:
+            for index in list(self._resting):
+                self._rested(index)
 
     def _announced(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> None:
         if stage.begun_s is not None or len(frame.payloads) != len(FILES):
@@ -230,6 +238,7 @@ class Snapshots:
     def reported(self, step: int) -> None:
         """This step has been reported, with everything that belongs to it."""
         self._reported = step + 1
+        self._hurry_if_over()
         self._news.set()
 
     # -- completing ----------------------------------------------------------------------------------------------------

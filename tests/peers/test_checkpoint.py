@@ -300,7 +300,10 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
     gone_on: list[int] = []
     snapshots.go_on(0, lambda: gone_on.append(0))
     assert gone_on == []  # it rests
-    snapshots.hurry()
+    snapshots.hurry_after(2)
+    snapshots.reported(0)
+    assert gone_on == []  # the last step is still trained
+    snapshots.reported(1)
     assert gone_on == [0]
     assert snapshots.rest_s(0) == 0.0
     assert part(0.5) == [448, 512]
