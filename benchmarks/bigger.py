@@ -44,6 +44,7 @@ job = meshcee.Job(
     micro_batch_size=1,
     steps={steps},
     seed=5,
+    codec="none",
 )
 """
 

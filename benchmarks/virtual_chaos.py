@@ -106,6 +106,7 @@ def job_of() -> Job:
         seed=3,
         clip_norm=1.0,
         checkpoint_every=3,
+        codec="none",
         adapt=False,  # it looks at the seconds of real computing
     )
 

@@ -124,8 +124,9 @@ class Job:
     direct_sums  the devices of a group sum gradients over TCP of their own (gloo; NCCL between GPUs) instead of the mesh's
                streams: faster inside a region, but not encrypted, and they must reach one another directly
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
-    codec      how activations and gradients cross links: "none" (exact), "bf16", "int8", "int4", or "auto": bf16 between
-               regions, none inside; docs/benchmarks.md says what each costs in loss
+    codec      how activations and gradients cross links: "auto" (16 bits between regions, exact inside of one; what a LAN
+               joins is one region), "none" (exact everywhere), "bf16", "int8" or "int4"; docs/benchmarks.md says what
+               each costs in loss
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of the run
     """
@@ -152,7 +153,7 @@ class Job:
     direct_sums: bool = False
     checkpoint_every: int = 0
     weights: str | os.PathLike[str] | None = None
-    codec: str = "none"
+    codec: str = "auto"
     adapt: bool = True
 
     def __post_init__(self) -> None:

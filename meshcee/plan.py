@@ -119,6 +119,17 @@ class Plan:
         """Every member, in pipeline and stage order."""
         return tuple(peer for p in self.pipelines for s in p.stages for peer in s.peers)
 
+    @property
+    def codecs(self) -> frozenset[str]:
+        """Of all boundaries, but for "none": where this is empty, nothing is rounded on its way."""
+        stages = [s for p in self.pipelines for s in p.stages]
+        return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none"}
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether a stage lies on several members: sums then have another order than the plain loop's."""
+        return any(len(s.members) > 1 for p in self.pipelines for s in p.stages)
+
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object of `meshcee plan --json`."""
         return {

@@ -149,7 +149,7 @@ def train(
     ] = None,
     codec: Annotated[
         str | None,
-        typer.Option(help="What crosses links: none (exact), bf16, int8, int4, auto. Default: the job's own, none."),
+        typer.Option(help="What crosses links: auto (16 bits between regions), none (exact), bf16, int8, int4."),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="Train by the plan in this JSON file (as --dry-run --json prints it).")

@@ -129,10 +129,6 @@ def next_incarnation(home: Home | None) -> int:
     return home.next_incarnation() if home is not None else next(_incarnations)
 
 
-def _shares_samples(plan: Plan) -> bool:
-    return any(len(stage.members) > 1 for pipeline in plan.pipelines for stage in pipeline.stages)
-
-
 class Training:
     """`run` in a task; reports, and then None or the error that ended it, go to `reports`."""
 
@@ -169,7 +165,7 @@ class Training:
         self._base: Checkpoint | None = None  # what the next epoch begins with; None: the model as it was captured
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
-        self._shares = False  # whether a group has shared samples in it: sums have had another order
+        self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
         self._epoch_number = (0, 0)
         self._turn = Turn(agent, job.name, on_wait)
         self._recovery = Recovery(agent)
@@ -238,7 +234,7 @@ class Training:
         self.result.losses = [self._known.get(s, math.nan) for s in range(base.next_step)]
         self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
         if (before := run.info.get("plan")) is not None:
-            self._shares = _shares_samples(Plan.from_json(before))
+            self._rounds_as(Plan.from_json(before))
         self._run = run
 
     # -- epochs --------------------------------------------------------------------------------------------------------
@@ -346,7 +342,7 @@ class Training:
         if self._on_plan is not None:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
-        self._shares |= _shares_samples(plan)
+        self._rounds_as(plan)
         self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
         if self._epoch_number == (0, 0):
             self._epoch_number = (next_incarnation(self._home), 0)
@@ -405,7 +401,7 @@ class Training:
         if self._owner is not None:
             self._recovery.hear(report.step, new=not again, ready_s=self._owner.ready_s)
         if again:
-            self._compare(report, plan)
+            self._compare(report)
         if report.step == len(self.result.losses):
             self.result.losses.append(report.loss)
             if report.metrics:
@@ -429,15 +425,17 @@ class Training:
         faster = await self._adaptation.hear(report) if self._adaptation is not None else None
         return planned._replace(plan=faster) if faster is not None else None
 
-    def _compare(self, report: Report, plan: Plan) -> None:
+    def _rounds_as(self, plan: Plan) -> None:
+        self._shares |= plan.shares_samples
+        self._coded |= bool(plan.codecs)
+
+    def _compare(self, report: Report) -> None:
         before = self._known[report.step]
         if report.loss == before:
             return
-        stages = plan.pipelines[0].stages
-        lossy = any(s.codec_out != "none" or s.codec_back != "none" for s in stages)
         alike = len(self._kinds) == 1 and not self._shares
         told = f"step {report.step} had loss {before!r} and has {report.loss!r} now that it is computed again"
-        if not lossy and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
+        if not self._coded and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
             raise MeshceeError(
                 f"{told}: the state that training went on from was not that of the run; please report it"
             )

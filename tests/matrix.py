@@ -106,5 +106,6 @@ def _long() -> Job:
         batch_size=4,
         micro_batch_size=1,
         steps=1000,
+        codec="none",
         name="long",
     )

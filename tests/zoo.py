@@ -415,5 +415,5 @@ def make(name: str, optimizer: str = "adamw", samples: int = 40, **options: Any)
     build, loss, data = _MODELS[name]
     torch.manual_seed(7)
     settings: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "steps": 5, "clip_norm": 0.5, "seed": 3}
-    settings |= _SETTINGS.get(name, {}) | options
+    settings |= {"codec": "none"} | _SETTINGS.get(name, {}) | options
     return Job(model=build(), loss=loss, optimizer=OPTIMIZERS[optimizer](), data=data(samples), name=name, **settings)

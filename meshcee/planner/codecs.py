@@ -1,7 +1,7 @@
 """What a job's own word on codecs makes of a plan.
 
-The idea: a user names one codec for every boundary, or `auto`: 16 bits between regions, everything exact inside of one
-(HGTrainer's mixed precision, 10.26599/BDMA.2025.9020031), so that a mesh on one LAN still equals the plain loop.
+The idea: a user names one codec for every boundary, or `auto`, the default: 16 bits between regions, everything exact
+inside of one (HGTrainer's mixed precision, 10.26599/BDMA.2025.9020031), so that a mesh on one LAN equals the plain loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from meshcee.plan import Pipeline, Plan, Stage
 
-__all__ = ["BETWEEN_REGIONS", "with_codec"]
+__all__ = ["BETWEEN_REGIONS", "remarks", "with_codec"]
 
 BETWEEN_REGIONS = "bf16"
 
@@ -31,3 +31,11 @@ def with_codec(plan: Plan, codec: str, regions: Mapping[str, str]) -> Plan:
         return replace(pipeline, stages=tuple(replace(s, codec_back=back, codec_out=out) for s, back, out in coded))
 
     return replace(plan, pipelines=tuple(map(changed, plan.pipelines)))
+
+
+def remarks(plan: Plan) -> tuple[str, ...]:
+    """What a user should know of numbers that are not the plain loop's bit for bit, and how they would be."""
+    if not plan.codecs:
+        return ()
+    used = " and ".join(sorted(plan.codecs))
+    return (f"some boundaries travel as {used}, which rounds; with --codec none all numbers are the plain loop's",)

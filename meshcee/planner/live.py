@@ -115,9 +115,10 @@ def choose(
     """The best plans that the members can run, and what they were made from."""
     cluster, workload = situation(mesh, job)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
-    codecs = (BETWEEN_REGIONS, "none") if job.codec == "auto" else (job.codec,)
+    mixed = job.codec == "auto" and len(cluster.regions) > 1
+    codecs = (BETWEEN_REGIONS, "none") if mixed else ("none" if job.codec == "auto" else job.codec,)
     choice = plans(cluster, workload, codecs=codecs, effort=effort or EFFORT, runs=runs)
-    if job.codec == "auto":
+    if mixed:
         choice = _exact_inside_regions(choice, cluster, workload)
     return choice, cluster, workload
 

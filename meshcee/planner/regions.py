@@ -2,7 +2,8 @@
 
 The idea: two peers are near when a boundary tensor gets from one to the other quickly. Single linkage on the logarithm of
 that time gives a row of merges; where consecutive merges differ most, and by at least a factor of three, is the border
-between "inside a region" and "between regions". What people say of regions is a hint that measurement may overrule.
+between "inside a region" and "between regions". Links as short as a LAN's are inside whatever their ratio, which is noise
+or the difference between a wire and no wire. What people say of regions is a hint that measurement may overrule.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 import networkx as nx
+from networkx.utils import UnionFind
 
 from meshcee.errors import UsageError
 from meshcee.profile import Cluster, Device, DeviceProfile, LinkProfile
@@ -20,6 +22,11 @@ from meshcee.profile import Cluster, Device, DeviceProfile, LinkProfile
 __all__ = ["cluster_of", "find_regions"]
 
 LEAST_GAP = 3.0  # between the slowest link inside a region and the fastest between regions
+# What is near whatever the ratio: 6 ms there and back at most (a LAN has 0.1 to 4, by radio too; the two nearest cities of
+# the testbeds 11), and 10 ms for the bytes of a boundary tensor, of which 1 MB counts (8 ms at 1 Gbit/s).
+NEAR_LATENCY_S = 0.003
+NEAR_SEND_S = 0.01
+NEAR_BYTES = 1e6
 ODD = 2.0  # a pair whose time differs from its regions' by this factor keeps a line of its own
 ALIKE = 1.1  # speeds within this factor are one kind, once there are many devices
 FEW = 8  # devices that are all told apart
@@ -29,26 +36,36 @@ def find_regions(
     peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], tensor_bytes: float
 ) -> list[list[str]]:
     """Regions in the order of their first peers. Peers that nobody measured are alone."""
-    graph = nx.Graph()
-    graph.add_nodes_from(peers)
+    place = {p: i for i, p in enumerate(peers)}
+    pairs: dict[tuple[str, str], tuple[bool, float]] = {}  # whether it is far, and log seconds
     for (a, b), link in links.items():
-        if a == b or a not in graph or b not in graph:
-            continue
-        seconds = math.log(max(link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s, 1e-9))
-        known = graph.get_edge_data(a, b)
-        if known is None or known["seconds"] < seconds:  # the slower direction counts
-            graph.add_edge(a, b, seconds=seconds)
-    merges = sorted(nx.minimum_spanning_edges(graph, weight="seconds", data=True), key=lambda e: e[2]["seconds"])
-    heights = [e[2]["seconds"] for e in merges]
-    gap, border = max(((b - a, (a + b) / 2) for a, b in pairwise(heights)), default=(0.0, math.inf))
+        if a != b and a in place and b in place:
+            seconds = math.log(max(link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s, 1e-9))
+            pair = (a, b) if place[a] < place[b] else (b, a)
+            found = (not _is_near(link, tensor_bytes), seconds)
+            pairs[pair] = max(pairs.get(pair, found), found)  # the slower direction counts
+    joined = UnionFind(peers)
+    merges: list[tuple[bool, float, str, str]] = []
+    for (a, b), (far, seconds) in sorted(pairs.items(), key=lambda x: x[1]):
+        if joined[a] != joined[b]:
+            joined.union(a, b)
+            merges.append((far, seconds, a, b))
+    gaps = [(b[1] - a[1], (a[1] + b[1]) / 2) for a, b in pairwise(merges) if b[0]]
+    gap, border = max(gaps, default=(0.0, math.inf))
     if gap < math.log(LEAST_GAP):
         border = math.inf
     near = nx.Graph()
     near.add_nodes_from(peers)
-    near.add_edges_from((a, b) for a, b, e in merges if e["seconds"] < border)
-    place = {p: i for i, p in enumerate(peers)}
+    near.add_edges_from((a, b) for far, seconds, a, b in merges if not far or seconds < border)
     groups = [sorted(group, key=place.__getitem__) for group in nx.connected_components(near)]
     return sorted(groups, key=lambda g: place[g[0]])
+
+
+def _is_near(link: LinkProfile, tensor_bytes: float) -> bool:
+    """By the best that was measured: a machine that is busy makes its links look longer, never shorter."""
+    latency_s = (link.latency_range_s or (link.latency_s,))[0]
+    bandwidth = (link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,))[-1]
+    return latency_s <= NEAR_LATENCY_S and min(tensor_bytes, NEAR_BYTES) / bandwidth <= NEAR_SEND_S
 
 
 def cluster_of(

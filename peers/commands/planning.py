@@ -62,6 +62,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
 ) -> None:
     """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
+    from meshcee.planner.codecs import remarks
     from meshcee.planner.explain import explain as explained
     from meshcee.planner.job import plans
     from meshcee.planner.page import page
@@ -69,6 +70,7 @@ def plan(
 
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
+    said: Sequence[str] = ()
     if testbed is not None and job is None:
         scenario = read_scenario(testbed, profiles)
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
@@ -79,7 +81,8 @@ def plan(
         live = _live(job, join, testbed, stages, as_json=as_json)
         title, cluster, workload = live.title, live.cluster, live.workload
         best, single, names = live.plan, live.single, live.names
-        extra = {"names": dict(names), "notes": list(live.notes)}
+        said = remarks(best)
+        extra = {"names": dict(names), "notes": [*said, *live.notes]}
     text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
     if html is not None:
         html.write_text(_named(page(best, cluster, workload, text, f"meshcee plan: {title}"), names), encoding="utf-8")
@@ -87,6 +90,8 @@ def plan(
         print(dumps({**best.to_json(), **extra}))
     else:
         print(_named(text if explain else _short(best, text), names))
+        for note in said:
+            print(f"note: {note}")
 
 
 def _live(job: Path | None, join: str | None, testbed: str | None, stages: int | None, *, as_json: bool) -> LivePlan:

@@ -14,6 +14,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.planner.codecs import remarks
 from meshcee.planner.live import situation
 from meshcee.planner.memory import needs
 from meshcee.tensor_files import save
@@ -141,14 +142,14 @@ async def _train(
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
             view.plan(plan, names)
-            for line in (*_memory(job, captured, plan, mesh), *notes):
+            for line in (*_memory(job, captured, plan, mesh), *remarks(plan), *notes):
                 view.note(named(line, names))
             return None
         current.append(mesh)
 
         def show(plan: Plan, names: Mapping[str, str]) -> None:
             view.plan(plan, names)
-            for note in mesh.result.notes:
+            for note in (*remarks(plan), *mesh.result.notes):
                 view.note(named(note, names))
 
         try:

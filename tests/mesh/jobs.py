@@ -74,6 +74,7 @@ def make_job(case: str) -> Job:
         job,
         name=case,
         micro_batch_size=job.batch_size // 4,
+        codec="none",
         seed=7,
         clip_norm=0.5,
         optimizer=Optimizer("AdamW", lr=3e-3, groups={"*.bias": {"weight_decay": 0.0}})

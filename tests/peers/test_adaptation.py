@@ -124,6 +124,7 @@ def wide_job() -> Job:
         batch_size=4 * MICRO,
         micro_batch_size=MICRO,
         steps=STEPS,
+        codec="none",
     )
 
 

@@ -73,6 +73,7 @@ def make_job(**changes: object) -> Job:
         "seed": 3,
         "clip_norm": 1.0,
         "schedule": Schedule("CosineAnnealingLR", T_max=10),
+        "codec": "none",
     }
     return Job(**{**settings, **changes})
 

@@ -9,7 +9,7 @@ from torch import nn
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.codecs import with_codec
+from meshcee.planner.codecs import remarks, with_codec
 
 
 def plan() -> Plan:
@@ -34,14 +34,22 @@ def test_auto_is_exact_inside_a_region_and_16_bits_between() -> None:
     assert with_codec(plan(), "auto", dict.fromkeys(regions, "home")) == plan()
 
 
+def test_what_is_rounded_is_said_with_the_way_out() -> None:
+    assert remarks(plan()) == ()
+    (said,) = remarks(with_codec(plan(), "int8", {}))
+    assert "int8" in said
+    assert "--codec none" in said
+
+
 def test_a_job_takes_known_codecs_only() -> None:
-    def job(codec: str) -> Job:
+    def job(**codec: str) -> Job:
         data = [(torch.zeros(1), torch.zeros(1))] * 4
         return Job(
-            nn.Linear(1, 1), nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), batch_size=4, steps=1, codec=codec
+            nn.Linear(1, 1), nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), batch_size=4, steps=1, **codec
         )
 
+    assert job().codec == "auto"
     for name in ("none", "bf16", "int8", "int4", "auto"):
-        assert job(name).codec == name
+        assert job(codec=name).codec == name
     with pytest.raises(UsageError, match="codec must be one of none, bf16, int8, int4, auto, got 'mp3'"):
-        job("mp3")
+        job(codec="mp3")

@@ -1,5 +1,7 @@
 """Regions from measured links."""
 
+import pytest
+
 from meshcee.planner.regions import cluster_of, find_regions
 from meshcee.profile import DeviceProfile, LinkProfile
 
@@ -19,6 +21,33 @@ def test_a_gap_below_three_is_no_border() -> None:
     slower = LinkProfile(0.001, 5e8)
     links = {k: NEAR if v is NEAR else slower for k, v in LINKS.items()}
     assert find_regions(PEERS, links, 1e6) == [PEERS]
+
+
+def lan(loopback: float, wire: float, far: LinkProfile | None = None) -> dict[tuple[str, str], LinkProfile]:
+    """Two peers on one machine, two more in the same building, and e elsewhere, or in the building as well."""
+    links = {}
+    for p in PEERS:
+        for q in PEERS:
+            if p != q:
+                near = LinkProfile(0.0001, loopback) if {p, q} == {"a", "b"} else LinkProfile(0.0004, wire)
+                links[p, q] = far if far is not None and "e" in (p, q) else near
+    return links
+
+
+@pytest.mark.parametrize("tensor_bytes", [1e3, 1e5, 1e6, 3e7])
+def test_what_a_lan_joins_is_one_region_whatever_the_ratio(tensor_bytes: float) -> None:
+    """A machine that talks to itself at 2 GB/s and to others at 1 Gbit/s, or measured one of its links while it was busy."""
+    assert find_regions(PEERS, lan(2e9, 1.17e8), tensor_bytes) == [PEERS]
+    away = lan(2e9, 1.17e8, LinkProfile(0.02, 1.2e7))
+    assert find_regions(PEERS, away, tensor_bytes) == [PEERS[:4], ["e"]]
+    busy = LinkProfile(0.008, 2e7, 0.0, (0.0005, 0.02), (5e6, 2e8))
+    assert find_regions(PEERS, {**lan(2e9, 2e9), ("a", "c"): busy, ("c", "a"): busy}, tensor_bytes) == [PEERS]
+
+
+def test_a_thin_line_is_between_regions_however_short() -> None:
+    thin = lan(2e9, 1.17e8, LinkProfile(0.0005, 6e5))
+    assert find_regions(PEERS, thin, 1e6) == [PEERS[:4], ["e"]]
+    assert find_regions(PEERS, thin, 1e3) == [PEERS]  # 2 ms for what crosses it
 
 
 def test_peers_that_nobody_measured_are_alone() -> None:
