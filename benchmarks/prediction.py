@@ -4,7 +4,9 @@ The idea: `meshcee local --shape` runs real peer processes with paced devices an
 one another as on any mesh and know nothing of the shape. The plan says what a step will take, `meshcee train` what it took:
 the median of the steps after the first two. Takes about a minute a shape.
 
-    python benchmarks/prediction.py [--json] [--only NAME] [--steps 14]
+    python benchmarks/prediction.py [--json] [--only NAME] [--steps 14] [--codec auto] [--groups]
+
+--groups asks for stages on groups, of a model for which they pay: most of its work is in one block.
 """
 
 from __future__ import annotations
@@ -39,15 +41,45 @@ job = meshcee.Job(
     batch_size=16,
     micro_batch_size=2,
     steps={steps},
+    codec="{codec}",
+)
+"""
+SHARED = """
+import meshcee, torch
+from torch import nn
+
+class Lopsided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.heavy = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(512, 64))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last((h + self.heavy(h)).mean(1))
+
+torch.manual_seed(0)
+job = meshcee.Job(
+    name="prediction",
+    model=Lopsided(),
+    loss=nn.functional.cross_entropy,
+    data=[(torch.randn(64, 64), i % 8) for i in range(64)],
+    optimizer=meshcee.Optimizer("AdamW", lr=1e-3),
+    batch_size=64,
+    micro_batch_size=16,
+    steps={steps},
+    codec="{codec}",
+    cuts=("first", "heavy"),
+    groups=True,
 )
 """
 
 
-def shape(name: str, steps: int, dropout: float) -> dict[str, Any]:
+def shape(name: str, job_text: str) -> dict[str, Any]:
     """One shape, planned, trained and compared."""
     with tempfile.TemporaryDirectory(prefix="meshcee-prediction-") as folder:
         job = Path(folder) / "job.py"
-        job.write_text(JOB.format(steps=steps, dropout=dropout))
+        job.write_text(job_text)
         command = [sys.executable, "-m", "meshcee", "local", "--shape", f"{SHAPES}:{name}", "--job", str(job), "--json"]
         environment = {**os.environ, "MESHCEE_HOME": str(Path(folder) / "home"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=600, check=False)
@@ -62,7 +94,14 @@ def shape(name: str, steps: int, dropout: float) -> dict[str, Any]:
     stages = plan["pipelines"][0]["stages"]
     return {
         "shape": name,
-        "stages": [[names[s["members"][0]["peer"]], *s["blocks"]] for s in stages],
+        "stages": [
+            [
+                " + ".join(names[m["peer"]] + f" x{m['samples']}" * (len(s["members"]) > 1) for m in s["members"]),
+                *s["blocks"],
+            ]
+            for s in stages
+        ],
+        "codecs": [s["codec_out"] for s in stages[:-1]],
         "windows": [s["window"] for s in stages],
         "left_out": {names.get(x["peer"], x["peer"]): x["why"] for x in plan["left_out"]},
         "expected_s": expected_s,
@@ -79,12 +118,17 @@ def main() -> None:
     parser.add_argument("--only", help="one shape")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--dropout", type=float, default=0.0, help="more than 0: the generator's state travels too")
+    parser.add_argument("--codec", default="none", help="of the job; auto: 16 bits between regions")
+    parser.add_argument(
+        "--groups", action="store_true", help="a job whose stages may be shared, and for which that pays"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of table rows")
     options = parser.parse_args()
     known = [entry["name"] for entry in json.loads(SHAPES.read_text())["testbeds"]]
     report: dict[str, Any] = {"machine": machine(), "shapes": []}
     for name in [options.only] if options.only else known:
-        found = shape(name, options.steps, options.dropout)
+        text = SHARED if options.groups else JOB
+        found = shape(name, text.format(steps=options.steps, dropout=options.dropout, codec=options.codec))
         report["shapes"].append(found)
         if not options.json:
             cut = ", ".join(f"{peer} {first}..{end - 1}" for peer, first, end in found["stages"])

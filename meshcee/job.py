@@ -127,6 +127,9 @@ class Job:
     codec      how activations and gradients cross links: "auto" (16 bits between regions, exact inside of one; what a LAN
                joins is one region), "none" (exact everywhere), "bf16", "int8" or "int4"; docs/benchmarks.md says what
                each costs in loss
+    groups     let the planner give a stage to several devices of one region, which share the samples of every micro-batch.
+               That may be faster, and gives sums another order than the plain loop's: losses agree to 1e-5. Never where
+               samples influence one another (batch statistics)
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of the run
     """
@@ -154,6 +157,7 @@ class Job:
     checkpoint_every: int = 0
     weights: str | os.PathLike[str] | None = None
     codec: str = "auto"
+    groups: bool = False
     adapt: bool = True
 
     def __post_init__(self) -> None:

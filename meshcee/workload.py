@@ -136,6 +136,10 @@ class Workload:
     message_bytes: tuple[int, int] = (0, 0)  # what a message has beside its samples: to the next stage, and back
     fused_first: bool = False  # the first stage runs B and W as one, as the executor does
     tied: tuple[tuple[int, int, int], ...] = ()  # (first block, last block, bytes) of shared parameters' gradients
+    # How a group sums: in a "ring", block by block as their W's end; or as the executor does, all blocks in one piece behind
+    # the last W, each member with each over "streams" or through a torch "process group", and the commit waits for it.
+    group_sum: str = "ring"
+    clips: bool = False  # the commit waits for the norms of all members
     _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,6 +182,15 @@ class Workload:
         """The memory model: state, live micro-batches, and with recomputation the one that is being recomputed."""
         again = self.live_bytes(first, end, samples) if recompute else 0
         return self.held_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
+
+    def sum_costs(self, members: int) -> tuple[float, int]:
+        """Of a group's sum: bytes that each member sends over bytes of gradients, and rounds of one latency each."""
+        share, rounds = 2 * (members - 1) / members, 2 * (members - 1)
+        if self.group_sum == "streams":
+            return share, 2  # parts to those who sum them, sums to all
+        if self.group_sum == "process group":
+            return share * max(1.0, 4 / self.element_bytes), 2 * rounds  # in 32 bits; which gradients exist goes first
+        return share, rounds
 
     def wire_bytes(self, size: float, codec: str) -> float:
         """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more."""

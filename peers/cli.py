@@ -151,6 +151,10 @@ def train(
         str | None,
         typer.Option(help="What crosses links: auto (16 bits between regions), none (exact), bf16, int8, int4."),
     ] = None,
+    groups: Annotated[
+        bool | None,
+        typer.Option("--groups/--no-groups", help="Let devices of a region share a stage; sums then differ by 1e-5."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="Train by the plan in this JSON file (as --dry-run --json prints it).")
     ] = None,
@@ -194,6 +198,7 @@ def train(
             plan,
             trace,
             wait,
+            groups,
         ),
         as_json=as_json,
     )

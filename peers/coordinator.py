@@ -41,6 +41,7 @@ MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
 PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
+FLAGS = ("groups", "direct_sums", "clips")
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
 
 
@@ -76,6 +77,7 @@ class PlanRequest:
             "micro_batch": job.micro_batch,
             "recompute": job.recompute,
             "codec": job.codec,
+            **{name: getattr(job, name) for name in FLAGS},
             "element_bytes": job.element_bytes,
             "message_bytes": list(job.message_bytes),
             "stages": self.stages,
@@ -132,6 +134,7 @@ class PlanRequest:
             tuple(alike),
             tuple((first, last, size) for first, last, size in tied),
             codec,
+            **{name: need(header, name, bool) for name in FLAGS},
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
         free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))

@@ -56,6 +56,9 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         alike=alike(program),
         tied=tied(program),
         codec=job.codec,
+        groups=job.groups,
+        direct_sums=job.direct_sums,
+        clips=job.clip_norm is not None,
     )
 
 
@@ -120,9 +123,10 @@ def _request(job: Job, captured: Capture, costs: JobCosts, memory_bytes: int) ->
 
 
 def sizes_of(job: Job, costs: JobCosts, memory_bytes: int) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: the job's own, or divisors of the batch, about a factor of two apart."""
-    if job.micro_batch_size is not None:
-        return (job.micro_batch_size,)
+    """Micro-batch sizes worth measuring: the job's own and what members of a group may take of it, or divisors of the batch,
+    about a factor of two apart."""
+    if (own := job.micro_batch_size) is not None:
+        return tuple(sorted({1, own // 4, own // 2, own} - {0})) if costs.groups else (own,)
     batch = job.batch_size
     each = max((c.activation_bytes for c in costs.blocks), default=0)
     fitting = [m for m in range(1, batch + 1) if batch % m == 0 and (m == 1 or m * each <= memory_bytes)]

@@ -18,13 +18,13 @@ from meshcee.capture.draws import whole_draws
 from meshcee.capture.rows import divided
 from meshcee.errors import PlanError
 from meshcee.job import Job
-from meshcee.plan import Member, Plan, Stage
+from meshcee.plan import Member, Pipeline, Plan, Stage
 from peers.feed import loss_shares
 from peers.place import Piece, rows_of
 from peers.recut import Boundary
 from peers.stage import StageRunner
 
-__all__ = ["check_sharing"]
+__all__ = ["check_sharing", "why_not_shared"]
 
 SEED = 1
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3, torch.float64: 1e-6}  # relative
@@ -42,6 +42,19 @@ def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
     for program in (captured.train, captured.evaluate):
         if program is not None:
             _check_program(job, captured, program, tried, batch, samples)
+
+
+def why_not_shared(job: Job, captured: Capture) -> str:
+    """Why a planner should keep off groups, "" where any of this job's stages may be shared: each block is tried as one."""
+    stages = [
+        Stage(k, k + 1, (Member(f"{k}a", 1), Member(f"{k}b", 1)), window=1, live_cap=1)
+        for k in range(captured.train.num_blocks)
+    ]
+    try:
+        check_sharing(job, captured, Plan(2, (Pipeline(1, tuple(stages)),)))
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _with_samples(stage: Stage, samples: int) -> Stage:

@@ -32,6 +32,7 @@ from peers.job_costs import costs_of, profile
 from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.recovery import Recovery
+from peers.sharing import why_not_shared
 from peers.snapshots import Cadence, Kept
 from peers.trace import Trace
 from peers.turn import Turn
@@ -93,6 +94,9 @@ async def question(
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
     await agent.see_the_mesh(lent)
     costs = await asyncio.to_thread(costs_of, job, captured)
+    if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
+        log.warning("no stage will be shared by a group", why=why)
+        costs = replace(costs, groups=False)
     return PlanRequest(costs, await profile(agent, job, captured, costs), stages, lent)
 
 
@@ -152,7 +156,7 @@ class Training:
         self._agent = agent
         self._home = home
         self._lent = lent
-        self._job = job
+        self._job = replace(job, groups=job.groups or (plan is not None and plan.shares_samples))
         self._captured = captured
         self._stages = stages
         self._given = plan

@@ -132,6 +132,37 @@ def test_a_group_reduces_each_block_in_a_ring_from_its_last_w_on() -> None:
     assert work_of(timeline, "a") == "F0 0-2, B0 2-4, W0 4-6, O0 9.5-10.5"
 
 
+def test_a_group_sums_as_the_executor_does_when_told_so() -> None:
+    # all eight bytes in one piece behind the last W, at 6: each member sends 8 over a port of two bytes a second, and two
+    # latencies; b's vote takes a third to a, who commits; the news takes a fourth to b
+    work = replace(workload(2, 2, gradient=4, optimizer=0.5), group_sum="streams")
+    where = cluster({"r": ["a", "b"]}, port=2, inside_s=0.25)
+    timeline = simulated(plan(pipeline((0, 2, {"a": 1, "b": 1}), micros=1), micro_batch=2), where, work)
+    rings = [(s.micro, s.start_s, s.end_s) for s in timeline.outcome.spans if s.kind == "ring" and s.step == 0]
+    assert rings == [(0, 6, 10.5)]
+    assert work_of(timeline, "a") == "F0 0-2, B0 2-4, W0 4-6, O0 10.75-11.75"
+    assert work_of(timeline, "b") == "F0 0-2, B0 2-4, W0 4-6, O0 11-12"
+
+
+@pytest.mark.parametrize(("how", "ends_s"), [("ring", 6), ("streams", 5.5), ("process group", 9)])
+def test_what_a_sum_of_three_takes(how: str, ends_s: float) -> None:
+    """Four bytes through each port in any case, twice that in 32 bits instead of 16, and 4, 2 or 8 latencies of 0.25 s."""
+    work = replace(workload(1, 3, gradient=3), group_sum=how, element_bytes=2)
+    where = cluster({"r": ["a", "b", "c"]}, port=2, inside_s=0.25)
+    timeline = simulated(plan(pipeline((0, 1, {"a": 1, "b": 1, "c": 1}), micros=1), micro_batch=3), where, work)
+    (ring,) = [s for s in timeline.outcome.spans if s.kind == "ring" and s.step == 0]
+    assert (ring.start_s, ring.end_s) == (3, ends_s)
+
+
+def test_a_job_that_clips_commits_when_all_norms_are_known() -> None:
+    # b's W ends at 26; a, done at 18, hears of it at 26.5 and commits, which b knows at 27
+    work = replace(workload(3, 1, w=10), clips=True)
+    where = cluster({"x": ["a"], "y": ["b"]}, bandwidth=2, latency_s=0.5)
+    timeline = simulated(plan(pipeline((0, 1, "a"), (1, 3, "b"), micros=1)), where, work)
+    assert work_of(timeline, "a") == "F0 0-1, B0 7-8, W0 8-18, O0 26.5-26.5"
+    assert work_of(timeline, "b") == "F0 2-4, B0 4-6, W0 6-26, O0 27-27"
+
+
 def test_members_of_unequal_shares_send_what_overlaps() -> None:
     # a has samples 0 and 1, b sample 2; c takes 0, d takes 1 and 2: a -> c, a -> d, b -> d, a byte a sample
     work = workload(2, 3)

@@ -140,7 +140,7 @@ def _valid(blocks: int) -> npt.NDArray[np.bool_]:
     return np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
 
 
-def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float] | None:
+def ring_of(cluster: Cluster, workload: Workload, peers: Sequence[str]) -> tuple[float, float] | None:
     """Of a group's reduction: seconds per byte of gradients, and seconds of latency; None when a hop is missing."""
     count = len(peers)
     if count == 1:
@@ -151,7 +151,8 @@ def ring_of(cluster: Cluster, peers: Sequence[str]) -> tuple[float, float] | Non
         return None
     slowest = min(h.bandwidth_bytes_per_s for h in hops)
     latency_s = max(h.latency_s for h in hops)
-    return 2 * (count - 1) / count / slowest, 2 * (count - 1) * latency_s
+    share, rounds = workload.sum_costs(count)
+    return share / slowest, rounds * latency_s
 
 
 def _runs(cumulated: Floats) -> Floats:

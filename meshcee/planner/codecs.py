@@ -35,7 +35,12 @@ def with_codec(plan: Plan, codec: str, regions: Mapping[str, str]) -> Plan:
 
 def remarks(plan: Plan) -> tuple[str, ...]:
     """What a user should know of numbers that are not the plain loop's bit for bit, and how they would be."""
-    if not plan.codecs:
-        return ()
-    used = " and ".join(sorted(plan.codecs))
-    return (f"some boundaries travel as {used}, which rounds; with --codec none all numbers are the plain loop's",)
+    found = []
+    if plan.codecs:
+        used = " and ".join(sorted(plan.codecs))
+        found.append(
+            f"some boundaries travel as {used}, which rounds; with --codec none all numbers are the plain loop's"
+        )
+    if plan.shares_samples:
+        found.append("groups share samples, so sums have another order than the plain loop's: losses agree to 1e-5")
+    return tuple(found)

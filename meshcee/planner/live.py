@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 # What every member of a mesh can run. Peers of another protocol version cannot even join, so this is a matter of the
-# version alone: whoever teaches the executor more, widens it here.
+# version alone: whoever teaches the executor more, widens it here. Groups it runs too, but only for jobs that ask for
+# them: sample shares give sums another order.
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
@@ -52,6 +53,7 @@ class JobCosts:
     alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
     codec  of every boundary, or "auto": between regions only
+    groups whether devices of one region may share a stage; direct_sums and clips as the job says
     """
 
     blocks: Sequence[BlockCost]
@@ -63,6 +65,9 @@ class JobCosts:
     alike: tuple[int, ...] = ()
     tied: tuple[tuple[int, int, int], ...] = ()
     codec: str = "none"
+    groups: bool = False
+    direct_sums: bool = False
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,14 @@ def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
     work = workload_of(
         devices, kinds, job.blocks, job.batch_size, job.micro_batch, times=known, element_bytes=job.element_bytes
     )
-    return cluster, replace(work, message_bytes=job.message_bytes, fused_first=True, tied=job.tied)
+    return cluster, replace(
+        work,
+        message_bytes=job.message_bytes,
+        fused_first=True,
+        tied=job.tied,
+        group_sum="process group" if job.direct_sums else "streams",
+        clips=job.clips,
+    )
 
 
 def choose(
@@ -115,6 +127,9 @@ def choose(
     """The best plans that the members can run, and what they were made from."""
     cluster, workload = situation(mesh, job)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
+    if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
+        alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}
+        runs = replace(runs, group=None, alike=alike)
     mixed = job.codec == "auto" and len(cluster.regions) > 1
     codecs = (BETWEEN_REGIONS, "none") if mixed else ("none" if job.codec == "auto" else job.codec,)
     choice = plans(cluster, workload, codecs=codecs, effort=effort or EFFORT, runs=runs)

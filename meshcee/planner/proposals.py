@@ -189,7 +189,8 @@ class Proposals:
                 samples = micro_batch // size
                 if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
                     continue
-                ring, num_micro = ring_of(self.cluster, of.peers[:size]), self.workload.global_batch // micro_batch
+                num_micro = self.workload.global_batch // micro_batch
+                ring = ring_of(self.cluster, self.workload, of.peers[:size])
                 if ring is None:
                     continue
                 for recompute in (False, True):

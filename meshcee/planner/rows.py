@@ -137,7 +137,7 @@ class Rows:
         """
         if not row or len(row) > min(self.workload.num_blocks, self.runs.stages or len(row)):
             return None
-        if self.runs.group is not None and any(len(group) > self.runs.group for group in row):
+        if not all(self.runs.may_share(group) for group in row):
             return None
         self.work += WORK_OF_A_ROW
         tables: list[list[StageTable]] = []
@@ -175,7 +175,7 @@ class Rows:
         if key not in self._tables:
             self._tables[key] = None
             taken = shares(self.cluster, self.workload, ChainStage(0, self.workload.num_blocks, group), micro_batch)
-            ring = ring_of(self.cluster, group)
+            ring = ring_of(self.cluster, self.workload, group)
             if taken is not None and ring is not None:
                 members, share = list(zip(devices, taken)), self.workload.wire_bytes(1.0, codec)
                 tables = []

@@ -6,6 +6,7 @@ that proposes asks it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshcee.planner.chain import Layout
@@ -18,15 +19,22 @@ class Runs:
     """None: no bound."""
 
     group: int | None = None  # members of a stage
+    alike: Mapping[str, str] | None = None  # peer -> what the members of a stage must have in common
     stages: int | None = None  # of a pipeline, exactly so many
     pipelines: int | None = None  # side by side
     recompute_last: bool = True  # whether the last stage may recompute
     recompute: bool = False  # whether all others must
 
+    def may_share(self, peers: Sequence[str]) -> bool:
+        """Whether these may hold a stage together."""
+        if self.group is not None and len(peers) > self.group:
+            return False
+        return self.alike is None or len({self.alike.get(p, "") for p in peers}) == 1
+
     def permits(self, layout: Layout) -> bool:
         """Whether a plan of this form may be proposed."""
         return (self.pipelines is None or len(layout) <= self.pipelines) and all(
             (self.stages is None or len(chain.stages) == self.stages)
-            and (self.group is None or all(len(s.peers) <= self.group for s in chain.stages))
+            and all(self.may_share(s.peers) for s in chain.stages)
             for chain in layout
         )

@@ -22,7 +22,7 @@ Lines = tuple[tuple[int, float], ...]  # (line, seconds that it is held)
 Event = tuple[float, int, int, int, int]  # when, in which order, what, at which node, micro-batch or step
 SENDS = ("", "out", "back")  # what messages are called, by the work that makes them
 
-WAKE, F_DONE, B_DONE, W_DONE, APPLIED, REDUCE, REDUCED, COMMIT = range(8)
+WAKE, F_DONE, B_DONE, W_DONE, APPLIED, REDUCE, REDUCED, COMMIT, VOTE = range(9)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def run(
     ring_left = [[len(r.nodes) for r in instance.rings] for _ in range(steps)]
     ring_ready = [[0.0] * len(instance.rings) for _ in range(steps)]
     reduce_left = [[len(r) for r in rings_of] for _ in range(steps)]
+    votes_left = [[1 + n.below for n in nodes] for _ in range(steps)] if instance.votes else []
     first_head = heads[0]
     dead = dead_at_s or {}
     spans = out.spans
@@ -161,6 +162,36 @@ def run(
                 spans.append(Span(n, "O", s, 0, now, end))
             sequence += 1
             push(heap, (end, sequence, APPLIED, n, s))
+
+    def ready_to_commit(head: int, s: int, now: float) -> None:
+        """The heads of all pipelines tell each other; the commit goes out when all are ready."""
+        nonlocal sequence
+        head_done[head][s] = now
+        heads_left[s] -= 1
+        for a in heads if not heads_left[s] else ():
+            at = max(head_done[b][s] + instance.head_latency_s[b, a] for b in heads)
+            sequence += 1
+            push(heap, (at, sequence, COMMIT, a, s))
+
+    def vote(n: int, s: int, now: float) -> None:
+        """One more word that a node waits for, its own included; with the last of them its vote goes up."""
+        nonlocal sequence
+        votes_left[s][n] -= 1
+        if votes_left[s][n]:
+            return
+        if (above := nodes[n].above) is None:
+            ready_to_commit(n, s, now)
+        else:
+            sequence += 1
+            push(heap, (now + above[1], sequence, VOTE, above[0], s))
+
+    def settled(n: int, now: float) -> None:
+        """The W's of a step, or its reductions, are done; with the last of both its gradient is final."""
+        s = step_of[n]
+        if weights_done[s][n] and not reduce_left[s][n]:
+            if votes_left:
+                vote(n, s, now)
+            apply(n, now)
 
     now = 0.0
     while True:
@@ -214,20 +245,13 @@ def run(
             if what == B_DONE and is_first[n]:
                 if n == first_head:
                     out.backward_s.append(now)
-                if done_b[n] == limit[n]:
-                    s = step_of[n]
-                    head_done[n][s] = now
-                    heads_left[s] -= 1
-                    if not heads_left[s]:
-                        for a in heads:
-                            at = max(head_done[b][s] + instance.head_latency_s[b, a] for b in heads)
-                            sequence += 1
-                            push(heap, (at, sequence, COMMIT, a, s))
+                if done_b[n] == limit[n] and not votes_left:
+                    ready_to_commit(n, step_of[n], now)
         elif what == W_DONE:
             busy[n] = False
             if done_w[n] == limit[n]:
                 weights_done[step_of[n]][n] = True
-                apply(n, now)
+                settled(n, now)
                 continue
         elif what == REDUCE:
             ring = instance.rings[n]
@@ -243,7 +267,10 @@ def run(
         elif what == REDUCED:
             reduce_left[extra][n] -= 1
             if not reduce_left[extra][n]:
-                apply(n, now)
+                settled(n, now)
+            continue
+        elif what == VOTE:
+            vote(n, extra, now)
             continue
         elif what == COMMIT:
             if committed[extra][n]:

@@ -6,6 +6,7 @@ The idea: all look-ups (times, paths, codecs, overlaps of samples) happen once, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from meshcee.errors import PlanError
 from meshcee.plan import Pipeline, Plan, Stage
@@ -49,16 +50,18 @@ class Node:
     back: list[Edge] = field(default_factory=list)
     weights_s: list[float] = field(default_factory=list)  # W of each block, last block first
     commits: list[tuple[int, float]] = field(default_factory=list)  # whom the commit goes on to, and how long it takes
+    above: tuple[int, float] | None = None  # whom its vote goes to, and how long it takes; None at the head
+    below: int = 0  # votes that it waits for
 
 
 @dataclass
 class Ring:
-    """The holders of a block, who reduce its gradients."""
+    """The holders of a block, who reduce its gradients; or a group, whose `block` is the last one to finish its W."""
 
     block: int
     nodes: tuple[int, ...]
     hops: tuple[tuple[tuple[int, float], ...], ...]  # per hop the lines and the seconds that each is held
-    latency_s: float  # of all 2(n-1) rounds
+    latency_s: float  # of all rounds
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Instance:
     bandwidths: list[float]
     fused: bool
     forward_first: bool
+    votes: bool = False  # the commit waits for word from every node
 
 
 def build(
@@ -91,6 +95,7 @@ class _Builder:
     def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, fused: bool, forward_first: bool) -> None:
         self.plan, self.cluster, self.workload = plan, cluster, workload
         self.fused, self.forward_first = fused, forward_first
+        self.votes = workload.clips or (plan.shares_samples and workload.group_sum != "ring")
         self.nodes: list[Node] = []
         self.heads: list[int] = []
         self.line_of: dict[tuple[str, str], int] = {}
@@ -152,8 +157,10 @@ class _Builder:
                 now.append((len(self.nodes), at, at + member.samples))
                 at += member.samples
                 self.nodes.append(self.node(p, j, pipeline, stage, member.peer, member.samples))
+            if self.votes:
+                self._lead([n for n, _, _ in now], before[0][0] if before else None)
             if last is None:
-                self.heads += [n for n, _, _ in now]
+                self.heads += [n for n, _, _ in (now[:1] if self.votes else now)]
             else:
                 forward = self.workload.boundary_bytes[last.end - 1]
                 back = self.workload.boundary_back_bytes[last.end - 1]
@@ -163,6 +170,15 @@ class _Builder:
             before, last = now, stage
         for first, end, size in self.workload.tied:
             self._tie(start, first, end, size)
+
+    def _lead(self, group: list[int], above: int | None) -> None:
+        """Votes go up through the first member of each stage, and the commit comes down that way."""
+        pairs = [(group[0], n) for n in group[1:]] + ([] if above is None else [(above, group[0])])
+        for a, b in pairs:
+            down, up = self.edge(a, b, 0.0, "none"), self.edge(b, a, 0.0, "none")
+            self.nodes[b].above = (a, up.latency_s)
+            self.nodes[a].below += 1
+            self.nodes[a].commits.append((b, down.latency_s))
 
     def _tie(self, start: int, first: int, last: int, size: int) -> None:
         """A parameter on two stages: the earlier one's B (with its W) needs the later one's gradient."""
@@ -175,7 +191,7 @@ class _Builder:
 
     def _join(self, a: int, b: int, samples: int, forward: int, back: int, out: str, returned: str) -> None:
         path = self.cluster.path(self.nodes[a].peer, self.nodes[b].peer)
-        if path is not None:
+        if path is not None and not self.votes:
             self.nodes[a].commits.append((b, path.latency_s))
         if samples > 0:
             extra_out, extra_back = self.workload.message_bytes
@@ -184,7 +200,31 @@ class _Builder:
             self.nodes[b].back.append(self.edge(b, a, samples * back, returned, extra_back))
             self.nodes[a].gradients += 1
 
+    def sums(self) -> list[Ring]:
+        """As the executor does it: a stage's gradients in one piece, once all its members have run their last W."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for n, node in enumerate(self.nodes):
+            groups.setdefault((node.pipeline, node.stage), []).append(n)
+        found = []
+        for group in groups.values():
+            count, first = len(group), self.nodes[group[0]].first
+            size = sum(self.workload.gradient_bytes[first : self.nodes[group[0]].end])
+            if count < 2 or not size:
+                continue
+            share, rounds = self.workload.sum_costs(count)
+            pairs = (
+                [*permutations(group, 2)]
+                if self.workload.group_sum == "streams"
+                else [*zip(group, group[1:] + group[:1])]
+            )
+            edges = [self.edge(a, b, share * size * count / len(pairs), "none") for a, b in pairs]
+            latency_s = rounds * max(e.latency_s for e in edges)
+            found.append(Ring(first, tuple(group), tuple(e.lines for e in edges), latency_s))
+        return found
+
     def rings(self) -> list[Ring]:
+        if self.workload.group_sum != "ring":
+            return self.sums()
         holders: dict[int, list[int]] = {}
         for n, node in enumerate(self.nodes):
             for block in range(node.first, node.end):
@@ -198,9 +238,10 @@ class _Builder:
             ring = tuple(sorted(nodes, key=lambda n: (self.cluster.devices[self.nodes[n].peer].region, n)))
             if ring not in known:
                 known[ring] = [self.edge(a, b, 1.0, "none") for a, b in zip(ring, ring[1:] + ring[:1])]
-            size = 2 * (len(ring) - 1) / len(ring) * self.workload.gradient_bytes[block]
+            share, rounds = self.workload.sum_costs(len(ring))
+            size = share * self.workload.gradient_bytes[block]
             hops = tuple(tuple((line, held * size) for line, held in h.lines) for h in known[ring])
-            latency = 2 * (len(ring) - 1) * max(h.latency_s for h in known[ring])
+            latency = rounds * max(h.latency_s for h in known[ring])
             found.append(Ring(block, ring, hops, latency))
         return found
 
@@ -214,5 +255,5 @@ class _Builder:
         lines = list(self.line_of)
         return Instance(
             self.nodes, self.heads, latency, rings, lines, [self.cluster.bandwidth(e) for e in lines],
-            self.fused, self.forward_first,
+            self.fused, self.forward_first, self.votes,
         )  # fmt: skip

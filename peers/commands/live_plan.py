@@ -57,7 +57,7 @@ async def _plan(job_file: Path, token: str, stages: int | None) -> LivePlan:
         names = agent.names()
     cluster, workload = situation(measured, request.job)
     try:
-        alone = choose(measured, request.job, 1)[0].best
+        alone = choose(measured, replace(request.job, groups=False), 1)[0].best
     except PlanError:
         single = None
     else:

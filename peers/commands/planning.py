@@ -115,7 +115,9 @@ def _short(best: Plan, text: str) -> str:
     head = text.splitlines()[:1]
     for pipeline in best.pipelines:
         for j, stage in enumerate(pipeline.stages):
-            head.append(f"  stage {j}: blocks {stage.first} to {stage.end - 1} on {', '.join(stage.peers)}")
+            shared = len(stage.members) > 1
+            who = ", ".join(f"{m.peer} ({m.samples} samples)" if shared else m.peer for m in stage.members)
+            head.append(f"  stage {j}: blocks {stage.first} to {stage.end - 1} on {who}")
     if best.left_out:
         head.append(f"  left out: {', '.join(x.peer for x in best.left_out)} (--explain says why)")
     return "\n".join(head)

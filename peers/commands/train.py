@@ -53,6 +53,7 @@ class TrainOptions:
     plan: Path | None = None
     trace: Path | None = None
     wait: bool = True
+    groups: bool | None = None
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -77,6 +78,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         job = replace(job, checkpoint_every=options.checkpoint_every)
     if options.codec is not None:
         job = replace(job, codec=options.codec)
+    if options.groups is not None:
+        job = replace(job, groups=options.groups)
     where = JoinOptions(
         token=options.join,
         local=options.local,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,8 @@ def test_what_is_rounded_is_said_with_the_way_out() -> None:
     (said,) = remarks(with_codec(plan(), "int8", {}))
     assert "int8" in said
     assert "--codec none" in said
+    grouped = replace(plan().pipelines[0].stages[0], members=(Member("a", 1), Member("b", 3)))
+    assert "1e-5" in remarks(replace(plan(), pipelines=(Pipeline(1, (grouped,)),)))[0]
 
 
 def test_a_job_takes_known_codecs_only() -> None:

@@ -219,3 +219,42 @@ def test_a_tied_parameter_costs_its_gradient_in_every_micro_batch() -> None:
     assert tight is not None
     assert tight.step_s > loose.step_s + 3 * 10**8 / FAR.bandwidth_bytes_per_s
     assert len(plan(measured(links=far), job).peers) == 1
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+LOPSIDED = [replace(c, flops=8e7 if i == 3 else 1e6) for i, c in enumerate(COSTS)]
+SHARED = replace(JOB, blocks=LOPSIDED, alike=(), micro_batch=8, groups=True)
+
+
+def groups_of(found: Plan) -> list[dict[str, int]]:
+    return [{m.peer: m.samples for m in s.members} for s in found.pipelines[0].stages if len(s.members) > 1]
+
+
+def test_groups_are_proposed_on_request_and_when_they_pay() -> None:
+    """One block is most of the work: no cut shares it, samples do, in proportion to speed."""
+    near = measured(links=dict.fromkeys(LINKS, NEAR))
+    alone, shared = plan(near, replace(SHARED, groups=False)), plan(near, SHARED)
+    assert groups_of(alone) == []
+    (group,) = groups_of(shared)
+    slowest_first = [group[p] for p in sorted(group, key=lambda p: DEVICES[p].speed_flops_per_s)]
+    assert slowest_first == sorted(slowest_first)
+    assert slowest_first[0] < slowest_first[-1]
+    assert alone.predicted is not None
+    assert shared.predicted is not None
+    assert shared.predicted.step_s < 0.8 * alone.predicted.step_s
+
+
+def test_gradients_that_take_longer_than_the_work_are_not_summed() -> None:
+    large = replace(SHARED, blocks=[replace(c, trainable_bytes=10**9, parameter_bytes=10**9) for c in LOPSIDED])
+    room = {p: replace(d, memory_bytes=10**12) for p, d in DEVICES.items()}
+    assert groups_of(plan(measured(room, dict.fromkeys(LINKS, NEAR)), large)) == []
+
+
+def test_a_group_is_of_one_region_and_of_one_kind_of_device() -> None:
+    across = plan(measured(), SHARED)
+    assert [{HOME[p] for p in group} for group in groups_of(across)] == [{1}]
+    mixed = {p: replace(d, kind="cuda" if p in "ae" else "cpu") for p, d in DEVICES.items()}
+    found = groups_of(plan(measured(mixed, dict.fromkeys(LINKS, NEAR)), SHARED))
+    assert found
+    assert all(len({mixed[p].kind for p in group}) == 1 for group in found)

@@ -1,0 +1,140 @@
+"""Groups that the coordinator itself proposes, because a job asks: who is in them, what a step takes, and its numbers.
+
+The idea: on virtual time devices are exactly as fast as they are paced, so that plans and steps are the same on any machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.capture import capture
+from meshcee.config import Timeouts
+from meshcee.errors import ProtocolError
+from meshcee.job import Job, Optimizer
+from meshcee.plan import Plan
+from meshcee.planner.live import JobCosts
+from peers.assemble import InProcess, JoinOptions
+from peers.compute import Pace
+from peers.coordinator import PlanRequest
+from peers.job_costs import costs_of, sizes_of
+from peers.sharing import why_not_shared
+from peers.training import Result
+from peers.transport.base import Frame
+from peers.transport.memory import Impairment, MemoryNetwork
+from tests import zoo
+from tests.reference import reference
+from tests.virtual_time import virtual_time
+
+MICRO, STEPS = 8, 6
+LINK = Impairment(latency_s=0.001, bandwidth_bytes_per_s=1e8)
+PACES = {"p0": 1e7, "p1": 2e7}
+
+
+class Lopsided(nn.Module):
+    """Nearly all work is in one block of few parameters, so that no cut gives two devices half of it each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.heavy = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Dropout(0.1), nn.Linear(256, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.first(x)
+        h = h + self.heavy(h.unsqueeze(1).expand(-1, 16, -1)).mean(1)
+        return self.last(h)
+
+
+class Points:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        made = torch.Generator().manual_seed(i)
+        return torch.randn(16, generator=made, dtype=torch.float64), i % 4
+
+
+def lopsided(**changes: Any) -> Job:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "model": Lopsided().double(),
+        "loss": nn.functional.cross_entropy,
+        "data": Points(),
+        "optimizer": Optimizer("AdamW", lr=1e-2),
+        "batch_size": 4 * MICRO,
+        "micro_batch_size": MICRO,
+        "steps": STEPS,
+        "clip_norm": 1.0,
+        "cuts": ("first", "heavy"),
+        "groups": True,
+    }
+    return Job(**(settings | changes))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def train(job: Job) -> tuple[Result, dict[str, str], float]:
+    """What it leaves, the peers' names, and the virtual seconds of a step once the first two are done."""
+    async with InProcess(JoinOptions(), MemoryNetwork(impairment=LINK), Timeouts(), clock=now, monotonic=now) as here:
+        for name, speed in PACES.items():
+            await here.start(name, pace=Pace(speed))
+        mesh = await here.own("owner", None)
+        ends_s = [now() async for _ in mesh.train(job, captured=await asyncio.to_thread(capture, job))]
+        return mesh.result, mesh.agent.names(), (ends_s[-1] - ends_s[1]) / (len(ends_s) - 2)
+
+
+def shares(plan: Plan | None, names: dict[str, str]) -> list[dict[str, int]]:
+    assert plan is not None
+    return [{names[m.peer]: m.samples for m in stage.members} for stage in plan.pipelines[0].stages]
+
+
+@virtual_time
+async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planned() -> None:
+    """p1 is twice as fast and takes twice as many samples; the numbers are the plain loop's, the step as expected."""
+    job = lopsided()
+    result, names, step_s = await train(job)
+    (group,) = [stage for stage in shares(result.plan, names) if len(stage) > 1]
+    assert group.keys() == PACES.keys()
+    assert group["p1"] in (5, 6)
+    assert result.plan is not None
+    assert result.plan.predicted is not None
+    assert step_s == pytest.approx(result.plan.predicted.step_s, rel=0.1)
+    expected = reference(job)
+    wanted = [sum(float(loss) for loss in step) / len(step) for step in expected.losses]
+    assert result.losses == pytest.approx(wanted, rel=1e-9)
+    for name, tensor in result.state_dict.items():
+        torch.testing.assert_close(tensor, expected.state[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_what_may_not_be_shared_is_known_before_planning() -> None:
+    job = zoo.make("cnn")
+    assert "statistics of the whole batch" in why_not_shared(job, capture(job))
+    job = lopsided()
+    assert why_not_shared(job, capture(job)) == ""
+
+
+def test_members_of_a_group_take_sizes_that_were_measured() -> None:
+    job = lopsided(micro_batch_size=8)
+    costs = costs_of(job, capture(job))
+    assert costs.groups
+    assert costs.clips
+    assert sizes_of(job, costs, 1 << 30) == (1, 2, 4, 8)
+    assert sizes_of(replace(job, micro_batch_size=1), costs, 1 << 30) == (1,)
+    assert sizes_of(job, replace(costs, groups=False), 1 << 30) == (8,)
+
+
+def test_the_coordinator_hears_of_groups_and_believes_only_flags() -> None:
+    job = lopsided()
+    costs: JobCosts = costs_of(job, capture(job))
+    frame = PlanRequest(costs).frame()
+    heard = PlanRequest.from_frame(frame).job
+    assert (heard.groups, heard.direct_sums, heard.clips) == (True, False, True)
+    with pytest.raises(ProtocolError, match="groups"):
+        PlanRequest.from_frame(Frame(frame.kind, {**frame.header, "groups": 1}, frame.payloads))
