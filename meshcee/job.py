@@ -131,7 +131,7 @@ class Job:
                That may be faster, and gives sums another order than the plain loop's: losses agree to 1e-5. Never where
                samples influence one another (batch statistics)
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
-               number of the run
+               number of a run that neither rounds (codec) nor shares samples (groups)
     """
 
     model: nn.Module | Callable[[], nn.Module]

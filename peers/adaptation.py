@@ -18,7 +18,6 @@ from meshcee.adapter import Adapter, Decision
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured, choose
-from meshcee.profile import LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
@@ -134,8 +133,11 @@ class Adaptation:
         mesh = self._agent.measured(self._plan.peers)
         links = dict(mesh.links)
         for pair, rate in self._senses.rates.items():
-            if pair in links:
-                links[pair] = LinkProfile(links[pair].latency_s, rate, links[pair].measured_at)
+            if (link := links.get(pair)) is not None:  # how busy it is now makes it no other region's
+                low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
+                links[pair] = replace(
+                    link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=(min(low, rate), max(high, rate))
+                )
         slow = self._senses.slow
         times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._request.times.items() if p in mesh.devices}
         return replace(mesh, links=links, times=times)

@@ -6,7 +6,7 @@ inside of one (HGTrainer's mixed precision, 10.26599/BDMA.2025.9020031), so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,13 +17,20 @@ __all__ = ["BETWEEN_REGIONS", "remarks", "with_codec"]
 BETWEEN_REGIONS = "bf16"
 
 
-def with_codec(plan: Plan, codec: str, regions: Mapping[str, str]) -> Plan:
-    """The plan with every boundary by this codec; `regions` (peer -> region) is what `auto` goes by."""
+def with_codec(
+    plan: Plan, codec: str, regions: Mapping[str, str], known: Collection[frozenset[str]] | None = None
+) -> Plan:
+    """The plan with every boundary by this codec; `regions` (peer -> region) is what `auto` goes by.
+
+    known   pairs of regions between which a link was measured; others are guesses, which round nothing. None: all
+    """
 
     def between(a: Stage, b: Stage) -> str:
         if codec != "auto":
             return codec
-        return BETWEEN_REGIONS if len({regions[peer] for peer in (*a.peers, *b.peers)}) > 1 else "none"
+        pairs = {frozenset((regions[p], regions[q])) for p in a.peers for q in b.peers}
+        far = [pair for pair in pairs if len(pair) > 1 and (known is None or pair in known)]
+        return BETWEEN_REGIONS if far else "none"
 
     def changed(pipeline: Pipeline) -> Pipeline:
         names = ["none", *(between(a, b) for a, b in pairwise(pipeline.stages)), "none"]

@@ -130,23 +130,26 @@ def choose(
     if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}
         runs = replace(runs, group=None, alike=alike)
-    mixed = job.codec == "auto" and len(cluster.regions) > 1
+    regions = {peer: device.region for peer, device in cluster.devices.items()}
+    met = {frozenset((regions[a], regions[b])) for a, b in mesh.links if a in regions and b in regions}
+    mixed = job.codec == "auto" and any(len(pair) > 1 for pair in met)
     codecs = (BETWEEN_REGIONS, "none") if mixed else ("none" if job.codec == "auto" else job.codec,)
     choice = plans(cluster, workload, codecs=codecs, effort=effort or EFFORT, runs=runs)
     if mixed:
-        choice = _exact_inside_regions(choice, cluster, workload)
+        choice = _exact_inside_regions(choice, cluster, workload, regions, met)
     return choice, cluster, workload
 
 
-def _exact_inside_regions(choice: Choice, cluster: Cluster, workload: Workload) -> Choice:
+def _exact_inside_regions(
+    choice: Choice, cluster: Cluster, workload: Workload, regions: Mapping[str, str], met: set[frozenset[str]]
+) -> Choice:
     """The search coded where it gained seconds; regions say where it may. Priced anew.
 
     The best stays the best: why devices are left out was found out for it.
     """
-    regions = {peer: device.region for peer, device in cluster.devices.items()}
     found: list[tuple[float, Plan]] = []
     for plan in (choice.best, *choice.runners_up):
-        coded = with_codec(plan, "auto", regions)
+        coded = with_codec(plan, "auto", regions, met)
         step_s = period_s(coded, cluster, workload)
         if plan.predicted is not None:
             rate = workload.global_batch / step_s

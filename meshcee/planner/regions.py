@@ -22,10 +22,11 @@ from meshcee.profile import Cluster, Device, DeviceProfile, LinkProfile
 __all__ = ["cluster_of", "find_regions"]
 
 LEAST_GAP = 3.0  # between the slowest link inside a region and the fastest between regions
-# What is near whatever the ratio: 6 ms there and back at most (a LAN has 0.1 to 4, by radio too; the two nearest cities of
-# the testbeds 11), and 10 ms for the bytes of a boundary tensor, of which 1 MB counts (8 ms at 1 Gbit/s).
-NEAR_LATENCY_S = 0.003
-NEAR_SEND_S = 0.01
+# What is near whatever the ratio: 10 ms there and back at most (a LAN has 0.1 to 4, by radio too; the two nearest cities of
+# the testbeds 11), and 20 ms for the bytes of a boundary tensor, of which 1 MB counts (8 ms at 1 Gbit/s). The rest is for
+# machines that are busy.
+NEAR_LATENCY_S = 0.005
+NEAR_SEND_S = 0.02
 NEAR_BYTES = 1e6
 ODD = 2.0  # a pair whose time differs from its regions' by this factor keeps a line of its own
 ALIKE = 1.1  # speeds within this factor are one kind, once there are many devices

@@ -133,6 +133,9 @@ def test_links_that_nobody_has_measured_are_filled_in_and_said_so() -> None:
     found, notes = plan_job(measured(links=known), JOB, 5, QUICK)
     assert "a" in found.peers
     assert any("100 Mbit/s" in note for note in notes)
+    near = {k: NEAR for k in LINKS if "a" not in k}
+    stages = plan(measured(links=near), replace(JOB, codec="auto"), 5).pipelines[0].stages
+    assert {s.codec_out for s in stages} == {"none"}, "a guess rounds nothing"
 
 
 # -- what blocks showed ------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ def test_regions_are_cut_at_the_largest_gap() -> None:
 
 
 def test_a_gap_below_three_is_no_border() -> None:
-    slower = LinkProfile(0.001, 5e8)
-    links = {k: NEAR if v is NEAR else slower for k, v in LINKS.items()}
+    links = {k: LinkProfile(0.01 if v is NEAR else 0.02, 1e8) for k, v in LINKS.items()}
     assert find_regions(PEERS, links, 1e6) == [PEERS]
 
 
