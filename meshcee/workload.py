@@ -192,6 +192,12 @@ class Workload:
             return share * max(1.0, 4 / self.element_bytes), 2 * rounds  # in 32 bits; which gradients exist goes first
         return share, rounds
 
+    def sum_bytes(self, first: int, end: int, members: int) -> int:
+        """What a member holds while its group sums: its gradients end to end, and parts and sums that have arrived."""
+        if members == 1 or self.group_sum == "ring":
+            return 0
+        return 2 * sum(self.gradient_bytes[first:end])
+
     def wire_bytes(self, size: float, codec: str) -> float:
         """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more."""
         return size if codec == "none" else size * min(1.0, CODECS[codec].bits / 8 / self.element_bytes)

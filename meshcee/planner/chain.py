@@ -89,8 +89,10 @@ def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch:
 def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int]) -> int:
     """Micro-batches between F and W for which every member has memory; 0 when not even one fits."""
     least = 1 << 30
+    sums = workload.sum_bytes(stage.first, stage.end, len(stage.peers))
     for peer, n in zip(stage.peers, samples):
-        room = cluster.devices[peer].memory_bytes - workload.stage_bytes(stage.first, stage.end, n, 0, stage.recompute)
+        held = workload.stage_bytes(stage.first, stage.end, n, 0, stage.recompute) + sums
+        room = cluster.devices[peer].memory_bytes - held
         each = workload.live_bytes(stage.first, stage.end, n, stage.recompute)
         least = min(least, (0 if room < 0 else 1 << 30) if each == 0 else max(0, room // each))
     return least

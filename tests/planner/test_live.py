@@ -12,7 +12,7 @@ from meshcee.errors import PlanError, ProtocolError
 from meshcee.plan import Plan
 from meshcee.planner.live import JobCosts as Costs
 from meshcee.planner.live import Measured, choose, plan_job, situation
-from meshcee.planner.memory import shortages
+from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
@@ -246,6 +246,18 @@ def test_groups_are_proposed_on_request_and_when_they_pay() -> None:
     assert alone.predicted is not None
     assert shared.predicted is not None
     assert shared.predicted.step_s < 0.8 * alone.predicted.step_s
+
+
+def test_members_have_room_for_the_sum() -> None:
+    """Twice the gradients on top: what members hold of one another while they sum."""
+    near = measured(links=dict.fromkeys(LINKS, NEAR))
+    choice, cluster, workload = choose(near, SHARED, effort=QUICK)
+    (stage,) = [s for s in choice.best.pipelines[0].stages if len(s.members) > 1]
+    live = min(stage.live_cap, 16 // 8)
+    for member in stage.members:
+        state = workload.stage_bytes(stage.first, stage.end, member.samples, live, stage.recompute)
+        needed = needs(choice.best, cluster, workload)[member.peer]
+        assert needed == state + 2 * 10**6 * (stage.end - stage.first)
 
 
 def test_gradients_that_take_longer_than_the_work_are_not_summed() -> None:
