@@ -87,7 +87,7 @@ class CountedStore(MemoryStore):
         self._tally.update(writes=1, written_bytes=len(value))
         return await super().put(key, subkey, value, expires_at)
 
-    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
         await asyncio.sleep(STORE_S)
         found = await super().get(key)
         self._tally.update(reads=1, read_bytes=sum(len(value) for value, _ in found.values()))

@@ -7,6 +7,7 @@ that has vanished without a word is called up again now and then, so that two ha
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,7 +30,7 @@ log = structlog.get_logger()
 
 R = TypeVar("R", bound=Record)
 
-REST_EVERY = 4  # polls of peers for one of links and runs
+REST_EVERY = 4  # polls of peers for one of links and runs, and for one that asks all replicas: a third of the traffic
 CROWD = 32  # beyond so many peers, polls become rarer in proportion
 CALL_FIRST_S, CALL_MOST_S = 2.0, 60.0  # pauses between two calls of a peer that has vanished
 CALLED_AT_ONCE = 4
@@ -142,11 +143,11 @@ class Directory:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    async def read(self, kind: type[R]) -> dict[str, R]:
+    async def read(self, kind: type[R], *, quick: bool = False) -> dict[str, R]:
         """Every valid record of this kind, by peer id; invalid ones are logged once each and set aside."""
         found: dict[str, R] = {}
         now = self._clock()
-        for subkey, (data, _) in (await self._store.get(topic(kind.kind, self._mesh_key))).items():
+        for subkey, (data, _) in (await self._store.get(topic(kind.kind, self._mesh_key), quick=quick)).items():
             try:
                 found[subkey] = open_sealed(kind, subkey, data, self._mesh_key, self._limits, now=now)
             except MeshceeError as error:
@@ -162,20 +163,22 @@ class Directory:
             group.create_task(self._call_up())
 
     async def _poll(self) -> None:
-        turn = 0
-        while True:
-            await self.refresh(everything=turn % REST_EVERY == 0)
-            turn += 1
+        await self.refresh()
+        for turn in itertools.count(1):
             await asyncio.sleep(self._timeouts.directory_poll_s * self._crowd())
+            thorough = turn % REST_EVERY == 0
+            await self.refresh(everything=turn % REST_EVERY == REST_EVERY // 2, quick=not thorough)
 
-    async def refresh(self, *, everything: bool = True) -> None:
-        """Read peers, and with `everything` links and runs, and note what has changed."""
+    async def refresh(self, *, everything: bool = True, quick: bool = False) -> None:
+        """Read peers, and with `everything` links and runs, and note what has changed; `quick` as in `Store.get`."""
         if everything:
             found, links, runs = await asyncio.gather(
-                self.read(PeerRecord), self.read(LinkRecord), self.read(RunRecord)
+                self.read(PeerRecord, quick=quick),
+                self.read(LinkRecord, quick=quick),
+                self.read(RunRecord, quick=quick),
             )
         else:
-            found, links, runs = await self.read(PeerRecord), {}, {}
+            found, links, runs = await self.read(PeerRecord, quick=quick), {}, {}
         self._look_for_double(found.pop(self._identity.peer_id, None))
         await self._settle(found, links, runs)
 

@@ -12,6 +12,7 @@ consensus, so two may hold for a moment: in different terms, and every member re
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Save
 log = structlog.get_logger()
 
 MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
+THOROUGH_EVERY = 4  # looks for one that asks all replicas, while a lease holds
 
 
 # -- what happens to the state machine, and what it asks for
@@ -124,6 +126,11 @@ class Election:
     @property
     def holds(self) -> bool:
         return self._mine is not None and self._mine.state == "holding"
+
+    @property
+    def is_settled(self) -> bool:
+        """Somebody's lease holds, and we do not claim against it."""
+        return self.lease is not None and (self._mine is None or self.holds)
 
     def handle(self, event: Event) -> list[Command]:
         """The next state, and what is to be done, in this order."""
@@ -272,15 +279,15 @@ class Elector:
 
     async def run(self) -> None:
         """Watch the claims; claim when there is none; renew or step down."""
-        while True:
-            await self.look()
+        for turn in itertools.count():
+            await self.look(quick=self._core.is_settled and turn % THOROUGH_EVERY != 0)
             await asyncio.sleep(self._every_s)
 
-    async def look(self) -> None:
-        """One look at the claims, now."""
+    async def look(self, *, quick: bool = False) -> None:
+        """One look at the claims, now; `quick` as in `Store.get`."""
         async with self._one:
             mono_s, wall = self._monotonic(), self._clock()
-            claims = await self._directory.read(LeaseRecord)
+            claims = await self._directory.read(LeaseRecord, quick=quick)
             await self._do(self._core.handle(Looked(mono_s, wall, claims)))
 
     async def resign(self) -> None:

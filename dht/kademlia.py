@@ -178,10 +178,11 @@ class KademliaStore:
             return False
         return bool(stored)
 
-    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
-                found = (await self._node.get_many([key], float("inf"), beam_size=BEAM))[key]
+                enough = self._clock() if quick else float("inf")  # the expiration of what ends the search
+                found = (await self._node.get_many([key], enough, beam_size=BEAM))[key]
         except Exception as error:
             log.debug("dht.get_failed", key=key, error=repr(error))
             return {}

@@ -27,8 +27,11 @@ class Store(Protocol):
         """Write; False when no replica took it (a newer value, or nobody reachable)."""
         ...
 
-    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
-        """Every unexpired entry under the key; empty when there is none, or nobody answered."""
+    async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
+        """Every unexpired entry under the key; empty when there is none, or nobody answered.
+
+        All replicas are asked; `quick`: the first that has anything will do, so entries may be missing or old.
+        """
         ...
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
@@ -72,7 +75,7 @@ class MemoryStore:
         table[subkey] = (value, expires_at)
         return True
 
-    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
         if not self.reachable:
             return {}
         now = self.shared.clock()

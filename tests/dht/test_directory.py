@@ -41,7 +41,7 @@ class Flaky(MemoryStore):
         self.blind = False
         self.called: list[tuple[float, frozenset[str]]] = []
 
-    async def get(self, key: str) -> Mapping[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
         return {} if self.blind else await super().get(key)
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:

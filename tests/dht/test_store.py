@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -150,6 +151,36 @@ async def test_a_plain_value_cannot_hide_the_entries_of_all(tmp_path: Path) -> N
         assert not await store._node.store(topic("peers", KEY), value=b"hidden", expiration_time=now + 99)
         assert not await store._node.store("other", subkey="x", value=b"unknown key", expiration_time=now + 99)
         assert list(await a.get()) == [a.identity.peer_id]
+
+
+async def test_a_quick_read_asks_nobody_where_this_peer_is_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        over_p2pd(tmp_path, 2) as (a, b),
+        one_peer(tmp_path, "looker", [a.address], client_mode=True) as (_, _, looker),
+    ):
+        expires_at = time.time() + TTL_S
+        assert await a.put("a", expires_at)
+        assert await b.put("b", expires_at)
+        everybody = await b.get()
+        assert set(everybody) == {a.identity.peer_id, b.identity.peer_id}
+        asked: list[str] = []
+        for name, store in (("b", b.store), ("looker", looker)):
+            find = store._node._call_find_with_blacklist  # type: ignore[attr-defined]
+
+            def counted(*args: Any, name: str = name, find: Any = find) -> Any:
+                asked.append(name)
+                return find(*args)
+
+            monkeypatch.setattr(store._node, "_call_find_with_blacklist", counted)  # type: ignore[attr-defined]
+        peers = topic("peers", KEY)
+        assert await b.store.get(peers, quick=True) == everybody
+        assert asked == []
+        assert await looker.get(peers, quick=True) == everybody
+        assert asked[0] == "looker"  # it keeps nothing itself
+        assert await b.store.get(peers) == everybody
+        assert "b" in asked
 
 
 async def test_what_a_node_holds_for_others_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
