@@ -20,6 +20,8 @@ from typing import Any, cast
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from peers.transport.rate import Rate
+
 __all__ = ["Bundle", "Connection"]
 
 RECORD_BYTES = 128 * 1024
@@ -74,6 +76,11 @@ class Connection(asyncio.BufferedProtocol):
     # -- records
 
     @property
+    def is_receiving(self) -> bool:
+        """A record has begun to come and is not opened."""
+        return self._end > 0
+
+    @property
     def free(self) -> bool:
         return not self._blocked and self._transport is not None
 
@@ -120,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._end += nbytes
         if self._bundle is not None:
-            self._bundle.arrived(self)
+            self._bundle.arrived(self, nbytes)
         elif self._end == len(self._memory):
             assert self._transport is not None
             self._transport.pause_reading()
@@ -158,6 +165,9 @@ class Bundle(asyncio.Transport):
         self._sealed = 0  # records
         self._opened = 0
         self._early: dict[int, Connection] = {}  # number of a record -> where it waits for its turn
+        # Here and not in the stream: that sees a small frame come whole, as a record is opened when all of it is here.
+        self._rate = Rate()
+        self._receiving = False
         self._paused = False
         self._closing = False
         self._aborted = False
@@ -178,7 +188,15 @@ class Bundle(asyncio.Transport):
     # -- asyncio.Transport, as far as a FramedStream needs it
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        """Of "rate": bytes per second that have come since it was last asked for, or None."""
+        return self._take_rate() if name == "rate" else default
+
+    def _take_rate(self) -> float | None:
+        if self._receiving:  # on a busy link there may be no moment in which nothing is on its way
+            now_s = asyncio.get_running_loop().time()
+            self._rate.end(now_s)
+            self._rate.begin(now_s)
+        return self._rate.take()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Always zero: the protocol is paused until the last byte is sealed, and its memory free."""
@@ -232,8 +250,19 @@ class Bundle(asyncio.Transport):
                 return self._connections[-1]
         return None
 
-    def arrived(self, connection: Connection) -> None:
+    def arrived(self, connection: Connection, nbytes: int) -> None:
         """Open what can be opened, here and then wherever the next record has been waiting."""
+        now_s = asyncio.get_running_loop().time()
+        if self._receiving:
+            self._rate.more(nbytes)
+        else:
+            self._rate.begin(now_s)
+        self._open_all(connection)
+        self._receiving = any(each.is_receiving for each in self._connections)
+        if not self._receiving:
+            self._rate.end(now_s)
+
+    def _open_all(self, connection: Connection) -> None:
         turn: Connection | None = connection
         while turn is not None and not self._aborted:
             try:

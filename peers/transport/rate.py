@@ -13,7 +13,8 @@ LEAST_S = 1e-3
 
 
 class Rate:
-    """Of one direction of one stream. `begin` with a frame's first bytes, `more` with the others, `end` with its last."""
+    """Of one direction of one stream. `begin` with the first bytes of what left together, a frame or more, `more` with the
+    others, `end` with the last."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None

@@ -129,7 +129,9 @@ class FramedStream(asyncio.BufferedProtocol):
         await self._lost.wait()
 
     def rates(self) -> tuple[float | None, float | None]:
-        return None, self._rate.take()
+        seen = self._rate.take()
+        below = self._transport.get_extra_info("rate") if self._transport is not None else None
+        return None, below or seen
 
     # -- sending
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -21,6 +22,7 @@ from peers.transport.direct import Direct
 from peers.transport.libp2p import Libp2pTransport
 from peers.transport.stream import FramedStream
 from tests.peers.transport.harness import HERE, KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
+from tests.virtual_time import virtual_time
 
 PATIENT = replace(SHORT, handshake_s=20.0, direct_s=10.0)  # a busy machine must not make a stream stay
 SECRET = b"what nobody else may read"
@@ -273,6 +275,47 @@ async def test_records_out_of_line_end_the_stream(what: str) -> None:
     async with asyncio.timeout(5.0):
         assert "not from the peer" in str(await over)
     theirs.close()
+
+
+class Unread(asyncio.BufferedProtocol):
+    """Whatever comes is dropped."""
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(bytearray(sizehint))
+
+
+@virtual_time
+async def test_the_rate_is_seen_of_small_frames_and_of_all_connections_together() -> None:
+    """Frames of a record each, over two connections that share a link of 1 MB/s."""
+    transport = mock.Mock(is_closing=lambda: True)  # nothing is read from it
+    connections = [bundle.Connection(1, lambda *_: None) for _ in range(2)]
+    for connection in connections:
+        connection.connection_made(transport)
+    key, size = bytes(32), 40_000
+    both = bundle.Bundle(connections, key, key)
+    both.start(Unread())
+
+    async def send(connection: bundle.Connection, numbers: range) -> None:
+        sealed = [AESGCM(key).encrypt(n.to_bytes(12, "big"), bytes(size), None) for n in numbers]
+        wire = memoryview(b"".join(bundle._HEADER.pack(n, len(s)) + s for n, s in zip(numbers, sealed)))
+        while wire:
+            await asyncio.sleep(0.001)
+            left = memoryview(wire[:500])
+            while left:
+                room = connection.get_buffer(-1)
+                part = min(len(room), len(left))
+                room[:part] = left[:part]
+                connection.buffer_updated(part)
+                left = left[part:]
+            wire = wire[500:]
+
+    assert both.get_extra_info("rate") is None
+    for first in (0, 20):  # whether or not anybody has asked meanwhile
+        async with asyncio.TaskGroup() as group:
+            for k, connection in enumerate(connections):
+                group.create_task(send(connection, range(first + k, first + 20, 2)))
+        await asyncio.sleep(10.0)  # nothing comes
+        assert both.get_extra_info("rate") == pytest.approx(1e6, rel=0.05)
 
 
 async def test_streams_survive_the_libp2p_daemon_that_introduced_them() -> None:
