@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.measure import machine, row
-from meshcee.adapter import SETTLING_STEPS, WorkFunction
+from meshcee.adapter import REST_STEPS, SETTLING_STEPS, WorkFunction
 from meshcee.migration import moves, moving_s
 from meshcee.plan import Plan
 from meshcee.planner.job import plans
@@ -91,7 +91,7 @@ def optimum_s(step_s: Prices, moving: Prices) -> float:
 
 def work_function(step_s: Prices, moving: Prices) -> list[int]:
     """Where the adapter would be in each step: it decides after the step that it has seen."""
-    rule, choice = WorkFunction(0, moving), []
+    rule, choice = WorkFunction(0, moving, REST_STEPS), []
     for prices in step_s:
         choice.append(rule.current)
         rule.observe(prices)

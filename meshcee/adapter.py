@@ -4,6 +4,10 @@ The idea: the work function of metrical task systems (Borodin, Linial and Saks, 
 keeps the least time in which all steps so far could have been run by whoever ends in p, moves included. The run goes over
 to another candidate only when that one's history pays for the move, so there is no detector and no threshold, and a link
 that flaps makes the run stay. A change never touches the batch or its gradient, only who computes what, and when.
+
+One thing the history cannot tell: whether a link that is well again will stay so. After a change the run therefore rests:
+better weather alone is no reason for another change until REST_STEPS later, worse weather is one at any time. Better weather
+that has passed again shows that the link flaps, and the rest begins anew.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from meshcee.plan import Plan
 __all__ = ["Adapter", "Decision", "Level", "WorkFunction", "level_of"]
 
 SETTLING_STEPS = 4  # what a change costs besides moving: drain, offer, fill
+REST_STEPS = 50
+WORSE = 1.1  # times the seconds of a step when the plan was chosen
 MOST_CANDIDATES = 24
 
 
@@ -58,10 +64,16 @@ class WorkFunction:
 
     The rule needs a metric: where the way back is cheaper than the way there, a candidate's history would be capped by
     the way back and never pay for the way there. So it reckons with the mean of both.
+
+    Without a rest it is the rule of the theorem.
     """
 
-    def __init__(self, current: int, moving_s: Sequence[Sequence[float]]) -> None:
+    def __init__(self, current: int, moving_s: Sequence[Sequence[float]], rest_steps: int = 0) -> None:
         self.current = current
+        self._rest_steps = rest_steps
+        self._since: int | None = None  # steps since the rest began; None before the first change
+        self._chosen_s = 0.0  # a step of the current candidate when it was chosen
+        self._tempted = False  # another candidate was better in the last step
         self._moving_s = _metric(moving_s)
         self.work_s = list(self._moving_s[current])  # as if the run had moved there before its first step
 
@@ -75,6 +87,7 @@ class WorkFunction:
     def observe(self, step_s: Sequence[float]) -> int:
         """One more step, which would have taken `step_s[p]` under each candidate; returns where to go on."""
         every = range(len(step_s))
+        self._rest(step_s)
         stayed = [w + t for w, t in zip(self.work_s, step_s, strict=True)]
         self.work_s = [min(stayed[q] + self._moving_s[q][p] for q in every) for p in every]
         there = self._moving_s[self.current]
@@ -82,9 +95,18 @@ class WorkFunction:
         best = min(
             (p for p in every if p != self.current), key=lambda p: self.work_s[p] + there[p], default=self.current
         )
-        if self.work_s[best] + there[best] <= self.work_s[self.current] * (1 + 1e-12):
-            self.current = best
+        if self.work_s[best] + there[best] <= self.work_s[self.current] * (1 + 1e-12) and self._may_move(step_s):
+            self.current, self._since, self._chosen_s, self._tempted = best, 0, step_s[best], False
         return self.current
+
+    def _rest(self, step_s: Sequence[float]) -> None:
+        was, self._tempted = self._tempted, min(step_s) * WORSE < step_s[self.current]
+        if self._since is not None:
+            self._since = 0 if was and not self._tempted else self._since + 1
+
+    def _may_move(self, step_s: Sequence[float]) -> bool:
+        rested = self._since is None or self._since > self._rest_steps
+        return rested or step_s[self.current] > WORSE * self._chosen_s
 
 
 def _metric(moving_s: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -108,15 +130,18 @@ Price = Callable[[Plan], float]  # a plan's period now; infinite when it cannot 
 class Adapter:
     """The candidates of one run: its plan, and whatever searches under changed networks have found."""
 
-    def __init__(self, plan: Plan, price: Price, moving_s: Callable[[Plan, Plan], float]) -> None:
-        """`moving_s(a, b)`: what it takes to go from one plan to another, besides SETTLING_STEPS of the first plan."""
+    def __init__(
+        self, plan: Plan, price: Price, moving_s: Callable[[Plan, Plan], float], settle_s: float | None = None
+    ) -> None:
+        """`moving_s(a, b)`: what it takes to go from one plan to another, besides `settle_s`, which is SETTLING_STEPS of
+        the first plan on the network that it was made for; without a word, on that of `price`."""
         self.plans = [plan]
         self._price = price
         self._periods = [price(plan)]
-        self._settle_s = SETTLING_STEPS * self._periods[0]
+        self._settle_s = SETTLING_STEPS * self._periods[0] if settle_s is None else settle_s
         self._moving = moving_s
         self._moving_s = [[0.0]]
-        self._rule = WorkFunction(0, self._moving_s)
+        self._rule = WorkFunction(0, self._moving_s, REST_STEPS)
 
     @property
     def plan(self) -> Plan:
@@ -136,10 +161,12 @@ class Adapter:
         ]
         self._rule.widen(self._moving_s)
 
-    def observe(self) -> Decision:
-        """One more step has run."""
-        before = self._rule.current
-        after = self._rule.observe(self._periods)
+    def observe(self, steps: int = 1) -> Decision:
+        """So many more steps have run under this weather."""
+        before = after = self._rule.current
+        for _ in range(steps):
+            if after == before:
+                after = self._rule.observe(self._periods)
         return Decision(
             self.plans[after],
             level_of(self.plans[before], self.plans[after]),

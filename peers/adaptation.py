@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import median
 
 import structlog
 
-from meshcee.adapter import Adapter, Decision
+from meshcee.adapter import SETTLING_STEPS, Adapter, Decision
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.plan import Plan
-from meshcee.planner.live import Measured, choose
+from meshcee.planner.live import Measured, choose, situation
+from meshcee.profile import LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
-from peers.senses import HELD, Senses
+from peers.senses import HELD, Pair, Senses
+from peers.sounding import sound
 from peers.view import named
 from peers.walk import Report
 
@@ -29,7 +33,10 @@ __all__ = ["Adaptation", "Change"]
 
 log = structlog.get_logger()
 
-PROBES_EVERY_S = 5.0  # between two looks at what others have probed
+LATE = HELD // 2  # steps that a shift has been there before the one that tells it
+PROBES_EVERY_S = 1.0  # between two looks at what others have probed
+SOUND_STEPS, SOUND_S = 2, 3.0  # at least, between two times that peers are asked to probe links that have sagged
+MOST_SOUNDED = 6  # links at a time
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
 RUNNERS_UP = 2  # kept of each search
@@ -62,7 +69,8 @@ class Adaptation:
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[str] = []
-        self._search_at_s = self._probes_at_s = -math.inf
+        self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
+        self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
         self._cause: list[str] = []  # of the last search
         self._begin()
 
@@ -107,42 +115,70 @@ class Adaptation:
         return decision.plan
 
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
-        observed = report.observed
-        self._shifts += self._senses.hear(observed)
+        observed, steps = report.observed, 1
+        told = self._senses.hear(observed)
+        await self._sound(report.step, observed.rates)
         if self._agent.monotonic() >= self._probes_at_s:
             self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
             links = self._agent.links(self._plan.peers).items()
             idle = {pair: link for pair, link in links if pair not in observed.rates}
             fresh = {p: k.bandwidth_bytes_per_s for p, k in idle.items() if k.measured_at > self._began_at}
-            self._shifts += self._senses.probed(fresh)
+            told += self._senses.probed(fresh)
+        if told:
+            self._shifts += told
+            self._shifted_at = self._agent.clock()
         pays = self._changing_s < CHANGE_SHARE * left_s
         if self._shifts and pays and self._agent.monotonic() >= self._search_at_s:
             self._cause, self._shifts = self._shifts, []
+            steps += LATE
             mesh = self._measured()
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, mesh, self._changing_s)
+            await asyncio.to_thread(self._look, mesh)
             now_s = self._agent.monotonic()
             self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
         if self._adapter is None:
             return None
-        decision = self._adapter.observe()
+        decision = self._adapter.observe(steps)
         return decision if decision.plan is not self._plan else None
+
+    async def _sound(self, step: int, crossed: Collection[Pair]) -> None:
+        """Only a probe can tell whether a link that no step crosses is well again, and stays so: have it measured."""
+        doubtful = sorted(self._senses.doubtful - set(crossed))
+        now_s = self._agent.monotonic()
+        if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
+            self._sound_at_s = now_s + SOUND_S
+            await sound(self._agent, doubtful[:MOST_SOUNDED])
 
     def _measured(self) -> Measured:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""
         mesh = self._agent.measured(self._plan.peers)
-        links = dict(mesh.links)
-        for pair, rate in self._senses.rates.items():
-            if (link := links.get(pair)) is not None:  # how busy it is now makes it no other region's
-                low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
-                links[pair] = replace(
-                    link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=(min(low, rate), max(high, rate))
-                )
         slow = self._senses.slow
         times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._request.times.items() if p in mesh.devices}
-        return replace(mesh, links=links, times=times)
+        return replace(mesh, links=self._links(mesh), times=times)
 
-    def _look(self, mesh: Measured, changing_s: float) -> None:
+    def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
+        """Steps show the links that they cross. The others between the same two regions go the same way, and have sagged as
+        much, unless they were probed since."""
+        cluster, _ = situation(mesh, self._request.job)
+        regions = {p: d.region for p, d in cluster.devices.items()}
+        shares: dict[tuple[str | None, str | None], list[float]] = defaultdict(list)
+        doubtful = self._senses.doubtful
+        for a, b in doubtful:
+            if regions.get(a) != regions.get(b):
+                shares[regions.get(a), regions.get(b)].append(self._senses.share((a, b)))
+        links = {}
+        for (a, b), link in mesh.links.items():
+            rate = self._senses.rates.get((a, b), link.bandwidth_bytes_per_s)
+            seen = shares.get((regions.get(a), regions.get(b)))
+            if seen and (a, b) not in doubtful and link.measured_at < self._shifted_at:
+                rate *= median(seen)
+            # How busy it is now makes it no other region's: its range keeps what it was.
+            low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
+            span = min(low, rate), max(high, rate)
+            links[a, b] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
+        return links
+
+    def _look(self, mesh: Measured) -> None:
         """Search under the present figures, and price everything anew."""
         try:
             choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
@@ -157,5 +193,11 @@ class Adaptation:
                 return math.inf
 
         if self._adapter is None:
-            self._adapter = Adapter(self._plan, price, lambda a, b: changing_s)
+            # Settling is reckoned in steps before the change of weather. What the beginning of an epoch took beyond that
+            # went into moving state.
+            undisturbed_s = self._plan.predicted.step_s if self._plan.predicted is not None else price(self._plan)
+            settle_s = SETTLING_STEPS * undisturbed_s
+            self._adapter = Adapter(
+                self._plan, price, lambda a, b: max(0.0, self._changing_s - settle_s), settle_s=settle_s
+            )
         self._adapter.weather(price, [choice.best, *choice.runners_up[:RUNNERS_UP]])

@@ -34,6 +34,7 @@ from peers.coordinator import PlanService
 from peers.gossip import GossipService
 from peers.member import Member
 from peers.profiler import measure_device, probe_link, serve_probe
+from peers.sounding import Wishes
 from peers.transport.base import Stream, StreamClosed, Transport
 from peers.transport.handshake import PROTOCOL_VERSION
 
@@ -108,6 +109,7 @@ class Agent:
         ] = {}  # when each link was last tried, so that one that fails does not hold up others
         PlanService(self)
         self.gossip = GossipService(self)
+        self._wishes = Wishes(self)
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
 
@@ -215,13 +217,13 @@ class Agent:
         """Measure the links to others that lend a device, one at a time, new ones first.
 
         Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on the
-        wire; while the peer trains, not at all.
+        wire; while the peer trains, only when the owner of a job asks (peers/sounding.py).
         """
         rest_until_s = 0.0
         while True:
             target, known = self._stalest_link(may_repeat=self.monotonic() >= rest_until_s)
-            if target is None:
-                await asyncio.sleep(self.timeouts.directory_poll_s)
+            if target is None and (target := self._wishes.take()) is None:
+                await self._wishes.wait(self.timeouts.directory_poll_s)
                 continue
             record = self.directory.peers[target]
             start_s, now = self.monotonic(), self.clock()

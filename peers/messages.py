@@ -7,6 +7,7 @@ Purposes of streams, and the frames on them:
 
     join    (joiner -> seed)            HELLO, WELCOME                 clocks, versions, a second peer with our identity
     probe   (peer -> peer)              PING, PONG                     latency and bandwidth
+    sound   (owner -> peer)             SOUND                          probe this peer again, now, and tell everybody
     gossip  (peer -> peer)              NEWS                           sealed records that have just changed
     profile (owner -> peer)             PROFILE, PROFILED | WANTED, GRAPH, PROFILED; REFUSED at any time
     leave   (anybody -> peer)           LEAVE  ->  LEAVING at once, LEFT when its job goes on without it
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 HELLO, WELCOME = "hello", "welcome"
 PING, PONG = "ping", "pong"
+SOUND = "sound"
 NEWS = "news"
 PROFILE, WANTED, GRAPH, PROFILED = "profile?", "wanted", "graph", "profiled"
 PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from peers.walk import Observed
 
-__all__ = ["HELD", "Senses"]
+__all__ = ["HELD", "Pair", "Senses"]
 
 HELD = 5  # steps that a shift must last
 SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
+DOUBTFUL = 60  # steps after a link has recovered
 FAST = 50e6  # bytes per second: above, a large frame takes so short that it shows the machine rather than the link
 PROBED = 1.5  # times as much or as little, for a probe of a link that is not in use
 
@@ -35,6 +36,9 @@ class Senses:
         self.slow: dict[str, float] = {}
         self.rates: dict[Pair, float] = {}
         self._known = {pair: min(bandwidth, FAST) for pair, bandwidth in bandwidths.items()}
+        self._best = dict(self._known)
+        self._steps = 0
+        self._sagged: dict[Pair, int] = {}  # when it was last known to be much worse than at its best
         self._usual_s: dict[str, float] = {}
         self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
         self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
@@ -44,10 +48,25 @@ class Senses:
         """Another plan begins: members hold other blocks, and the first step warms up."""
         self._usual_s.clear()
         self._compute_s.clear()
+        self._rates.clear()
         self._warm = False
+
+    @property
+    def doubtful(self) -> set[Pair]:
+        """Links that were much better once, or have been so for few steps: whether they are now can change at any time."""
+        for pair, rate in self._known.items():
+            self._best[pair] = max(rate, self._best.get(pair, rate))
+            if rate * PROBED <= self._best[pair]:
+                self._sagged[pair] = self._steps
+        return {pair for pair, step in self._sagged.items() if self._steps - step <= DOUBTFUL}
+
+    def share(self, pair: Pair) -> float:
+        """What a link has of its best bandwidth."""
+        return self._known[pair] / self._best[pair]
 
     def hear(self, observed: Observed) -> list[str]:
         """One more step; what has shifted, in words with peer ids."""
+        self._steps += 1
         if not self._warm:
             self._warm = True
             return []

@@ -166,3 +166,32 @@ def test_a_plan_that_cannot_run_is_never_chosen() -> None:
     adapter = Adapter(WIDE, lambda p: 10.0, lambda a, b: 0.0)
     adapter.weather(lambda p: 10.0 if p is WIDE else math.inf, [ALONE])
     assert {adapter.observe().plan for _ in range(100)} == {WIDE}
+
+
+def test_after_a_change_better_weather_alone_is_no_reason_for_another() -> None:
+    good, poor = [1.0, 2.0, 3.0], [4.0, 2.0, 3.0]
+    rule = WorkFunction(0, [[0.0 if a == b else 4.0 for b in range(3)] for a in range(3)], rest_steps=50)
+    went = [rule.observe(poor) for _ in range(10)].index(1)
+    assert went < 6
+    back = [rule.observe(good) for _ in range(60)].index(0)
+    assert back == 50 - (10 - went - 1), "it rests for fifty steps, and not longer"
+    again = [rule.observe(poor) for _ in range(20)]
+    assert 1 in again[:10], "worse weather is a reason at any time"
+    for _ in range(5):
+        assert {rule.observe(good) for _ in range(25)} == {1}
+        assert {rule.observe(poor) for _ in range(25)} == {1}, "better weather that passes shows that the link flaps"
+    assert 2 in [rule.observe([9.0, 9.0, 3.0]) for _ in range(10)]
+
+
+def test_what_was_late_counts_at_once() -> None:
+    def made() -> Adapter:
+        adapter = Adapter(WIDE, lambda p: 1.0, lambda a, b: 0.0, settle_s=4.0)
+        adapter.weather(lambda p: 4.0 if p is WIDE else 2.0, [ALONE])
+        return adapter
+
+    slow, quick = made(), made()
+    assert [slow.observe().plan is ALONE for _ in range(4)] == [False, False, False, True]
+    decision = quick.observe(4)
+    assert decision.plan is ALONE
+    assert decision.gain == 2.0
+    assert decision.moving_s == 4.0

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks.rivals.worker import Order
 from meshcee.errors import MeshceeError
 from meshcee.scenario import Scenario
 
-__all__ = ["WARM", "Bed", "Run", "System", "run"]
+__all__ = ["WARM", "Bed", "Run", "System", "Weather", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM = 2
@@ -55,6 +55,12 @@ class System:
     hosts: tuple[str, ...]
     micro: int = 1
     flags: tuple[str, ...] = ()  # of `meshcee train`
+    job: str = job_file.__file__
+    environment: Mapping[str, str] = field(default_factory=dict)  # of `meshcee train`
+    endless: bool = False  # the job has more steps than are run: end it after these
+
+
+Weather = Callable[[Lab, int], Awaitable[None]]  # called with the number of steps that are done
 
 
 @dataclass
@@ -67,6 +73,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     plan: dict[str, Any] | None = None
     names: dict[str, str] = field(default_factory=dict)  # peer id -> host
+    plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (steps done before it, plan), all of them
     limit: str = ""  # what meshcee's own reports say holds it up
     trace_s: float | None = None  # when the trace was started
     lines: dict[str, float] = field(default_factory=dict)  # bytes
@@ -82,14 +89,14 @@ class Run:
             self.losses.append(sum(p["loss"] * p["samples"] for p in parts if p["samples"]) / samples)
 
 
-async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int) -> Run:
+async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int, *, weather: Weather | None = None) -> Run:
     """MeshceeError when it fails or takes longer than the limit."""
     result = Run(1 if system.name == "meshcee" else len(system.hosts), bed.slower)
     network = Network.of(bed.scenario).slower(bed.slower)
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         try:
             async with asyncio.timeout(limit_s), Lab(network, mtu=mtu) as lab:
-                session = _Session(bed, system, steps, lab, Path(folder), result)
+                session = _Session(bed, system, steps, lab, Path(folder), result, weather)
                 await (session.meshcee() if system.name == "meshcee" else session.rivals())
                 await session.snapshot()
         except TimeoutError as error:
@@ -105,8 +112,11 @@ def _tails(folder: Path) -> str:
 
 
 class _Session:
-    def __init__(self, bed: Bed, system: System, steps: int, lab: Lab, folder: Path, result: Run) -> None:
+    def __init__(
+        self, bed: Bed, system: System, steps: int, lab: Lab, folder: Path, result: Run, weather: Weather | None
+    ) -> None:
         self.bed, self.system, self.steps, self.lab, self.folder, self.result = bed, system, steps, lab, folder, result
+        self._weather = weather
         self._before: dict[str, Any] = {}
         self._seed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -121,6 +131,8 @@ class _Session:
     async def _hear(self, event: dict[str, Any]) -> None:
         before = len(self.result.ends_s)
         self.result.hear(event)
+        if self._weather is not None and before < len(self.result.ends_s):
+            await self._weather(self.lab, len(self.result.ends_s))
         if before < WARM <= len(self.result.ends_s):
             self._before = await self.lab.stats()
             if self.lab.network.changes:
@@ -175,7 +187,7 @@ class _Session:
         async with asyncio.TaskGroup() as group:
             for host in hosts[1:]:
                 group.create_task(self._peer(host, ("--join", token)))
-        command = [sys.executable, "-m", "meshcee", "train", job_file.__file__, "--join", token, "--json"]
+        command = [sys.executable, "-m", "meshcee", "train", self.system.job, "--join", token, "--json"]
         process = await self._start(
             hosts[0],
             [*command, *self.system.flags],
@@ -183,6 +195,7 @@ class _Session:
             MESHCEE_HOME=str(self.folder / "owner"),
             WAN_STEPS=str(self.steps),
             WAN_MICRO=str(self.system.micro),
+            **self.system.environment,
         )
         assert process.stdout is not None
         clock = asyncio.get_running_loop().time
@@ -194,6 +207,9 @@ class _Session:
                 await self._hear({"step": said["step"], "at_s": clock(), "loss": said["loss"], "samples": 1})
             elif "plan" in event:
                 self.result.plan, self.result.names = event["plan"], event["names"]
+                self.result.plans.append((len(self.result.ends_s), event["plan"]))
+            if self.system.endless and len(self.result.ends_s) >= self.steps:
+                return  # it ends with the lab
         if await process.wait():
             raise MeshceeError(f"meshcee train failed{_tails(self.folder)}")
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.rehearsal import POOR, flaps, fresh, hindsight_s, rehearse, step_s
 from meshcee.adapter import Level
 from meshcee.capture import capture
 from meshcee.eager import eager
 from meshcee.job import Job, Optimizer
+from meshcee.plan import Plan
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.compute import Pace
 from peers.home import Home
-from peers.senses import HELD, Senses
+from peers.senses import DOUBTFUL, HELD, Senses
+from peers.sounding import sound
 from peers.training import Result
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.walk import Observed
@@ -87,8 +92,57 @@ def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None
     assert len([s for _ in range(HELD) for s in senses.hear(step(rate=1e5))]) == 1
 
 
+def test_links_that_were_better_once_are_doubtful() -> None:
+    senses = warmed()
+    assert senses.doubtful == set()
+    for _ in range(DOUBTFUL):
+        senses.hear(step(rate=2.5e5))
+    assert senses.doubtful == {("a", "b")}
+    senses.probed({("a", "b"): 9e5})
+    for _ in range(DOUBTFUL):
+        senses.hear(Observed())
+        assert senses.doubtful == {("a", "b")}, "it may sag again"
+    senses.hear(Observed())
+    assert senses.doubtful == set()
+
+
+async def test_a_peer_that_is_asked_probes_a_link_again_and_tells() -> None:
+    async with InProcess(JoinOptions(), timeouts=QUICK) as here:
+        a, b, c = [await here.start(name) for name in "abc"]
+        pair = (a.peer_id, b.peer_id)
+        async with asyncio.timeout(10):
+            await c.directory.wait_for(lambda: pair in c.links())
+            before = c.links()[pair].measured_at
+            await sound(c, [pair, (b.peer_id, "nobody"), ("nobody", b.peer_id)])
+            await c.directory.wait_for(lambda: c.links()[pair].measured_at > before)
+
+
+def within(plans: list[Plan], factor: float) -> float:
+    """Throughput at the end, of that of a fresh run under this network."""
+    return step_s(fresh(factor), factor) / step_s(plans[-1], factor)
+
+
+async def test_a_drop_and_a_recovery_are_followed_within_15_steps() -> None:
+    dropped = [1.0] * 15 + [POOR] * 15
+    played = await rehearse(dropped)
+    assert step_s(played.plans[0], POOR) > 1.5 * step_s(fresh(POOR), POOR), "there is something to gain"
+    assert within(played.plans, POOR) >= 0.95
+    played = await rehearse([*dropped, *[POOR] * 40, *[1.0] * 15])
+    assert played.sounded > 0, "no step crosses the link: somebody has to look"
+    assert within(played.plans, 1.0) >= 0.95
+    assert len(played.changes) == 2
+
+
+@pytest.mark.parametrize("every", [3, 6, 12, 25])
+async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every: int) -> None:
+    factors = flaps(every, 100)
+    played = await rehearse(factors)
+    assert all(b - a >= 50 for a, b in pairwise(played.changes))
+    assert played.total_s <= 1.25 * hindsight_s(factors, [fresh(1.0), fresh(POOR)])
+
+
 STEPS, MICRO = 60, 8
-GOOD, POOR = 1e8, 1e6  # bytes per second
+WELL, SAGGED = 1e8, 1e6  # bytes per second
 
 
 class Wide(nn.Module):
@@ -131,7 +185,7 @@ def wide_job() -> Job:
 async def run(home: Home) -> Result:
     """Three paced peers; after ten steps the links of the second stage's have a hundredth of their bandwidth."""
     options = JoinOptions(pace=Pace(4e8))
-    network = MemoryNetwork(impairment=Impairment(latency_s=0.001, bandwidth_bytes_per_s=GOOD))
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.001, bandwidth_bytes_per_s=WELL))
     async with InProcess(options, network, timeouts=QUICK) as here:
         for i in range(3):
             await here.start(f"p{i}")
@@ -146,7 +200,7 @@ async def run(home: Home) -> Result:
                 for agent in here.agents.values():
                     if agent.peer_id != mesh.agent.peer_id:
                         for pair in ((slow, agent.peer_id), (agent.peer_id, slow)):
-                            network.impair(*pair, Impairment(latency_s=0.001, bandwidth_bytes_per_s=POOR))
+                            network.impair(*pair, Impairment(latency_s=0.001, bandwidth_bytes_per_s=SAGGED))
         return mesh.result
 
 

@@ -1,0 +1,250 @@
+"""The network of `benchmarks/adaptation.py`, and the adapter of a live job rehearsed on it: no process, no socket, no waiting.
+
+The idea: two devices near one another and one far away, as fast as both; with all three a job is twice as fast as with one
+side alone, until the link between them drops to a quarter. The rehearsal is the product's `Adaptation` with its senses, search,
+prices and rule; what is made up is the mesh: steps take what the simulator says, show the links that they cross as these are, and
+a link that somebody asks about is known a step later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+from benchmarks import adaptation_job as work
+from meshcee.plan import Plan
+from meshcee.planner.job import Choice
+from meshcee.planner.live import JobCosts, Measured, choose, situation
+from meshcee.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.scenario import Scenario
+from meshcee.simulator import period_s
+from meshcee.workload import Workload
+from peers import adaptation
+from peers.adaptation import Adaptation, Change
+from peers.coordinator import PlanRequest
+from peers.owner import Report
+from peers.transport.base import Frame
+from peers.walk import Observed
+
+__all__ = [
+    "POOR",
+    "REGIONS",
+    "SPEEDS",
+    "Played",
+    "flaps",
+    "fresh",
+    "hindsight_s",
+    "mesh",
+    "rehearse",
+    "scenario",
+    "step_s",
+]
+
+STEP_S = 0.8  # of all three together, were they never to wait
+SHARES = {"near-0": 1.0, "near-1": 1.0, "far": 1.9}  # of the speed
+REGIONS = {"near-0": "near", "near-1": "near", "far": "far"}
+POOR = 0.25  # of the link's bandwidth
+BLOCK_FLOPS = 2.0 * work.TOKENS * work.WIDTH**2
+BOUNDARY_BYTES = 4 * work.TOKENS * work.WIDTH
+FLOPS = 3 * (work.LAYERS + 1) * BLOCK_FLOPS * work.MICRO * work.MICROS
+SPEEDS = {name: share * FLOPS / STEP_S / sum(SHARES.values()) for name, share in SHARES.items()}
+INSIDE = LinkProfile(0.00025, 125e6)
+BETWEEN = LinkProfile(0.01, work.MICRO * BOUNDARY_BYTES / (0.9 * STEP_S / work.MICROS))  # the link is nine tenths full
+CHANGE_S = 2.0  # until an epoch has begun
+
+
+def costs() -> JobCosts:
+    size = 4 * work.WIDTH * (work.WIDTH + 1)
+    block = BlockCost("layer", BLOCK_FLOPS, size, size, 2 * BOUNDARY_BYTES, BOUNDARY_BYTES, BOUNDARY_BYTES)
+    return JobCosts([block] * (work.LAYERS + 1), work.MICRO * work.MICROS, work.MICRO)
+
+
+def mesh(factor: float, at: float = 0.0) -> Measured:
+    """What peers have measured of one another, with this share of the bandwidth between near and far."""
+    devices = {name: DeviceProfile("cpu", "paced", 1 << 33, speed) for name, speed in SPEEDS.items()}
+    return Measured(devices, {pair: link_of(pair, factor, at) for pair in itertools.permutations(SPEEDS, 2)}, {}, {})
+
+
+def link_of(pair: tuple[str, str], factor: float, at: float) -> LinkProfile:
+    inside = REGIONS[pair[0]] == REGIONS[pair[1]]
+    link, share = (INSIDE, 1.0) if inside else (BETWEEN, factor)
+    return LinkProfile(link.latency_s, share * link.bandwidth_bytes_per_s, at)
+
+
+def scenario(factor: float = 1.0) -> Scenario:
+    """For the lab."""
+    devices = [Device(name, name, REGIONS[name], 1 << 33, INSIDE.bandwidth_bytes_per_s) for name in SPEEDS]
+    link = LinkProfile(BETWEEN.latency_s, factor * BETWEEN.bandwidth_bytes_per_s)
+    cluster = Cluster(
+        devices,
+        inside_latency_s=dict.fromkeys(REGIONS.values(), INSIDE.latency_s),
+        between={("near", "far"): link, ("far", "near"): link},
+    )
+    return Scenario("near and far", cluster, situation(mesh(factor), costs())[1])
+
+
+def flaps(every: int, steps: int) -> list[float]:
+    """The link's share of its bandwidth in each step."""
+    return [POOR if step // every % 2 else 1.0 for step in range(steps)]
+
+
+class Planner:
+    """The search, each network once: rehearsals meet the same few again and again."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Choice, Cluster, Workload]] = {}
+
+    def choose(self, mesh: Measured, job: JobCosts, stages: int | None = None) -> tuple[Choice, Cluster, Workload]:
+        key = tuple(
+            (pair, round(math.log2(link.bandwidth_bytes_per_s), 1)) for pair, link in sorted(mesh.links.items())
+        )
+        if key not in self._found:
+            self._found[key] = choose(mesh, job, stages)
+        return self._found[key]
+
+
+PLANNER = Planner()
+
+
+def step_s(plan: Plan, factor: float) -> float:
+    """Of this plan under this network, as simulated."""
+    return period_s(plan, *situation(mesh(factor), costs()))
+
+
+def fresh(factor: float) -> Plan:
+    """The plan of a run that starts under this network."""
+    return PLANNER.choose(mesh(factor), costs())[0].best
+
+
+@dataclass
+class Played:
+    """`plans[k]` ran step k; `changes` are the steps before which another plan began."""
+
+    factors: Sequence[float]
+    plans: list[Plan] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+    sounded: int = 0  # times that a peer was asked to probe a link
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.steps_s) + CHANGE_S * len(self.changes)
+
+
+def hindsight_s(factors: Sequence[float], plans: Collection[Plan]) -> float:
+    """The least time that all steps take under one of these plans."""
+    return min(sum(step_s(plan, factor) for factor in factors) for plan in plans)
+
+
+class _Mesh:
+    """What `Adaptation` asks of an agent."""
+
+    def __init__(self, played: Played) -> None:
+        self.now_s = 0.0
+        self.factor = 1.0
+        self._known = dict(mesh(1.0).links)
+        self._asked: list[tuple[str, str]] = []
+        self._played = played
+        self.transport = self
+
+    def clock(self) -> float:
+        return 1e9 + self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def names(self) -> dict[str, str]:
+        return {name: name for name in SPEEDS}
+
+    def addresses_of(self, peers: Collection[str]) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(peers, ())
+
+    def links(self, free: Collection[str]) -> Mapping[tuple[str, str], LinkProfile]:
+        return self._known
+
+    def measured(self, free: Collection[str]) -> Measured:
+        return Measured(mesh(1.0).devices, self._known, {}, {})
+
+    async def open(self, source: str, purpose: str, addresses: Sequence[str]) -> Any:
+        async def send(frame: Frame) -> None:
+            self._asked.append((source, frame.header["peer"]))
+            self._played.sounded += 1
+
+        async def aclose() -> None:
+            return None
+
+        return SimpleNamespace(send=send, aclose=aclose)
+
+    def pass_by(self, seconds: float) -> None:
+        """A step has run: what was asked before it is known."""
+        self.now_s += seconds
+        for pair in self._asked:
+            self._known[pair] = link_of(pair, self.factor, self.clock())
+        self._asked.clear()
+
+
+async def rehearse(factors: Sequence[float], steps: int = 1000) -> Played:
+    """A job of so many steps, watched for as many as there are factors."""
+    played, changes = Played(factors), list[Change]()
+    here = _Mesh(played)
+    plan, begins = fresh(factors[0]), 0
+    following: Plan | None = None
+    adapter = Adaptation(cast(Any, here), PlanRequest(costs()), plan, changes)
+    here.now_s += CHANGE_S
+    with mock.patch.object(adaptation, "choose", PLANNER.choose):
+        for step, here.factor in enumerate(factors):
+            if following is not None and step == begins:
+                assert adapter.moved(following)
+                plan, following = following, None
+                played.changes.append(step)
+                here.now_s += CHANGE_S
+            seconds = step_s(plan, here.factor)
+            played.plans.append(plan)
+            played.steps_s.append(seconds)
+            here.pass_by(seconds)
+            if following is None:
+                following = await adapter.hear(_report(step, steps, plan, seconds, here.factor))
+                begins = step + 2  # the step that is fed already runs as it was planned
+    return played
+
+
+def _report(step: int, steps: int, plan: Plan, seconds: float, factor: float) -> Report:
+    stages = plan.pipelines[0].stages
+    compute_s = {}
+    rates = {}
+    for stage in stages:
+        flops = FLOPS * (stage.end - stage.first) / (work.LAYERS + 1)
+        compute_s[stage.peers[0]] = flops / SPEEDS[stage.peers[0]]
+    for a, b in itertools.pairwise(stages):
+        for pair in ((a.peers[0], b.peers[0]), (b.peers[0], a.peers[0])):
+            rates[pair] = link_of(pair, factor, 0.0).bandwidth_bytes_per_s
+    samples_per_s = work.MICRO * work.MICROS / seconds
+    seen = Observed(compute_s, rates)
+    return Report(step, steps, 1.0, seconds, samples_per_s, seconds * (steps - step), "", observed=seen)
+
+
+async def main() -> None:
+    """What the benchmark may expect in the lab."""
+    good, poor = fresh(1.0), fresh(POOR)
+    for name, plan in (("good", good), ("poor", poor)):
+        where = ", ".join(f"{s.peers[0]} {s.first}..{s.end - 1}" for s in plan.pipelines[0].stages)
+        print(
+            f"{name}: {where}; {step_s(plan, 1.0):.3f} s on the good network, {step_s(plan, POOR):.3f} s on the poor one"
+        )
+    played = await rehearse([1.0] * 15 + [POOR] * 55 + [1.0] * 40)
+    print(f"drops after 15 steps, recovers after 70: changes before steps {played.changes}, {played.sounded} soundings")
+    for every in (3, 6, 12, 25):
+        factors = flaps(every, 100)
+        played = await rehearse(factors)
+        ratio = played.total_s / hindsight_s(factors, (good, poor))
+        print(f"flaps every {every}: changes before steps {played.changes}, {ratio:.3f} of the best plan in hindsight")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,82 @@
+"""Links that somebody asks about: measured again at once, where probes would rest because a peer trains.
+
+The idea: a plan that does without a link never shows when that link is well again. So the owner of the job asks an end of
+it; that peer probes the link next, and the figure reaches the owner like every other, by gossip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from meshcee.errors import MeshceeError, ProtocolError
+from peers import messages
+from peers.messages import need
+from peers.transport.base import Frame, Stream, StreamClosed
+
+if TYPE_CHECKING:
+    from peers.agent import Agent
+
+__all__ = ["Wishes", "sound"]
+
+ASK_S = 1.0
+REST_S = 2.0  # between two probes of one link that were asked for
+
+
+class Wishes:
+    """Peers to which a link is to be measured now. Serves the stream `sound`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._peers: dict[str, None] = {}  # in the order in which they were asked for
+        self._probed_s: dict[str, float] = {}
+        self._news = asyncio.Event()
+        agent.transport.serve("sound", self._serve)
+
+    async def _serve(self, stream: Stream) -> None:
+        stream.max_payload_bytes = 0
+        async with asyncio.timeout(self._agent.timeouts.handshake_s):
+            frame = await stream.recv()
+        if frame.kind != messages.SOUND:
+            raise ProtocolError(f"expected a peer to probe, got a frame of kind {frame.kind!r}")
+        peer = need(frame.header, "peer", str)
+        if peer in self._agent.directory.peers and peer != self._agent.peer_id:
+            self._peers[peer] = None
+            self._news.set()
+
+    def take(self) -> str | None:
+        """The next one, if any; each is given once, and not again for a while."""
+        self._news.clear()
+        now_s = self._agent.monotonic()
+        while self._peers:
+            peer = next(iter(self._peers))
+            del self._peers[peer]
+            if peer in self._agent.directory.peers and now_s - self._probed_s.get(peer, -REST_S) >= REST_S:
+                self._probed_s = {p: s for p, s in self._probed_s.items() if now_s - s < REST_S} | {peer: now_s}
+                return peer
+        return None
+
+    async def wait(self, seconds: float) -> None:
+        """Until there is one, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+
+async def sound(agent: Agent, pairs: Collection[tuple[str, str]]) -> None:
+    """Ask the first peer of each pair to probe the second; who cannot be asked is not."""
+    addresses = agent.addresses_of({source for source, _ in pairs})
+    async with asyncio.TaskGroup() as group:
+        for source, target in pairs:
+            if source in addresses:
+                group.create_task(_ask(agent, source, addresses[source], target))
+
+
+async def _ask(agent: Agent, source: str, addresses: Iterable[str], target: str) -> None:
+    with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
+        async with asyncio.timeout(ASK_S):
+            stream = await agent.transport.open(source, "sound", tuple(addresses))
+            await stream.send(Frame(messages.SOUND, {"peer": target}))
+            await stream.aclose()
