@@ -17,7 +17,18 @@ from typing import Any, TypeVar, cast
 import structlog
 
 from dht.addresses import peer_of
-from dht.records import CLOCK_SKEW_S, LinkRecord, PeerRecord, Record, RunRecord, check, open_sealed, seal, topic
+from dht.records import (
+    CLOCK_SKEW_S,
+    MAX_TTL_S,
+    LinkRecord,
+    PeerRecord,
+    Record,
+    RunRecord,
+    check,
+    open_sealed,
+    seal,
+    topic,
+)
 from dht.roster import Change, Roster, differences
 from dht.signing import Identity, MeshKey
 from dht.store import Store
@@ -31,6 +42,7 @@ log = structlog.get_logger()
 R = TypeVar("R", bound=Record)
 
 REST_EVERY = 4  # polls of peers for one of links and runs, and for one that asks all replicas: a third of the traffic
+LINKS_LAST = 8  # lives of a peer's record that its links' figures are good for: they are announced so much more rarely
 CROWD = 32  # beyond so many peers, polls become rarer in proportion
 CALL_FIRST_S, CALL_MOST_S = 2.0, 60.0  # pauses between two calls of a peer that has vanished
 CALLED_AT_ONCE = 4
@@ -74,7 +86,7 @@ class Directory:
         self._own: dict[type[Record], Record] = {}
         self._sent_at: dict[type[Record], float] = {}
         self._rosters: dict[type[Record], Roster[Any]] = {
-            kind: Roster(timeouts.record_ttl_s) for kind in (PeerRecord, LinkRecord, RunRecord)
+            kind: Roster(self._ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
         }
         self._suspects: set[tuple[str, str]] = set()
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
@@ -109,13 +121,17 @@ class Directory:
             self._pass_on(record, sealed)
         return await self._store.put(topic(record.kind, self._mesh_key), record.peer_id, sealed, expires_at)
 
+    def _ttl_s(self, kind: type[Record]) -> float:
+        ttl_s = self._timeouts.record_ttl_s
+        return min(LINKS_LAST * ttl_s, MAX_TTL_S - CLOCK_SKEW_S) if kind is LinkRecord else ttl_s
+
     def _seal(self, record: Record, ttl_s: float | None = None) -> tuple[bytes, float]:
         """Dated now, and when it expires."""
         kind = type(record)
         # Never twice the same time and never an earlier one: nodes keep the value that expires last.
         sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
         self._sent_at[kind] = sent_at
-        expires_at = sent_at + (ttl_s or self._timeouts.record_ttl_s) + CLOCK_SKEW_S
+        expires_at = sent_at + (ttl_s or self._ttl_s(kind)) + CLOCK_SKEW_S
         dated = replace(record, sent_at=sent_at)
         return seal(dated, self._identity, self._mesh_key, expires_at, self._limits), expires_at
 
@@ -127,10 +143,12 @@ class Directory:
         """Write what was published again and again, well before it is believed gone."""
         every_s = self._timeouts.announce_every_s
         due_s = self._monotonic() + every_s
-        while True:
+        for turn in itertools.count(1):
             await asyncio.sleep(max(0.0, due_s - self._monotonic()))
             due_s = max(due_s, self._monotonic() - every_s) + every_s
-            for record in list(self._own.values()):
+            for kind, record in list(self._own.items()):
+                if kind is LinkRecord and turn % LINKS_LAST:
+                    continue
                 if not await self.write(record):
                     log.debug("record not stored", kind=record.kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -13,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from dht import directory as module
-from dht.directory import Change, Directory
+from dht.directory import LINKS_LAST, Change, Directory
 from dht.election import Elector
 from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord, seal, topic
 from dht.roster import Roster, differences
@@ -40,6 +41,11 @@ class Flaky(MemoryStore):
         super().__init__(shared)
         self.blind = False
         self.called: list[tuple[float, frozenset[str]]] = []
+        self.written: list[str] = []  # keys
+
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        self.written.append(key)
+        return await super().put(key, subkey, value, expires_at)
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
         return {} if self.blind else await super().get(key)
@@ -124,6 +130,21 @@ async def test_peers_join_change_and_leave() -> None:
         assert await names(here, "a") <= TIMES.directory_poll_s
         listening.cancel()
     assert seen == [("joined", "a"), ("joined", "b"), ("changed", "b"), ("left", "b")]
+
+
+@virtual_time
+async def test_links_change_rarely_so_they_are_announced_rarely_and_stay_known() -> None:
+    memory = shared()
+    a, b = Peer(memory, "a"), Peer(memory, "b")
+    async with a.runs() as here, b.runs() as there:
+        await there.publish(LinkRecord(b.peer_id, 0.0, ((a.peer_id, LinkProfile(0.01, 1e6)),)))
+        b.store.written.clear()
+        for second in range(80):
+            await asyncio.sleep(1)
+            assert second < 4 or list(here.links) == [b.peer_id]
+        announced = collections.Counter(b.store.written)
+    assert announced[topic("peers", KEY)] == pytest.approx(80 / TIMES.announce_every_s, abs=1)
+    assert announced[topic("links", KEY)] == pytest.approx(80 / TIMES.announce_every_s / LINKS_LAST, abs=1)
 
 
 @virtual_time
