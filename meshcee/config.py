@@ -26,8 +26,8 @@ class Timeouts:
     lease_confirm_s: float = 1.0  # between writing a claim and believing it
     offer_s: float = 120.0  # graph and weights to a member, and its READY
     idle_step_s: float = 600.0  # a running step without any progress
-    beat_s: float = 2.0  # between two signs of life that an owner asks of a silent member
-    silent_s: float = 10.0  # without any, an owner or a member is given up
+    beat_s: float = 2.0  # between two signs of life, of owner and member or of two members
+    silent_s: float = 10.0  # without any, the other side is given up
     regroup_s: float = 60.0  # that an owner waits for peers who can go on with its job
     leave_s: float = 30.0  # that a peer which is asked to leave holds its stage for its job to go on without it
     shutdown_s: float = 3.0  # each component's bounded shutdown

@@ -15,7 +15,7 @@ from typing import Any
 from meshcee.errors import MeshceeError, PeerLostError
 from peers import messages
 
-__all__ = ["LOST_HERE", "Failures", "reported"]
+__all__ = ["LOST_HERE", "Failures", "most_telling", "reported"]
 
 LOST_HERE = 1  # the rank of a peer that the owner itself has lost: what others say of it will be a consequence
 GRACE_S = 0.5  # after word of a peer that another one has lost, for the cause to arrive
@@ -63,3 +63,16 @@ def reported(
     if type(error) is MeshceeError:  # nothing that it foresaw, so its message does not say where
         return 0, MeshceeError(f"peer {describe(peer_id)} failed in step {step}: {error}"), ()
     return 0, error, ()
+
+
+def most_telling(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of all that ended a member's session: anything before a lost peer, which is often only the consequence."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [failures]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return min(leaves, key=lambda e: isinstance(e, PeerLostError))

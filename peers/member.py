@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgpack
@@ -21,11 +21,12 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostE
 from peers import messages, tensors
 from peers.compute import Compute
 from peers.executor import Executor
+from peers.failures import most_telling
 from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
-from peers.pulse import silence, while_alive
+from peers.pulse import live, while_alive
 from peers.snapshot import Held, by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
@@ -106,8 +107,10 @@ class Session:
             outbox.stream.abort()
 
     async def _watch_owner(self) -> None:
-        await silence(self._stream, self._timeouts)
-        raise _OwnerDone
+        try:
+            await live(self._owner, self._timeouts)
+        except StreamClosed as closed:
+            raise _OwnerDone from closed
 
     async def _read_owner(self) -> None:
         while True:
@@ -130,7 +133,7 @@ class Session:
             elif frame.kind == messages.SNAPSHOT:
                 await self._inbox.walks.put(TakeSnapshot(need(frame.header, "next_step", int)))
             elif frame.kind == messages.PING:
-                self._owner.post(Frame(messages.PONG))
+                self._owner.sign(Frame(messages.PONG))
             elif frame.kind == messages.CLOCK:
                 asked_s = need(frame.header, "asked_s", float)
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
@@ -168,8 +171,8 @@ class Session:
         stream.max_payload_bytes = self.offer.max_payload_bytes
         outbox = Outbox(stream, spans=self._executor.spans)
         self._executor.links.add(peer, outbox)
-        self._group.create_task(self._send_to(peer, outbox))
-        self._group.create_task(self._read_member(peer, stream))
+        for work in (outbox.run, partial(live, outbox, self._timeouts), partial(self._read_member, peer, stream)):
+            self._group.create_task(self._unless_lost(peer, work))
         return outbox
 
     async def attach(self, stream: Stream) -> None:
@@ -182,23 +185,21 @@ class Session:
         await self._use(peer, stream).put(Frame(messages.ATTACH))
         await self.done.wait()
 
-    async def _send_to(self, peer: str, outbox: Outbox) -> None:
+    async def _unless_lost(self, peer: str, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await outbox.run()
+            await work()
         except StreamClosed as closed:
             if not self._ending:
                 raise self._lost(peer, closed) from closed
 
     async def _read_member(self, peer: str, stream: Stream) -> None:
-        try:
-            while True:
-                frame = await stream.recv()
-                now_s = time.perf_counter()
-                self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
-                await self._take(peer, frame)
-        except StreamClosed as closed:
-            if not self._ending:
-                raise self._lost(peer, closed) from closed
+        while True:
+            frame = await stream.recv()
+            if frame.kind == messages.PONG:
+                continue  # that it has come is all
+            now_s = time.perf_counter()
+            self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
+            await self._take(peer, frame)
 
     def _lost(self, peer: str, error: BaseException) -> PeerLostError:
         lost = PeerLostError(f"stage {self._place.stage_of(peer)} on peer {peer} is gone: {error}")
@@ -356,7 +357,7 @@ class Member:
             await self.session.run()
             log.info("job over", job=offer.job)
         except* Exception as failures:
-            cause = _first(failures)
+            cause = most_telling(failures)
             log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
             await self._report(stream, cause)
         finally:
@@ -426,16 +427,3 @@ class Member:
         if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
             raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")
         await session.attach(stream)
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The most telling leaf: anything before a lost peer, which is often only the consequence."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [failures]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            leaves.append(error)
-    return min(leaves, key=lambda e: isinstance(e, PeerLostError))

@@ -20,9 +20,10 @@ Purposes of streams, and the frames on them:
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         CLOCK  ->  CLOCK               before steps that are traced
+                                        PING, and PONG unasked         as long as the other side is heard
                                         COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
                                                      (STATE_END alone after an evaluation)
-    stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT
+    stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART, SUM or MEET within a group
 """
 

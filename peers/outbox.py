@@ -43,6 +43,11 @@ class Outbox:
         self._posted += 1
         self._frames.put_nowait((frame, False))
 
+    def sign(self, frame: Frame) -> None:
+        """Queue a sign of life, unless something posted waits: on a link that is busy the bytes themselves are signs."""
+        if not self._posted:
+            self.post(frame)
+
     async def finish(self) -> None:
         """Let `run` return once everything queued so far is sent."""
         self._frames.put_nowait((None, False))
@@ -59,5 +64,5 @@ class Outbox:
             ready = frame if isinstance(frame, Frame) else await frame
             start_s = time.perf_counter()
             await self.stream.send(ready)
-            if self._spans is not None:
+            if self._spans is not None and counted:
                 self._spans.add(f"send {ready.kind}", micro_of(ready.header), start_s, time.perf_counter())

@@ -1,8 +1,9 @@
 """Signs of life over a stream that may have nothing else to say.
 
-The idea: a peer that is stopped or cut off sends no end of its stream. So one side asks now and then, the other answers,
-and each counts whatever has arrived, answers or work: only a stream over which nothing at all has come is given up.
-A member that takes an offer and may read nothing for long, as it builds, says unasked that it lives.
+The idea: a peer that is stopped or cut off sends no end of its stream. So an owner asks now and then, and each side counts
+whatever has arrived, answers or work: only a stream over which nothing at all has come is given up. A member says unasked
+that it lives, to its owner and its neighbours, as long as it hears them: a question may be stuck behind much else. While it
+takes an offer and may read nothing for long, as it builds, it says so whatever it hears.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from meshcee.config import Timeouts
@@ -17,7 +19,7 @@ from peers import messages
 from peers.outbox import Outbox
 from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["SILENT", "beat", "silence", "unless_silent", "while_alive"]
+__all__ = ["SILENT", "beat", "live", "silence", "unless_silent", "while_alive"]
 
 T = TypeVar("T")
 
@@ -42,8 +44,14 @@ async def silence(stream: Stream, timeouts: Timeouts, ask: Callable[[], None] = 
 
 async def beat(outbox: Outbox, timeouts: Timeouts, lost: Callable[[], None]) -> None:
     """Ask for signs of life until there are none."""
-    await silence(outbox.stream, timeouts, lambda: outbox.post(Frame(messages.PING)))
+    await silence(outbox.stream, timeouts, partial(outbox.sign, Frame(messages.PING)))
     lost()
+
+
+async def live(outbox: Outbox, timeouts: Timeouts) -> None:
+    """Say that we live as long as the other side is heard; StreamClosed once it is not."""
+    await silence(outbox.stream, timeouts, partial(outbox.sign, Frame(messages.PONG)))
+    raise StreamClosed(SILENT)
 
 
 async def while_alive(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:

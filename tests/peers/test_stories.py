@@ -18,6 +18,7 @@ from benchmarks.virtual_chaos import Storm, captured_job, job_of, quick_planning
 from meshcee.plan import LeftOut, Plan
 from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.job_costs import costs_of
+from peers.transport.memory import Impairment
 from tests.peers.mesh_fixture import even_plan
 from tests.virtual_time import quiet, run
 
@@ -100,6 +101,28 @@ def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
 
     with quiet(), quick_planning():
         run(story())
+
+
+def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    """From reading our own: both answer the owner, so it waited for ever.
+
+    Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up, and of two that are blamed again one is
+    left out.
+    """
+    seen: list[str] = []
+
+    def befall(storm: Storm, source: str, target: str, kind: str) -> None:
+        if kind == "f":
+            seen.append(source)
+            if len(seen) == 20:
+                for a, b in ((source, target), (target, source)):
+                    storm.here.network.impair(a, b, Impairment(latency_s=1e6))
+                storm.done.append("a link delivers nothing")
+
+    storm = told(befall, tmp_path)
+    assert storm.done
+    assert storm.mesh.result.plan is not None
+    assert len(storm.mesh.result.plan.peers) == 3  # with the fourth peer
 
 
 def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None:
