@@ -1,14 +1,16 @@
-"""The sum of a group's gradients at the end of a step, over the group's own streams.
+"""The sum of a group's gradients over the group's own streams, begun while the last W still computes.
 
 The idea: reduce-scatter and gather, as in a ring, but each member sends straight to each. Every member sums one chunk of
 every bucket, in plan order, and sends the same bytes to all; so replicas stay equal bit for bit, the traffic is what a
-ring needs, and it runs wherever streams run: encrypted, through relays, in one process. A member that dies ends its
-stream, and with it the step on all others.
+ring needs, and it runs wherever streams run: encrypted, through relays, in one process. Buckets go their way one after
+the other, each as soon as its gradients are whole; when that is changes no number. A member that dies ends its stream,
+and with it the step on all others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,31 +19,24 @@ import torch
 
 from meshcee.errors import ProtocolError
 from peers import messages, tensors
+from peers.buckets import BUCKET_BYTES, Whole, buckets_of, flattened, presence_of, spread
 from peers.compute import Compute
 from peers.links import Links
 from peers.messages import need
+from peers.spans import Spans
 from peers.transport.base import Frame
 
-__all__ = ["Bucket", "GroupSum", "buckets_of", "flattened", "spread"]
+__all__ = ["GroupSum"]
 
-BUCKET_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters of one type, laid end to end; member i sums numbers [bounds[i], bounds[i + 1])."""
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    bounds: tuple[int, ...]
+Chunk = tuple[list[bool], torch.Tensor]  # which parameters of its bucket have a gradient, and some of the numbers
 
 
 @dataclass
 class _Arrivals:
-    """Chunks of one walk: (bucket, peer) -> numbers, and which parameters had a gradient."""
+    """Chunks of one walk by (bucket, peer), our own among them: of one member each, and their sums."""
 
-    parts: dict[tuple[int, str], tuple[list[bool], torch.Tensor]] = field(default_factory=dict)
-    sums: dict[tuple[int, str], tuple[list[bool], torch.Tensor]] = field(default_factory=dict)
+    parts: dict[tuple[int, str], Chunk] = field(default_factory=dict)
+    sums: dict[tuple[int, str], Chunk] = field(default_factory=dict)
 
 
 class GroupSum:
@@ -54,76 +49,93 @@ class GroupSum:
         parameters: Mapping[str, torch.Tensor],
         compute: Compute,
         links: Links,
+        spans: Spans,
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._peer = peer
         self._group = tuple(group)
         self._others = tuple(p for p in group if p != peer)
-        self._parameters = dict(parameters)
+        self.parameters = dict(parameters)
         self._compute = compute
         self._links = links
-        self._buckets = buckets_of(self._parameters, len(self._group), bucket_bytes)
+        self._spans = spans
+        self.buckets = buckets_of(self.parameters, len(self._group), bucket_bytes)
         self._walks: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
 
-    async def run(self, walk: int) -> None:
-        """Replace the gradients by their sum over the group; none where no member has one."""
+    async def run(self, walk: int, whole: Whole) -> None:
+        """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
         arrived = self._walks.setdefault(walk, _Arrivals())
-        me = self._group.index(self._peer)
-        own: list[tuple[list[bool], torch.Tensor]] = []
-        for k, bucket in enumerate(self._buckets):
-            present, flat = await self._compute.run(flattened, self._parameters, bucket)
-            own.append((present, flat[bucket.bounds[me] : bucket.bounds[me + 1]]))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._send_parts(walk, arrived, whole))
+            group.create_task(self._add_parts(walk, arrived))
+            group.create_task(self._take_sums(arrived, whole))
+        del self._walks[walk]
+        self._done = walk
+
+    async def _send_parts(self, walk: int, arrived: _Arrivals, whole: Whole) -> None:
+        """Every member's chunk of each bucket of ours."""
+        for k, bucket in enumerate(self.buckets):
+            await whole.until(k)
+            present, flat = await self._compute.beside(flattened, self.parameters, bucket)
             for i, peer in enumerate(self._group):
-                if i != me:
-                    chunk = flat[bucket.bounds[i] : bucket.bounds[i + 1]]
+                chunk = flat[bucket.bounds[i] : bucket.bounds[i + 1]]
+                if peer == self._peer:
+                    arrived.parts[k, peer] = present, chunk
+                    self._changed.set()
+                else:
                     await self._send(peer, messages.PART, walk, k, present, chunk)
-        summed: list[tuple[list[bool], torch.Tensor]] = []
-        for k in range(len(self._buckets)):
+
+    async def _add_parts(self, walk: int, arrived: _Arrivals) -> None:
+        """Our chunk of each bucket, from everybody."""
+        for k in range(len(self.buckets)):
             await self._until(arrived.parts, k)
-            parts = [own[k] if p == self._peer else arrived.parts.pop((k, p)) for p in self._group]
-            present, total = await self._compute.run(_added, parts)
-            summed.append((present, total))
+            parts = [arrived.parts.pop((k, peer)) for peer in self._group]
+            present, total = await self._compute.beside(_added, parts)
+            arrived.sums[k, self._peer] = present, total
+            self._changed.set()
             for peer in self._others:
                 await self._send(peer, messages.SUM, walk, k, present, total)
-        for k, bucket in enumerate(self._buckets):
+
+    async def _take_sums(self, arrived: _Arrivals, whole: Whole) -> None:
+        """Every member's sums of each bucket."""
+        for k, bucket in enumerate(self.buckets):
+            await whole.until(k)
+            start_s = time.perf_counter()
             await self._until(arrived.sums, k)
-            chunks = [summed[k] if p == self._peer else arrived.sums.pop((k, p)) for p in self._group]
+            chunks = [arrived.sums.pop((k, peer)) for peer in self._group]
             if any(present != chunks[0][0] for present, _ in chunks):
                 raise ProtocolError("the members of a group disagree about which parameters have a gradient")
             numbers = [part for _, part in chunks]
-            await self._compute.run(spread, self._parameters, bucket, chunks[0][0], numbers)
-        del self._walks[walk]
-        self._done = walk
+            await self._compute.beside(spread, self.parameters, bucket, chunks[0][0], numbers)
+            self._spans.add("sum", -1, start_s, time.perf_counter())
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""
         walk, k = need(frame.header, "walk", int), need(frame.header, "micro", int)
-        if peer not in self._others or not 0 <= k < len(self._buckets) or not self._done < walk <= self._done + 2:
+        if peer not in self._others or not 0 <= k < len(self.buckets) or not self._done < walk <= self._done + 2:
             raise ProtocolError(f"peer {peer} sent gradients of bucket {k}, walk {walk}, which nobody sums now")
-        bucket = self._buckets[k]
+        bucket = self.buckets[k]
         owner = self._peer if frame.kind == messages.PART else peer
         i = self._group.index(owner)
         shape = (bucket.bounds[i + 1] - bucket.bounds[i],)
         (numbers,) = tensors.unpack(need(frame.header, "tensors", list), frame.payloads, [(bucket.dtype, shape)])
-        present = need(frame.header, "present", list)
-        if len(present) != len(bucket.names) or not all(type(p) is bool for p in present):
-            raise ProtocolError("gradients of a group need word for each parameter whether it has one")
+        present = presence_of(frame.header, bucket)
         arrived = self._walks.setdefault(walk, _Arrivals())
         table = arrived.parts if frame.kind == messages.PART else arrived.sums
         if (k, peer) in table:
             raise ProtocolError(f"gradients of bucket {k} arrived twice from peer {peer}")
         assert isinstance(numbers, torch.Tensor)
-        table[k, peer] = (present, numbers)
+        table[k, peer] = present, numbers
         self._changed.set()
 
     def close(self) -> None:
         """Nothing to end: the streams are the session's."""
 
     async def _until(self, table: Mapping[tuple[int, str], Any], bucket: int) -> None:
-        while not all((bucket, peer) in table for peer in self._others):
+        while not all((bucket, peer) in table for peer in self._group):
             self._changed.clear()
             await self._changed.wait()
 
@@ -133,34 +145,7 @@ class GroupSum:
         await self._links.send(peer, kind, [numbers], walk=walk, micro=bucket, present=present)
 
 
-def flattened(
-    parameters: Mapping[str, torch.Tensor], bucket: Bucket, device: torch.device | str = "cpu"
-) -> tuple[list[bool], torch.Tensor]:
-    """Which parameters of the bucket have a gradient, and all gradients end to end, zeros where there is none."""
-    grads = [parameters[name].grad for name in bucket.names]
-    flat = [
-        torch.zeros(parameters[name].numel(), dtype=bucket.dtype, device=device)
-        if g is None
-        else g.reshape(-1).to(device)
-        for name, g in zip(bucket.names, grads)
-    ]
-    return [g is not None for g in grads], torch.cat(flat)
-
-
-def spread(
-    parameters: Mapping[str, torch.Tensor], bucket: Bucket, present: Sequence[bool], chunks: Sequence[torch.Tensor]
-) -> None:
-    """The inverse: set the gradients that are present from the bucket's numbers."""
-    flat, start = torch.cat(list(chunks)), 0
-    for name, is_there in zip(bucket.names, present):
-        parameter = parameters[name]
-        numbers = flat[start : start + parameter.numel()]
-        start += parameter.numel()
-        if is_there:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(numbers.reshape(parameter.shape))
-
-
-def _added(parts: Sequence[tuple[list[bool], torch.Tensor]]) -> tuple[list[bool], torch.Tensor]:
+def _added(parts: Sequence[Chunk]) -> Chunk:
     """In plan order; 16-bit numbers are added in 32 bits and rounded once."""
     dtype = parts[0][1].dtype
     wide = torch.float32 if dtype.itemsize < 4 else dtype
@@ -168,25 +153,3 @@ def _added(parts: Sequence[tuple[list[bool], torch.Tensor]]) -> tuple[list[bool]
     for _, numbers in parts[1:]:
         total += numbers
     return [any(flags) for flags in zip(*(present for present, _ in parts))], total.to(dtype)
-
-
-def buckets_of(parameters: Mapping[str, torch.Tensor], members: int, limit_bytes: int) -> tuple[Bucket, ...]:
-    """The same on every member: parameters in name order, by type, a new bucket where one is full."""
-    groups: list[list[str]] = []
-    open_of: dict[torch.dtype, int] = {}
-    sizes: list[int] = []
-    for name in sorted(parameters):
-        tensor = parameters[name]
-        at = open_of.get(tensor.dtype)
-        if at is None or sizes[at] + tensor.nbytes > limit_bytes:
-            at = open_of[tensor.dtype] = len(groups)
-            groups.append([])
-            sizes.append(0)
-        groups[at].append(name)
-        sizes[at] += tensor.nbytes
-    found = []
-    for names in groups:
-        count = sum(parameters[name].numel() for name in names)
-        bounds = tuple(count * i // members for i in range(members + 1))
-        found.append(Bucket(tuple(names), parameters[names[0]].dtype, bounds))
-    return tuple(found)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Compute", "Pace"]
+__all__ = ["Compute", "Pace", "one_thread"]
 
 T = TypeVar("T")
 _TIMER_S = 0.002  # of waking up late, and of the loop's own work between two calls
@@ -35,7 +35,7 @@ class Pace:
         return flops / self.speed_flops_per_s
 
 
-def _one_thread(name: str) -> ThreadPoolExecutor:
+def one_thread(name: str) -> ThreadPoolExecutor:
     """OpenMP counts threads for each thread that calls it: without a word, kernels here may be cut into other pieces than
     where the number was set, and then they round differently."""
     threads = torch.get_num_threads()
@@ -50,7 +50,7 @@ class Compute:
         self.pace = pace
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
-        self._pool, self._beside = (_one_thread(f"{name}-{device}") for name in ("compute", "beside"))
+        self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
 
     async def __aenter__(self) -> Compute:
         return self

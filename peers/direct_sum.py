@@ -4,6 +4,11 @@ The idea: inside a region the fastest path is TCP between the members themselves
 epoch, without torch's default group: its leader opens a store on a free port and tells the others where, and the secret
 prefix under which they meet, over their encrypted streams. It ends with the epoch. What travels through it is not
 encrypted, so a job asks for it (`Job(direct_sums=True)`).
+
+Torch's calls block a thread and gloo's cannot be ended from outside. So members tell each other over their streams when a
+bucket is whole, and call torch only when all have: whoever is lost before that leaves nobody in a call, and what a call still
+waits for is bytes on their way. The calls have a thread of their own, so that W computes on beside them, and that one which
+hangs for its time-out does not keep the device from the next epoch.
 """
 
 from __future__ import annotations
@@ -13,26 +18,30 @@ import datetime
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
 
 from meshcee.errors import PeerLostError, ProtocolError
 from peers import messages
-from peers.collective import Bucket, buckets_of, flattened, spread
-from peers.compute import Compute
+from peers.buckets import BUCKET_BYTES, Bucket, Whole, buckets_of, flattened, presence_of, spread
+from peers.compute import one_thread
 from peers.links import Links
 from peers.messages import need
+from peers.spans import Spans
 from peers.transport.base import Frame
 
 __all__ = ["DirectSum", "host_of"]
 
 distributed: Any = torch.distributed  # of what is used here torch declares no types
 
+T = TypeVar("T")
+
 TIMEOUT_S = 20.0  # of meeting, and of one sum that does not progress; a member that dies is noticed at once
-BUCKET_BYTES = 64 << 20
 
 
 def host_of(addresses: Sequence[str]) -> str:
@@ -49,72 +58,119 @@ class DirectSum:
         peer: str,
         group: Sequence[str],
         parameters: Mapping[str, torch.Tensor],
-        compute: Compute,
+        device: torch.device,
         links: Links,
+        spans: Spans,
         *,
         host: str,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._peer = peer
         self._group = tuple(group)
-        self._parameters = dict(parameters)
-        self._compute = compute
+        self._others = tuple(p for p in group if p != peer)
+        self.parameters = dict(parameters)
+        self._device = device
         self._links = links
+        self._spans = spans
         self._host = host
-        self._buckets = buckets_of(self._parameters, len(self._group), BUCKET_BYTES)
-        self._meeting: asyncio.Future[tuple[str, int, str]] = asyncio.get_running_loop().create_future()
+        self.buckets = buckets_of(self.parameters, len(self._group), bucket_bytes)
+        self._thread = one_thread(f"sum-{peer[-8:]}")
+        self._meeting: tuple[str, int, str] | None = None  # host, port and prefix, as the leader tells them
+        self._at_store: set[str] = set()  # who has found it
+        self._told: dict[int, dict[tuple[int, str], list[bool]]] = {}  # walk -> (bucket, peer) -> which have a gradient
+        self._done = -1
+        self._changed = asyncio.Event()
         self._store: Any = None  # lives as long as the group that met in it
         self._process_group: Any = None
-        self._closed = False
 
-    async def run(self, walk: int) -> None:
-        """Replace the gradients by their sum over the group; none where no member has one."""
-        try:
-            if self._process_group is None:
-                await self._meet()
-            for bucket in self._buckets:
-                await self._compute.run(self._reduce, bucket)
-        except RuntimeError as error:  # what torch raises for a broken connection, and for a time-out
-            raise PeerLostError(f"the sum over the group broke off: {str(error).splitlines()[0][:200]}") from error
+    async def run(self, walk: int, whole: Whole) -> None:
+        """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
+        told = self._told.setdefault(walk, {})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tell(walk, told, whole))
+            for k, bucket in enumerate(self.buckets):
+                await whole.until(k)
+                start_s = time.perf_counter()
+                await self._until(partial(told.keys().__ge__, {(k, peer) for peer in self._group}))
+                if self._process_group is None:
+                    await self._meet()
+                present = [any(flags) for flags in zip(*(told[k, peer] for peer in self._group))]
+                await self._call(self._reduce, bucket, present)
+                self._spans.add("sum", -1, start_s, time.perf_counter())
+        del self._told[walk]
+        self._done = walk
+
+    async def _tell(self, walk: int, told: dict[tuple[int, str], list[bool]], whole: Whole) -> None:
+        for k, bucket in enumerate(self.buckets):
+            await whole.until(k)
+            present = [self.parameters[name].grad is not None for name in bucket.names]
+            for peer in self._others:
+                await self._links.put(peer, Frame(messages.WHOLE, {"walk": walk, "micro": k, "present": present}))
+            told[k, self._peer] = present
+            self._changed.set()
 
     def take(self, peer: str, frame: Frame) -> None:
-        """The leader's word where the group meets."""
-        if frame.kind != messages.MEET or peer != self._group[0] or self._meeting.done():
+        """A WHOLE frame, or MEET: the leader's word where the group meets, and each other member's that it has found it."""
+        header, leader = frame.header, self._group[0]
+        if frame.kind == messages.WHOLE and peer in self._others:
+            walk, k = need(header, "walk", int), need(header, "micro", int)
+            told = self._told.setdefault(walk, {}) if self._done < walk <= self._done + 2 else None
+            if told is None or not 0 <= k < len(self.buckets) or (k, peer) in told:
+                raise ProtocolError(f"peer {peer} has bucket {k} of walk {walk}, which nobody sums now")
+            told[k, peer] = presence_of(header, self.buckets[k])
+        elif frame.kind == messages.MEET and peer == leader and self._meeting is None:
+            host, port = need(header, "host", str), need(header, "port", int)
+            if not re.fullmatch(r"[0-9.]{7,15}", host) or not 0 < port < 1 << 16:
+                raise ProtocolError("a group meets at an IPv4 address and a port")
+            self._meeting = host, port, need(header, "secret", str)
+        elif frame.kind == messages.MEET and self._peer == leader and peer in self._others:
+            self._at_store.add(peer)
+        else:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
-        header = frame.header
-        host, port = need(header, "host", str), need(header, "port", int)
-        if not re.fullmatch(r"[0-9.]{7,15}", host) or not 0 < port < 1 << 16:
-            raise ProtocolError("a group meets at an IPv4 address and a port")
-        self._meeting.set_result((host, port, need(header, "secret", str)))
+        self._changed.set()
 
     def close(self) -> None:
-        """End of the epoch: whoever still waits in a sum gets an error."""
-        self._closed = True
-        if self._process_group is not None:
-            self._process_group.abort()
-        self._process_group = self._store = None
+        """End of the epoch. Without the leader's store, whoever still meets in it gets an error."""
+        group, self._process_group, self._store = self._process_group, None, None
+        if group is not None:
+            group.abort()  # ends a call of NCCL; gloo's end with their connections, or their time-out
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            self._changed.clear()
+            await self._changed.wait()
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     async def _meet(self) -> None:
-        if self._peer == self._group[0]:
+        leader = self._group[0]
+        if self._peer == leader:
             secret = secrets.token_hex(16)
-            store = await asyncio.to_thread(_store, self._host, 0, leads=True)
-            where = {"host": self._host, "port": store.port, "secret": secret}
-            for peer in self._group[1:]:
+            self._store = await self._call(_store, self._host, 0, True)
+            where = {"host": self._host, "port": self._store.port, "secret": secret}
+            for peer in self._others:
                 await self._links.put(peer, Frame(messages.MEET, where))
+            await self._until(lambda: len(self._at_store) == len(self._others))
         else:
-            host, port, secret = await self._meeting
-            store = await asyncio.to_thread(_store, host, port, leads=False)
-        made = await asyncio.to_thread(self._build, store, secret)
-        if self._closed:
-            made.abort()
-            return
-        self._store, self._process_group = store, made
+            await self._until(lambda: self._meeting is not None)
+            assert self._meeting is not None
+            host, port, secret = self._meeting
+            self._store = await self._call(_store, host, port, False)
+            await self._links.put(leader, Frame(messages.MEET))
+        self._process_group = await self._call(self._build, self._store, secret)
+
+    async def _call(self, call: Callable[..., T], *args: Any) -> T:
+        """In our thread."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        except RuntimeError as error:  # what torch raises for a broken connection, and for a time-out
+            raise PeerLostError(f"the sum over the group broke off: {str(error).splitlines()[0][:200]}") from error
 
     def _build(self, store: Any, secret: str) -> Any:
         rank, size = self._group.index(self._peer), len(self._group)
         prefixed, limit = distributed.PrefixStore(secret, store), datetime.timedelta(seconds=TIMEOUT_S)
-        if self._compute.device.type == "cuda":
+        if self._device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = limit
             return distributed.ProcessGroupNCCL(prefixed, rank, size, options)
@@ -123,18 +179,14 @@ class DirectSum:
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(store.host))]
         return distributed.ProcessGroupGloo(prefixed, rank, size, options)
 
-    # -- on the compute thread ---------------------------------------------------------------------------------------
-
-    def _reduce(self, bucket: Bucket) -> None:
-        present, flat = flattened(self._parameters, bucket, self._compute.device)
-        flags = torch.tensor(present, dtype=torch.int32, device=self._compute.device)
+    def _reduce(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        _, flat = flattened(self.parameters, bucket, self._device)
         wide = flat.float() if flat.dtype.itemsize < 4 else flat  # 16-bit numbers are added in 32 bits, rounded once
-        for tensor in (flags, wide):
-            self._process_group.allreduce([tensor]).wait()  # sums, unless told otherwise
-        spread(self._parameters, bucket, [bool(flag) for flag in flags.tolist()], [wide.to(flat.dtype)])
+        self._process_group.allreduce([wide]).wait()  # sums, unless told otherwise
+        spread(self.parameters, bucket, present, [wide.to(flat.dtype)])
 
 
-def _store(host: str, port: int, *, leads: bool) -> Any:
+def _store(host: str, port: int, leads: bool) -> Any:
     return distributed.TCPStore(
         host, port, None, leads, timeout=datetime.timedelta(seconds=TIMEOUT_S), wait_for_workers=False
     )

@@ -7,6 +7,7 @@ it knows of the commit. Until then `rollback` forgets the step. There is no barr
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from meshcee.job import seed_of
 from meshcee.schedule.actions import Kind
 from meshcee.schedule.zero_bubble import StageView, choose
 from peers import messages, tensors
+from peers.buckets import Whole
 from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Collect, Inbox, TakeSnapshot
@@ -73,8 +75,9 @@ class Executor:
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch)
-        self.settlement = Settlement(runner, place, inbox, compute, self.links, self._wait)
+        self.settlement = Settlement(runner, place, inbox, compute, self.links, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
+        self._whole: Whole | None = None  # of the running step, where a group sums
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -94,11 +97,38 @@ class Executor:
     # -- one training step ---------------------------------------------------------------------------------------
 
     async def _train(self, walk: Step) -> None:
-        place, runner = self._place, self._runner
+        runner = self._runner
         self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
         start_s = time.perf_counter()
         self.spans.start(walk.trace)
         runner.begin(walk.step)
+        async with self.settlement.summing(walk) as self._whole:
+            await self._walk(walk)
+            summed_s = time.perf_counter()
+        self._waited(summed_s)
+        clip = await self.settlement.run(walk)
+        applied_s = time.perf_counter()
+        await self._compute.run(
+            runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
+        )
+        self.seconds["apply"] = time.perf_counter() - applied_s
+        self.spans.add("apply", -1, applied_s, time.perf_counter())
+        self._inbox.finish(walk.walk)
+        coding_s, codecs = self.coding.take()
+        seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
+        header = {
+            "walk": walk.walk,
+            "step": walk.step,
+            "norm": self.settlement.norm,
+            "seconds": seconds,
+            "codecs": codecs,
+            "rates": self.links.rates(),
+        }
+        await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
+
+    async def _walk(self, walk: Step) -> None:
+        """Every F, B and W of a step."""
+        place = self._place
         f = b = w = 0
         while w < walk.num_micro:
             action = choose(self._view(walk, f, b, w))
@@ -121,25 +151,6 @@ class Executor:
             else:
                 await self._weight_gradient(walk, w)
                 w += 1
-        clip = await self.settlement.run(walk)
-        applied_s = time.perf_counter()
-        await self._compute.run(
-            runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
-        )
-        self.seconds["apply"] = time.perf_counter() - applied_s
-        self.spans.add("apply", -1, applied_s, time.perf_counter())
-        self._inbox.finish(walk.walk)
-        coding_s, codecs = self.coding.take()
-        seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
-        header = {
-            "walk": walk.walk,
-            "step": walk.step,
-            "norm": self.settlement.norm,
-            "seconds": seconds,
-            "codecs": codecs,
-            "rates": self.links.rates(),
-        }
-        await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 
     def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
         """What the local rule sees; each kind in micro order, so only the next of each matters."""
@@ -177,6 +188,9 @@ class Executor:
         start_s = time.perf_counter()
         self._inbox.changed.clear()
         await self._inbox.changed.wait()
+        self._waited(start_s)
+
+    def _waited(self, start_s: float) -> None:
         if "wait" in self.seconds:
             self.seconds["wait"] += time.perf_counter() - start_s
         self.spans.add("wait", -1, start_s, time.perf_counter())
@@ -229,7 +243,8 @@ class Executor:
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
             if self._place.fused:
-                received, onward = self._runner.backward(micro, (), weight, partials)
+                with self._finishing(walk, micro):
+                    received, onward = self._runner.backward(micro, (), weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
             return value, self._split_back(received), onward
@@ -247,7 +262,8 @@ class Executor:
         def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
             gradients = self._boundaries.after.join_back(arrived, place.targets(place.micro_batch))
             if place.fused:
-                received, onward = self._runner.backward(micro, gradients, weight, partials)
+                with self._finishing(walk, micro):
+                    received, onward = self._runner.backward(micro, gradients, weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, gradients, weight), {}
             return self._split_back(received), onward
@@ -279,8 +295,18 @@ class Executor:
 
     async def _weight_gradient(self, walk: Step, micro: int) -> None:
         partials = self._partials(walk.walk, micro)
-        onward = await self._timed("w", micro, self._runner.backward_weight, micro, partials)
-        await self._send_partials(walk.walk, micro, onward)
+
+        def work() -> dict[str, torch.Tensor]:
+            with self._finishing(walk, micro):
+                return self._runner.backward_weight(micro, partials)
+
+        await self._send_partials(walk.walk, micro, await self._timed("w", micro, work))
+
+    def _finishing(self, walk: Step, micro: int) -> contextlib.AbstractContextManager[None]:
+        """Around a W: the last one makes gradients whole, which a group waits for. An emulated device has all at its end."""
+        if self._whole is None or micro + 1 < walk.num_micro or self._compute.pace is not None:
+            return contextlib.nullcontext()
+        return self._whole.hear()
 
     async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
         """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""

@@ -209,7 +209,7 @@ class Session:
     async def _take(self, peer: str, frame: Frame) -> None:
         """One frame from another member: its origin decides what it may be."""
         place, inbox, header = self._place, self._inbox, frame.header
-        if frame.kind in (messages.PART, messages.SUM, messages.MEET) and self._executor.settlement.sum is not None:
+        if frame.kind in messages.SUMS and self._executor.settlement.sum is not None:
             self._executor.settlement.sum.take(peer, frame)
             return
         walk, apart = need(header, "walk", int), place.stage_of(peer) - place.index

@@ -24,7 +24,7 @@ Purposes of streams, and the frames on them:
                                         COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
                                                      (STATE_END alone after an evaluation)
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
-                                        PART, SUM or MEET within a group
+                                        PART and SUM, or WHOLE and MEET, within a group
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
 SNAPSHOT, PULL = "snapshot", "pull"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
-PART, SUM, MEET = "part", "sum", "meet"
+SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 
 
 def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:

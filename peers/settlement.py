@@ -7,11 +7,14 @@ group's sum and with the norms, and the head of the pipeline sends the commit do
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import torch
 
 from peers import messages
+from peers.buckets import Whole
 from peers.collective import GroupSum
 from peers.compute import Compute
 from peers.direct_sum import DirectSum
@@ -19,6 +22,7 @@ from peers.inbox import Inbox
 from peers.links import Links
 from peers.messages import Step
 from peers.place import Place
+from peers.spans import Spans
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
@@ -36,6 +40,7 @@ class Settlement:
         compute: Compute,
         links: Links,
         wait: Callable[[], Awaitable[None]],
+        spans: Spans,
     ) -> None:
         self._runner = runner
         self._place = place
@@ -47,15 +52,26 @@ class Settlement:
         self.sum: GroupSum | DirectSum | None = None
         if len(place.group) > 1:
             parameters = {name: runner.trainable[name] for name in runner.owned}
+            of = place.peer, place.group, parameters
             if place.meeting_host is None:
-                self.sum = GroupSum(place.peer, place.group, parameters, compute, links)
+                self.sum = GroupSum(*of, compute, links, spans)
             else:
-                self.sum = DirectSum(place.peer, place.group, parameters, compute, links, host=place.meeting_host)
+                self.sum = DirectSum(*of, compute.device, links, spans, host=place.meeting_host)
+
+    @asynccontextmanager
+    async def summing(self, walk: Step) -> AsyncIterator[Whole | None]:
+        """Around the F's, B's and W's of a step: meanwhile the group sums what is whole, and all of it before this ends."""
+        if self.sum is None:
+            yield None
+            return
+        whole = Whole(self.sum.buckets, self.sum.parameters)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.sum.run(walk.walk, whole))
+            yield whole
+            whole.all()
 
     async def run(self, walk: Step) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""
-        if self.sum is not None:
-            await self.sum.run(walk.walk)
         await self.exchange_totals(walk.walk)
         if self._place.votes:
             await self._vote(walk.walk)

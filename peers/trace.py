@@ -129,7 +129,7 @@ def _of_peer(pid: int, label: str, spans: Sequence[tuple[int, Span]], zero_s: fl
         name = span.kind if span.micro < 0 else f"{span.kind} {span.micro}"
         common = {"name": name, "cat": category, "pid": pid, "args": {"step": step, "micro": span.micro}}
         start_us, end_us = ((s - zero_s) * 1e6 for s in (span.start_s, span.end_s))
-        if category in ("send", "message"):  # several at once: asynchronous slices
+        if category in ("send", "message", "sum"):  # several at once: asynchronous slices
             of = {**common, "tid": COMPUTE, "id": f"{pid}.{number}"}
             found += [{**of, "ph": "b", "ts": start_us}, {**of, "ph": "e", "ts": end_us}]
         elif category == "receive":

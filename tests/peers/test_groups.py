@@ -18,12 +18,12 @@ from torch import nn
 
 from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
-from peers.collective import Bucket, GroupSum
+from peers.buckets import Bucket, Whole
 from peers.compute import Compute
 from peers.direct_sum import DirectSum, host_of
 from peers.links import Links
+from peers.spans import Spans
 from peers.stage import StageRunner
-from peers.transport.memory import MemoryNetwork
 from tests import zoo
 from tests.peers.mesh_fixture import Trained, grouped, train
 from tests.peers.test_training import make_job
@@ -224,28 +224,6 @@ async def test_a_member_that_ends_with_other_weights_is_named(monkeypatch: pytes
         await train_shared(mixing_job(""), ((4, 2),))
 
 
-async def test_a_member_that_dies_in_the_sum_ends_the_step_and_nothing_is_applied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    network, applied = MemoryNetwork(), []
-    apply, run = StageRunner.apply, GroupSum.run
-
-    def noted(self: StageRunner, *args: Any) -> None:
-        applied.append(self.step)
-        apply(self, *args)
-
-    async def dies(self: GroupSum, walk: int) -> None:
-        if walk == 1 and self._peer == "p1":
-            network.kill("p1")
-        await run(self, walk)
-
-    monkeypatch.setattr(StageRunner, "apply", noted)
-    monkeypatch.setattr(GroupSum, "run", dies)
-    with pytest.raises(PeerLostError, match="lost in step 1, before it was applied"):
-        await train_shared(mixing_job("", steps=3), ((4, 2), (6,), (1, 5)), network=network)
-    assert applied == [0] * 5
-
-
 # -- sums through process groups ---------------------------------------------------------------------------------------
 
 
@@ -278,12 +256,12 @@ async def test_a_member_that_dies_in_a_process_group_ends_the_step_and_nothing_i
         applied.append(self.step)
         apply(self, *args)
 
-    def dies(self: DirectSum, bucket: Bucket) -> None:
+    def dies(self: DirectSum, bucket: Bucket, present: Sequence[bool]) -> None:
         if self._peer == "p1" and 0 in applied:
             self._process_group = None
             over.wait(10)
         else:
-            reduce(self, bucket)
+            reduce(self, bucket, present)
 
     monkeypatch.setattr(StageRunner, "apply", noted)
     monkeypatch.setattr(DirectSum, "_reduce", dies)
@@ -300,8 +278,10 @@ async def test_a_group_of_a_cuda_device_is_made_and_ended_by_nccl() -> None:
     parameter = nn.Parameter(torch.ones(3, device="cuda"))
     parameter.grad = torch.full_like(parameter, 2.0)
     async with Compute("cuda:0") as compute:
-        alone = DirectSum("p0", ("p0",), {"w": parameter}, compute, Links((1, 1)), host="127.0.0.1")
-        await alone.run(0)
+        alone = DirectSum("p0", ("p0",), {"w": parameter}, compute.device, Links((1, 1)), Spans(), host="127.0.0.1")
+        whole = Whole(alone.buckets, alone.parameters)
+        whole.all()
+        await alone.run(0, whole)
         alone.close()
     assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
 
