@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshcee.capture import capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
@@ -110,11 +110,12 @@ async def train(
     after_step: tuple[int, Callable[[], None]] | None = None,
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
     device: str = "cpu",
+    captured: Capture | None = None,
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
     network = network or MemoryNetwork()
     limits = Limits()
-    captured = await asyncio.to_thread(capture, job)
+    captured = captured or await asyncio.to_thread(capture, job)
     plan = adapt(even_plan(captured.train.num_blocks, stages, job.batch_size, micro, live_cap=live_cap))
     trained = Trained(plan)
 
