@@ -22,7 +22,7 @@ from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, NotPermittedError, UsageError
+from meshcee.errors import JoinError, NotPermittedError
 from meshcee.profile import LinkProfile
 from tests.virtual_time import virtual_time
 
@@ -446,19 +446,3 @@ async def test_terms_survive_a_restart_and_older_ones_are_refused(tmp_path: Path
     async with a.runs(elector):
         assert (await leader(elector)).term == (6, a.peer_id)
     assert [p.name for p in file.parent.iterdir()] == ["terms.json"]
-
-
-def test_saves_that_cross_keep_the_higher_of_each(tmp_path: Path) -> None:
-    file = TermFile(tmp_path / "terms.json")
-    file.save(Terms(9, (2, "a")))
-    file.save(Terms(3, (8, "b")))
-    assert file.load() == Terms(9, (8, "b"))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '{"counter": "x", "accepted": [1, "a"]}', '{"counter": 1, "accepted": 3}']
-)
-def test_a_damaged_file_of_terms_is_an_error(tmp_path: Path, text: str) -> None:
-    (tmp_path / "terms.json").write_text(text)
-    with pytest.raises(UsageError, match="file of accepted terms"):
-        TermFile(tmp_path / "terms.json").load()
