@@ -237,8 +237,7 @@ class Training:
                 self.result.metrics.append((line["step"], line["metrics"]))
         self.result.losses = [self._known.get(s, math.nan) for s in range(base.next_step)]
         self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
-        if (before := run.info.get("plan")) is not None:
-            self._rounds_as(Plan.from_json(before))
+        self._shares, self._coded = run.info.get("rounds", (False, False))
         self._run = run
 
     # -- epochs --------------------------------------------------------------------------------------------------------
@@ -386,9 +385,10 @@ class Training:
         if self._home is None:
             return None
         info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
+        info["rounds"] = (self._shares, self._coded)
         if self._run is None:
             self._run = self._home.new_run(self._job.name, **info)
-        elif self._owner is None:
+        else:
             self._run.take_over(**info)
         self.result.run = self._run.id
         folder, devices = self._run.checkpoints, sorted(self._kinds)

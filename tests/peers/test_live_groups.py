@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +26,14 @@ from meshcee.planner.live import JobCosts
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace
 from peers.coordinator import PlanRequest
+from peers.home import Home
 from peers.job_costs import costs_of, sizes_of
 from peers.sharing import why_not_shared
 from peers.training import Result
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests import zoo
-from tests.reference import reference
+from tests.reference import Reference, reference
 from tests.virtual_time import virtual_time
 
 MICRO, STEPS = 8, 6
@@ -88,11 +90,16 @@ def now() -> float:
 
 
 async def train(
-    job: Job, paces: Mapping[str, float] = PACES, home: Mapping[str, int] | None = None
+    job: Job,
+    paces: Mapping[str, float] = PACES,
+    home: Mapping[str, int] | None = None,
+    dies: tuple[int, str] = (-1, ""),
+    folder: Path | None = None,
 ) -> tuple[Result, dict[str, str], float]:
     """What it leaves, the peers' names, and the virtual seconds of a step once the first two are done.
 
     home   peer -> region; None: all in one
+    dies   which peer, when the step with this number is told of
     """
     network = MemoryNetwork(impairment=LINK)
     known = {name: Identity.generate() for name in paces}
@@ -102,14 +109,29 @@ async def train(
     async with InProcess(JoinOptions(), network, Timeouts(), clock=now, monotonic=now) as here:
         for name, speed in paces.items():
             await here.start(name, identity=known[name], pace=Pace(speed))
-        mesh = await here.own("owner", None)
-        ends_s = [now() async for _ in mesh.train(job, captured=await asyncio.to_thread(capture, job))]
-        return mesh.result, mesh.agent.names(), (ends_s[-1] - ends_s[1]) / (len(ends_s) - 2)
+        mesh = await here.own("owner", None if folder is None else Home(folder))
+        names, ends_s = mesh.agent.names(), []
+        async for report in mesh.train(job, captured=await asyncio.to_thread(capture, job)):
+            ends_s.append(now())
+            if report.step == dies[0]:
+                here.crash(dies[1])
+        return mesh.result, names, (ends_s[-1] - ends_s[1]) / (len(ends_s) - 2)
 
 
 def shares(plan: Plan | None, names: dict[str, str]) -> list[dict[str, int]]:
     assert plan is not None
     return [{names[m.peer]: m.samples for m in stage.members} for stage in plan.pipelines[0].stages]
+
+
+def losses_of(expected: Reference) -> list[float]:
+    return [sum(float(loss) for loss in step) / len(step) for step in expected.losses]
+
+
+def assert_close(result: Result, job: Job) -> None:
+    expected = reference(job)
+    assert result.losses == pytest.approx(losses_of(expected), rel=1e-9)
+    for name, tensor in result.state_dict.items():
+        torch.testing.assert_close(tensor, expected.state[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 @virtual_time
@@ -123,11 +145,16 @@ async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planne
     assert result.plan is not None
     assert result.plan.predicted is not None
     assert step_s == pytest.approx(result.plan.predicted.step_s, rel=0.03)
-    expected = reference(job)
-    wanted = [sum(float(loss) for loss in step) / len(step) for step in expected.losses]
-    assert result.losses == pytest.approx(wanted, rel=1e-9)
-    for name, tensor in result.state_dict.items():
-        torch.testing.assert_close(tensor, expected.state[name], rtol=1e-9, atol=1e-9, msg=name)
+    assert_close(result, job)
+
+
+@virtual_time
+async def test_those_who_are_left_of_a_group_form_another(tmp_path: Path) -> None:
+    job = lopsided(steps=12, checkpoint_every=2, adapt=False)
+    result, names, _ = await train(job, {**PACES, "p2": 2e7}, dies=(6, "p2"), folder=tmp_path)
+    assert [group.keys() for group in shares(result.plan, names)] == [PACES.keys()]
+    assert Home(tmp_path).run("last").info["rounds"] == [True, False], "whoever resumes it expects other roundings"
+    assert_close(result, job)
 
 
 @virtual_time
@@ -142,7 +169,7 @@ async def test_two_regions_have_a_group_each_and_16_bits_between_them_and_the_st
     assert [stage.codec_out for stage in result.plan.pipelines[0].stages] == ["bf16", "none"]
     assert result.plan.predicted is not None
     assert step_s == pytest.approx(result.plan.predicted.step_s, rel=0.03)
-    wanted = [sum(float(loss) for loss in step) / len(step) for step in reference(job).losses]
+    wanted = losses_of(reference(job))
     assert result.losses == pytest.approx(wanted, rel=0.05)
     assert result.losses != pytest.approx(wanted, rel=1e-9)
 
