@@ -15,8 +15,8 @@ from peers import collective
 from peers.buckets import Whole, buckets_of
 from peers.collective import GroupSum
 from peers.direct_sum import DirectSum
+from tests.peers.faults import MICRO, captured_job, job_of
 from tests.peers.mesh_fixture import Trained
-from tests.peers.test_faults import MICRO, captured_job, job_of
 from tests.peers.test_groups import train_shared
 
 SHARES = ((2, 1, 1), (1, 3))
