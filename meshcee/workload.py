@@ -136,8 +136,9 @@ class Workload:
     message_bytes: tuple[int, int] = (0, 0)  # what a message has beside its samples: to the next stage, and back
     fused_first: bool = False  # the first stage runs B and W as one, as the executor does
     tied: tuple[tuple[int, int, int], ...] = ()  # (first block, last block, bytes) of shared parameters' gradients
-    # How a group sums: in a "ring", block by block as their W's end; or as the executor does, all blocks in one piece behind
-    # the last W, each member with each over "streams" or through a torch "process group", and the commit waits for it.
+    # How a group sums: in a "ring", block by block as their W's end; or as the executor does on emulated devices (real ones
+    # begin inside their last W), all blocks in one piece behind it, each member with each over "streams" or through a torch
+    # "process group", and the commit waits for it.
     group_sum: str = "ring"
     clips: bool = False  # the commit waits for the norms of all members
     _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
@@ -189,7 +190,7 @@ class Workload:
         if self.group_sum == "streams":
             return share, 2  # parts to those who sum them, sums to all
         if self.group_sum == "process group":
-            return share * max(1.0, 4 / self.element_bytes), 2 * rounds  # in 32 bits; which gradients exist goes first
+            return share * max(1.0, 4 / self.element_bytes), rounds + 1  # in 32 bits; which gradients exist goes first
         return share, rounds
 
     def sum_bytes(self, first: int, end: int, members: int) -> int:

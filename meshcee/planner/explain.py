@@ -145,14 +145,16 @@ def explain(plan: Plan, cluster: Cluster, workload: Workload, single: tuple[str,
     facts = stages(plan, cluster, workload, timeline)
     edges = boundaries(plan, cluster, workload, period)
     for p, pipeline in enumerate(plan.pipelines):
-        lines += _pipeline_lines(p, pipeline, facts, edges)
+        lines += _pipeline_lines(p, pipeline, facts, edges, workload)
     for left in plan.left_out:
         lines.append(f"left out: {left.peer}: {left.why}")
     lines += [f"note: {note}" for note in cluster.notes]
     return "\n".join(lines)
 
 
-def _pipeline_lines(p: int, pipeline: Pipeline, facts: list[StageFacts], edges: list[BoundaryFacts]) -> list[str]:
+def _pipeline_lines(
+    p: int, pipeline: Pipeline, facts: list[StageFacts], edges: list[BoundaryFacts], workload: Workload
+) -> list[str]:
     lines = [f"pipeline {p}: {pipeline.num_micro} micro-batches a step"]
     for j, stage in enumerate(pipeline.stages):
         again = ", recomputes" if stage.recompute else ""
@@ -165,6 +167,9 @@ def _pipeline_lines(p: int, pipeline: Pipeline, facts: list[StageFacts], edges: 
                     f"    {f.peer}: {f.samples} samples, F {f.f_s:.4g} s, B {f.b_s:.4g} s, W {f.w_s:.4g} s, "
                     f"memory {f.needed_bytes / 2**30:.1f} of {f.memory_bytes / 2**30:.1f} GiB, busy {f.utilisation:.0%}"
                 )
+        if len(stage.members) > 1:
+            sent = workload.sum_costs(len(stage.members))[0] * sum(workload.gradient_bytes[stage.first : stage.end])
+            lines.append(f"    once a step each sends {sent / 1e6:.3g} MB of gradients to the others")
         for e in edges:
             if (e.pipeline, e.after) == (p, j):
                 lines.append(

@@ -10,6 +10,7 @@ import pytest
 
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.plan import Plan
+from meshcee.planner.explain import explain
 from meshcee.planner.live import JobCosts as Costs
 from meshcee.planner.live import Measured, choose, plan_job, situation
 from meshcee.planner.memory import needs, shortages
@@ -249,7 +250,7 @@ def test_groups_are_proposed_on_request_and_when_they_pay() -> None:
 
 
 def test_members_have_room_for_the_sum() -> None:
-    """Twice the gradients on top: what members hold of one another while they sum."""
+    """Twice the gradients on top: what members hold of one another while they sum. What they send is explained."""
     near = measured(links=dict.fromkeys(LINKS, NEAR))
     choice, cluster, workload = choose(near, SHARED, effort=QUICK)
     (stage,) = [s for s in choice.best.pipelines[0].stages if len(s.members) > 1]
@@ -258,6 +259,9 @@ def test_members_have_room_for_the_sum() -> None:
         state = workload.stage_bytes(stage.first, stage.end, member.samples, live, stage.recompute)
         needed = needs(choice.best, cluster, workload)[member.peer]
         assert needed == state + 2 * 10**6 * (stage.end - stage.first)
+    count = len(stage.members)
+    sent = 2 * (count - 1) / count * (stage.end - stage.first)
+    assert f"once a step each sends {sent:.3g} MB of gradients to the others" in explain(choice.best, cluster, workload)
 
 
 def test_gradients_that_take_longer_than_the_work_are_not_summed() -> None:
