@@ -46,7 +46,8 @@ NEVER = "1000000"  # a checkpoint every so many steps
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of run: the link's share of its bandwidth step by step, whose plan it has ("": its own), and the adapter."""
+    """One kind of run: the link's share of its bandwidth step by step, whose plan it begins with ("": its own), and whether
+    the adapter may leave that."""
 
     name: str
     factors: tuple[float, ...]
@@ -61,10 +62,10 @@ def rows() -> list[Row]:
         Row("fresh, poor", (POOR,) * 14),
         Row("good plan, drop", (1.0,) * 6 + (POOR,) * 10, plan="fresh, good"),
         Row("poor plan, good", (1.0,) * 10, plan="fresh, poor"),
-        Row("adapter", (1.0,) * DROPS + (POOR,) * (RECOVERS - DROPS) + (1.0,) * (ENDS - RECOVERS), adapts=True),
+        Row("adapter", (1.0,) * DROPS + (POOR,) * (RECOVERS - DROPS) + (1.0,) * (ENDS - RECOVERS), "fresh, good", True),
     ]
     return found + [
-        Row(f"flaps every {every}", tuple(flaps(every, steps)), adapts=True, part="flaps")
+        Row(f"flaps every {every}", tuple(flaps(every, steps)), "fresh, good", True, "flaps")
         for every, steps in FLAPS.items()
     ]
 
