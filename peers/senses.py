@@ -73,8 +73,11 @@ class Senses:
         shifts = []
         for peer, seconds in observed.compute_s.items():
             if (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
-                self.slow[peer] = self.slow.get(peer, 1.0) * change
-                shifts.append(f"{peer} takes {change:.2f} times as long to compute")
+                before = self.slow.get(peer, 1.0)
+                after = max(1.0, before * change)  # what it gains beyond its profile, the first steps had lost
+                if after != before:
+                    self.slow[peer] = after
+                    shifts.append(f"{peer} takes {after / before:.2f} times as long to compute")
         for pair, rate in observed.rates.items():
             if (change := _shift(self._rates[pair], min(rate, FAST), self._known, pair)) is not None:
                 self.rates[pair] = self._known[pair]

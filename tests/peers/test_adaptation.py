@@ -63,6 +63,18 @@ def test_a_slow_device_is_told_from_its_own_usual_time() -> None:
     assert senses.slow == {"a": 1.5}, "what was learnt of the device stays"
 
 
+def test_first_steps_that_were_disturbed_make_no_device_faster_than_its_profile() -> None:
+    senses = Senses({})
+    for seconds in (3.0, 1.0):
+        assert [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=seconds))] == []
+    assert not senses.slow
+    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=1.5))]
+    assert told == ["a takes 1.50 times as long to compute"]
+    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=0.7))]
+    assert senses.slow == {"a": 1.0}
+    assert told == ["a takes 0.67 times as long to compute"]
+
+
 def test_noise_and_links_faster_than_the_machine_are_no_shifts() -> None:
     noise = random.Random(0)
     senses = Senses({("a", "b"): 1e6, ("b", "a"): 1e9})
