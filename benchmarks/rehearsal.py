@@ -130,6 +130,7 @@ class Played:
     plans: list[Plan] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
+    searches: int = 0
     sounded: int = 0  # times that a peer was asked to probe a link
 
     @property
@@ -181,6 +182,11 @@ class _Mesh:
 
         return SimpleNamespace(send=send, aclose=aclose)
 
+    def probe(self, leftover: float) -> None:
+        """Everybody, everything."""
+        for pair in self._known:
+            self._known[pair] = link_of(pair, leftover * self.factor, self.clock())
+
     def pass_by(self, seconds: float) -> None:
         """A step has run: what was asked before it is known."""
         self.now_s += seconds
@@ -189,15 +195,21 @@ class _Mesh:
         self._asked.clear()
 
 
-async def rehearse(factors: Sequence[float], steps: int = 1000) -> Played:
-    """A job of so many steps, watched for as many as there are factors."""
+async def rehearse(factors: Sequence[float], steps: int = 1000, leftover: float = 1.0) -> Played:
+    """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
+    showed this share of what they have."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played)
     plan, begins = fresh(factors[0]), 0
     following: Plan | None = None
     adapter = Adaptation(cast(Any, here), PlanRequest(costs()), plan, changes)
     here.now_s += CHANGE_S
-    with mock.patch.object(adaptation, "choose", PLANNER.choose):
+
+    def search(*asked: Any) -> tuple[Choice, Cluster, Workload]:
+        played.searches += 1
+        return PLANNER.choose(*asked)
+
+    with mock.patch.object(adaptation, "choose", search):
         for step, here.factor in enumerate(factors):
             if following is not None and step == begins:
                 assert adapter.moved(following)
@@ -208,6 +220,8 @@ async def rehearse(factors: Sequence[float], steps: int = 1000) -> Played:
             played.plans.append(plan)
             played.steps_s.append(seconds)
             here.pass_by(seconds)
+            if leftover < 1:
+                here.probe(leftover)
             if following is None:
                 following = await adapter.hear(_report(step, steps, plan, seconds, here.factor))
                 begins = step + 2  # the step that is fed already runs as it was planned

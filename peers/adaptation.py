@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -70,6 +69,8 @@ class Adaptation:
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[str] = []
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
+        self._regions: dict[str, str] = {}
+        self._crossed: set[Pair] = set()  # by the last step
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
         self._cause: list[str] = []  # of the last search
         self._begin()
@@ -117,11 +118,14 @@ class Adaptation:
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed, steps = report.observed, 1
         told = self._senses.hear(observed)
-        await self._sound(report.step, observed.rates)
+        self._crossed = set(observed.rates)
+        if not self._regions:
+            self._place(self._agent.measured(self._plan.peers))
+        await self._sound(report.step)
         if self._agent.monotonic() >= self._probes_at_s:
             self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
             links = self._agent.links(self._plan.peers).items()
-            idle = {pair: link for pair, link in links if pair not in observed.rates}
+            idle = {pair: link for pair, link in links if self._is_free(pair)}
             fresh = {p: k.bandwidth_bytes_per_s for p, k in idle.items() if k.measured_at > self._began_at}
             told += self._senses.probed(fresh)
         if told:
@@ -141,9 +145,23 @@ class Adaptation:
         decision = self._adapter.observe(steps)
         return decision if decision.plan is not self._plan else None
 
-    async def _sound(self, step: int, crossed: Collection[Pair]) -> None:
+    def _place(self, mesh: Measured) -> None:
+        cluster, _ = situation(mesh, self._request.job)
+        self._regions = {p: d.region for p, d in cluster.devices.items()}
+
+    def _line(self, pair: Pair) -> tuple[str | None, str | None] | None:
+        """What a link shares with others, where its ends are in two regions."""
+        line = self._regions.get(pair[0]), self._regions.get(pair[1])
+        return line if line[0] != line[1] else None
+
+    def _is_free(self, pair: Pair) -> bool:
+        """Whether a probe of this link shows all that it has: no step crosses it, nor another one between the same regions."""
+        line = self._line(pair)
+        return pair not in self._crossed and (line is None or line not in map(self._line, self._crossed))
+
+    async def _sound(self, step: int) -> None:
         """Only a probe can tell whether a link that no step crosses is well again, and stays so: have it measured."""
-        doubtful = sorted(self._senses.doubtful - set(crossed))
+        doubtful = sorted(filter(self._is_free, self._senses.doubtful))
         now_s = self._agent.monotonic()
         if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
             self._sound_at_s = now_s + SOUND_S
@@ -157,25 +175,24 @@ class Adaptation:
         return replace(mesh, links=self._links(mesh), times=times)
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
-        """Steps show the links that they cross. The others between the same two regions go the same way, and have sagged as
-        much, unless they were probed since."""
-        cluster, _ = situation(mesh, self._request.job)
-        regions = {p: d.region for p, d in cluster.devices.items()}
+        """Steps and soundings show some links. The others between the same two regions go the same way, and have sagged as much,
+        unless they were probed since."""
+        self._place(mesh)
+        seen = self._crossed | set(filter(self._is_free, self._senses.doubtful))
         shares: dict[tuple[str | None, str | None], list[float]] = defaultdict(list)
-        doubtful = self._senses.doubtful
-        for a, b in doubtful:
-            if regions.get(a) != regions.get(b):
-                shares[regions.get(a), regions.get(b)].append(self._senses.share((a, b)))
+        for pair in seen:
+            if (line := self._line(pair)) is not None:
+                shares[line].append(self._senses.share(pair))
         links = {}
-        for (a, b), link in mesh.links.items():
-            rate = self._senses.rates.get((a, b), link.bandwidth_bytes_per_s)
-            seen = shares.get((regions.get(a), regions.get(b)))
-            if seen and (a, b) not in doubtful and link.measured_at < self._shifted_at:
-                rate *= median(seen)
+        for pair, link in mesh.links.items():
+            rate = self._senses.rates.get(pair, link.bandwidth_bytes_per_s)
+            line = self._line(pair)
+            if pair not in seen and line in shares and link.measured_at < self._shifted_at:
+                rate *= median(shares[line])
             # How busy it is now makes it no other region's: its range keeps what it was.
             low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
             span = min(low, rate), max(high, rate)
-            links[a, b] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
+            links[pair] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
         return links
 
     def _look(self, mesh: Measured) -> None:

@@ -61,8 +61,8 @@ class Senses:
         return {pair for pair, step in self._sagged.items() if self._steps - step <= DOUBTFUL}
 
     def share(self, pair: Pair) -> float:
-        """What a link has of its best bandwidth."""
-        return self._known[pair] / self._best[pair]
+        """What a link has of its best bandwidth, as far as is known."""
+        return self._known[pair] / self._best[pair] if pair in self._best else 1.0
 
     def hear(self, observed: Observed) -> list[str]:
         """One more step; what has shifted, in words with peer ids."""

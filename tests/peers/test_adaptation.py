@@ -145,6 +145,13 @@ async def test_a_drop_and_a_recovery_are_followed_within_15_steps() -> None:
     assert len(played.changes) == 2
 
 
+async def test_a_probe_beside_the_traffic_of_steps_says_nothing() -> None:
+    """It gets what they leave of a line that all links between two regions share."""
+    played = await rehearse([1.0] * 40, leftover=0.3)
+    assert played.changes == []
+    assert played.searches == 0
+
+
 @pytest.mark.parametrize("every", [3, 6, 12, 25])
 async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every: int) -> None:
     factors = flaps(every, 100)
