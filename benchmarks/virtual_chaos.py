@@ -38,6 +38,7 @@ from meshcee.planner.proposals import Effort
 from peers.agent import Agent
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace
+from peers.copies import buddies, chunk_seconds
 from peers.home import Home
 from peers.member import Session
 from peers.mesh import Mesh
@@ -59,6 +60,7 @@ BLOWS = (
     "kill a member",
     "kill the coordinator",
     "kill two",
+    "kill a holder and its buddy",
     "restart",
     "restart without its term",
     "stop",
@@ -212,6 +214,14 @@ class Storm:
         lease = self.mesh.agent.lease
         return None if lease is None else self.name_of(lease.peer_id)
 
+    def buddy_of(self, name: str) -> str:
+        """Who keeps the copies of this member's stage; itself where nobody does."""
+        plan = self.mesh.result.plan
+        if plan is None:
+            return name
+        chosen = buddies(plan, chunk_seconds(self.mesh.agent.links(plan.peers)))
+        return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
+
     # -- blows
 
     async def strike(self, kind: str) -> None:
@@ -226,7 +236,8 @@ class Storm:
             del self._away[name]
             await self.start(name, forget=kind != "restart")
             return f"{name} {kind}"
-        if kind.startswith("kill") and len(self.lending) > 3 - (kind != "kill two"):
+        two = kind in ("kill two", "kill a holder and its buddy")
+        if kind.startswith("kill") and len(self.lending) > 2 + two:
             return self._kill(kind)
         if kind == "stop":
             victim = chance.choice(self.members())
@@ -255,6 +266,8 @@ class Storm:
         members = self.members()
         first = self.chance.randrange(len(members))
         victims = members[first : first + 2] if kind == "kill two" else [members[first]]
+        if kind == "kill a holder and its buddy":
+            victims = list(dict.fromkeys([victims[0], self.buddy_of(victims[0])]))
         if kind == "kill the coordinator" and (coordinator := self.coordinator()) is not None:
             victims = [coordinator]
         for victim in victims:
@@ -322,12 +335,14 @@ async def stormy(seed: int, folder: Path) -> AsyncIterator[Storm]:
         yield storm
 
 
-async def train(storm: Storm, hear: Callable[[Report], None] = lambda report: None, **more: Any) -> str:
+async def train(
+    storm: Storm, hear: Callable[[Report], None] = lambda report: None, job: Job | None = None, **more: Any
+) -> str:
     """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
     told: list[Report] = []
     mesh = storm.mesh
     stages = min(STAGES, len(mesh.agent.devices()))
-    async for report in mesh.train(job_of(), captured=captured_job(), stages=stages, **more):
+    async for report in mesh.train(job or job_of(), captured=captured_job(), stages=stages, **more):
         told.append(report)
         hear(report)
     losses, state = expected()

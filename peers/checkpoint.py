@@ -300,10 +300,10 @@ class CheckpointStore:
             )
         return found[0]
 
-    def forget_after(self, base: Checkpoint) -> None:
+    def forget_after(self, next_step: int) -> None:
         """A run goes on from here: what was written later will be written again."""
         for later in self.complete():
-            if later.folder > base.folder:
+            if later.next_step > next_step:
                 shutil.rmtree(later.folder)
 
     def draft(self, next_step: int) -> Draft:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Executor:
         held: Held,
         boundaries: Boundaries | None = None,
         eval_boundaries: Boundaries | None = None,
+        *,
+        copied: Callable[[int], None] = lambda next_step: None,
     ) -> None:
         self._runner = runner
         self._place = place
@@ -72,6 +74,7 @@ class Executor:
             spans=self.spans,
         )
         self.held = held  # snapshots, for whoever reads them
+        self._copied = copied  # told of a copy for a buddy
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch)
@@ -88,11 +91,19 @@ class Executor:
             if isinstance(walk, Collect):
                 await self._send_state(walk)
             elif isinstance(walk, TakeSnapshot):
-                await self._owner.put(await self._compute.run(self.held.take, walk.next_step, self._runner))
+                await self._snapshot(walk)
             elif walk.forward_only:
                 await self._evaluate(walk)
             else:
                 await self._train(walk)
+
+    async def _snapshot(self, wanted: TakeSnapshot) -> None:
+        which = wanted.next_step, self._runner, wanted.since, wanted.reading
+        announced = await self._compute.run(self.held.take, *which)
+        if wanted.durable:
+            await self._owner.put(announced)
+        if wanted.buddy:
+            self._copied(wanted.next_step)
 
     # -- one training step ---------------------------------------------------------------------------------------
 

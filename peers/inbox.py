@@ -33,9 +33,22 @@ class Collect:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """The owner wants a copy of the stage as it stands before this step."""
+    """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a buddy, or both.
+
+    Copies before step `since` are needed no more, but for those that are being read.
+    """
 
     next_step: int
+    durable: bool = True
+    buddy: bool = False
+    since: int = 0
+    reading: tuple[int, ...] = ()
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
+        next_step, since = need(header, "next_step", int), need(header, "since", int)
+        reading = tuple(need(header, "reading", list))[:2]
+        return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, reading)
 
 
 @dataclass

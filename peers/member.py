@@ -9,28 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
-import msgpack
 import structlog
 import torch
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
 from peers import messages, tensors
+from peers.buddy import Buddy
 from peers.compute import Compute
 from peers.executor import Executor
 from peers.failures import most_telling
+from peers.fetch import serve
 from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.pulse import live, while_alive
+from peers.restore import restore
 from peers.snapshot import Held, by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
-from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
+from peers.state_frames import SLOWEST_BYTES_PER_S
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Member", "Session"]
@@ -55,7 +58,7 @@ class Session:
         transport: Transport,
         compute: Compute,
         timeouts: Timeouts,
-        held: Held,
+        buddy: Buddy,
     ) -> None:
         self.offer = offer
         self._timeouts = timeouts
@@ -66,8 +69,17 @@ class Session:
         # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
         self._owner = Outbox(stream)
+        self._buddy = buddy
         self._executor = Executor(
-            runner, offer.place, self._inbox, compute, self._owner, offer.flops, held, *offer.boundaries
+            runner,
+            offer.place,
+            self._inbox,
+            compute,
+            self._owner,
+            offer.flops,
+            buddy.held,
+            *offer.boundaries,
+            copied=buddy.copied,
         )
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
@@ -86,6 +98,7 @@ class Session:
                 group.create_task(self._executor.run())
                 group.create_task(self._read_owner())
                 group.create_task(self._watch_owner())
+                group.create_task(self._buddy.run(self._owner))
         except* _OwnerDone:
             pass
         except* StreamClosed as closed:
@@ -131,7 +144,7 @@ class Session:
                 walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
                 await self._inbox.walks.put(walk)
             elif frame.kind == messages.SNAPSHOT:
-                await self._inbox.walks.put(TakeSnapshot(need(frame.header, "next_step", int)))
+                await self._inbox.walks.put(TakeSnapshot.from_header(frame.header))
             elif frame.kind == messages.PING:
                 self._owner.sign(Frame(messages.PONG))
             elif frame.kind == messages.CLOCK:
@@ -139,6 +152,8 @@ class Session:
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
             elif frame.kind == messages.PULL:
                 self._owner.post(self._executor.held.read(frame.header))
+            elif frame.kind == messages.KEEP:
+                self._buddy.ask(frame)
             elif frame.kind == messages.COLLECT:
                 self._ending = True
                 wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
@@ -267,6 +282,7 @@ class Member:
         self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
+        transport.serve("copies", self.serve_copies)
 
     @property
     def is_busy(self) -> bool:
@@ -394,30 +410,26 @@ class Member:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
         held = self._held_for(offer, stream.peer_id)
-        receiver = StateReceiver(offer.expected_state, recipes=True, held=held.values)
-        stream.max_payload_bytes = receiver.max_payload_bytes
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
-        while not await asyncio.to_thread(receiver.take, await stream.recv()):
-            pass
-        kept = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values)
-        while offer.resumes and not await asyncio.to_thread(kept.take, await stream.recv()):
-            pass
-        receivers = (receiver, kept) if offer.resumes else (receiver,)
-        if unequal := sum(len(r.unequal) for r in receivers):
-            log.info("weights that are not here, or come out differently, are sent", tensors=unequal)
-            await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(r.unequal)) for r in receivers]))
-            for r in receivers:
-                while not await asyncio.to_thread(r.take, await stream.recv()):
-                    pass
-        runner = await self._compute.run(offer.build, receiver.state, self._compute.device)
-        runner.load_optimizer_state(by_parameter(kept.state))
+        weights, optimizer = await restore(stream, offer, held, self._transport, self._timeouts)
+        runner = await self._compute.run(offer.build, weights.state, self._compute.device)
+        runner.load_optimizer_state(by_parameter(optimizer.state))
         stream.max_payload_bytes = self._limits.payload_bytes
-        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, held)
-        hashes = {"state": receiver.hash, "optimizer": kept.hash}
+        buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
+        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, buddy)
+        hashes = {"state": weights.hash, "optimizer": optimizer.hash}
         header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
         return session
+
+    async def serve_copies(self, stream: Stream) -> None:
+        """For whoever has a stage of the same job to restore, or to keep."""
+        await serve(stream, self._find, self._timeouts)
+
+    def _find(self, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
+        same = self._held_of == (need(header, "owner", str), need(header, "job", str))
+        return self._held.find(digest) if same else None
 
     async def serve_stage(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0  # until it has said which stage it is

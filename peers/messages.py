@@ -23,6 +23,8 @@ Purposes of streams, and the frames on them:
                                         PING, and PONG unasked         as long as the other side is heard
                                         COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
                                                      (STATE_END alone after an evaluation)
+                                        SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy
+    copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART and SUM, or WHOLE and MEET, within a group
 """
@@ -54,6 +56,8 @@ COLLECT, FAILED = "collect", "failed"
 LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
 SNAPSHOT, PULL = "snapshot", "pull"
+COPIED, KEEP, KEPT = "copied", "keep", "kept"
+SEEK, FOUND = "seek", "found"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
 SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 

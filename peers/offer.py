@@ -7,7 +7,7 @@ may be) from the plan and the graph by the same pure functions, so it need not b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ __all__ = ["Offer", "Terms", "check_generators"]
 
 RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
+MOST_SOURCES = 32  # that a member asks for copies
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
 
 
@@ -137,13 +138,15 @@ class Offer:
     evaluate: Program | None
     addresses: Mapping[str, tuple[str, ...]]
     resumes: bool = False  # the optimizer's state follows the weights
+    sources: tuple[str, ...] = ()  # as a member hears it: peers that hold copies of its state
 
-    def frame(self) -> Frame:
+    def frame(self, sources: Sequence[str] = ()) -> Frame:
         """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
         body = {
             "terms": self.terms.to_json(),
             "plan": self.plan.to_json(),
             "addresses": {peer: list(known) for peer, known in self.addresses.items()},
+            "sources": list(sources),
         }
         header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes}
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
@@ -169,6 +172,7 @@ class Offer:
             programs[1] if len(programs) > 1 else None,
             {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
             need(frame.header, "resumes", bool),
+            tuple(map(str, need(body, "sources", list)))[:MOST_SOURCES],
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 from meshcee.capture import Capture
 from meshcee.config import Limits
-from meshcee.errors import CaptureError, ProtocolError
+from meshcee.errors import CaptureError, PeerLostError, ProtocolError
 from peers import messages
+from peers.copies import Copied
+from peers.kept import Kept, state_for
 from peers.offer import Offer
-from peers.snapshots import Kept, state_for
 from peers.state_frames import GROUP_BYTES, SLACK_BYTES, StateSender, names_of
 from peers.transport.base import Frame, Stream, StreamClosed
 
@@ -23,7 +24,7 @@ __all__ = ["Offering"]
 
 
 class Offering:
-    """The offers of one epoch, over weights as captured or, to go on from it, of a checkpoint."""
+    """The offers of one epoch, over weights as captured or, to go on from it, of a checkpoint or of copies with peers."""
 
     def __init__(self, captured: Capture, kept: Kept, limits: Limits) -> None:
         self._captured = captured
@@ -34,7 +35,9 @@ class Offering:
     async def send(self, stream: Stream, offer: Offer) -> Frame:
         """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""
         # Encoding and hashing take seconds for a large model: not on the event loop.
-        frame = await asyncio.to_thread(offer.frame)
+        base = self._kept.base
+        sources = base.sources(offer.expected_state) if isinstance(base, Copied) else ()
+        frame = await asyncio.to_thread(offer.frame, sources)
         if (size := max(map(len, frame.payloads))) > self._limits.graph_bytes:
             raise CaptureError(
                 f"the captured graph has {size} bytes and peers accept {self._limits.graph_bytes}: keep large "
@@ -42,18 +45,22 @@ class Offering:
             )
         await stream.send(frame)
         hashes = {"plan": offer.plan.hash()}
-        begin = await asyncio.to_thread(state_for, offer, self._captured, self._kept.base)
-        stream.max_payload_bytes = SLACK_BYTES + sum(len(n) for names, _ in begin.values() for n in names)  # for AGAIN
-        senders = {kind: StateSender(state) for kind, (_, state) in begin.items()}
+        begin = await asyncio.to_thread(state_for, offer, self._captured, base)
+        stream.max_payload_bytes = SLACK_BYTES + sum(len(n) for part in begin.values() for n in part.names)  # for AGAIN
+        senders = {kind: StateSender(part.values, part.digests) for kind, part in begin.items()}
         with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
-            for kind, (names, _) in begin.items():
+            for kind, part in begin.items():
                 held = offer.resumes and offer.peer_id in self._kept.holders  # then only what it lacks is sent
-                await self._send_all(stream, senders[kind].frames(names, recipes=True, held=held))
+                await self._send_all(stream, senders[kind].frames(part.names, recipes=True, held=held))
                 hashes[kind] = senders[kind].hash
         reply = await _answer(stream)
         if reply.kind == messages.AGAIN:
-            for part, (kind, (names, _)) in enumerate(begin.items()):
-                await self._send_all(stream, senders[kind].frames(names_of(reply, part, set(names))))
+            asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
+            if isinstance(base, Copied) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
+                base.lost = True
+                raise PeerLostError(f"no peer has all of the state before step {base.next_step} any more")
+            for kind, names in asked.items():
+                await self._send_all(stream, senders[kind].frames(names))
             stream.max_payload_bytes = 0
             reply = await _answer(stream)
         if reply.kind == messages.READY and any(reply.header.get(kind) != own for kind, own in hashes.items()):

@@ -30,13 +30,14 @@ from peers import messages, tensors
 from peers.evaluation import Outputs, averaged
 from peers.failures import LOST_HERE, Failures, reported
 from peers.feed import Feed
+from peers.keeping import Keeping
+from peers.kept import Kept
 from peers.link import Link, check_replicas
 from peers.messages import need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
 from peers.pulse import SILENT, beat, unless_silent
 from peers.sharing import check_sharing
-from peers.snapshots import Kept, Snapshots
 from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver
 from peers.trace import Trace
 from peers.transport.base import Frame, StreamClosed, Transport
@@ -89,7 +90,7 @@ class Owner:
         self._limits = limits
         self._kept = kept or Kept()
         self._trace = trace
-        self._snapshots: Snapshots | None = None
+        self._keeping: Keeping | None = None
         self._links: list[Link] = []
         self._source: Feed | None = None
         # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
@@ -110,11 +111,6 @@ class Owner:
     def stop(self) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C."""
         self.stopped = True
-
-    @property
-    def _leaders(self) -> list[Link]:
-        """One link a stage, in order: who speaks for its state."""
-        return [link for link in self._links if link.leads]
 
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> Mapping[str, torch.Tensor]:
         """Run the job to its end; returns the weights and buffers by name, those on disk read when they are asked for.
@@ -159,8 +155,8 @@ class Owner:
                 with large_apart():
                     beside += await self._offer_all(group)
                 self.ready_s = asyncio.get_running_loop().time()
-                if self._snapshots is not None:
-                    beside.append(group.create_task(self._snapshots.run()))
+                if self._keeping is not None:
+                    beside.append(group.create_task(self._keeping.run()))
                 group.create_task(self._feed(feed))
                 await body()
                 for link in self._links:
@@ -177,8 +173,8 @@ class Owner:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
-            if self._snapshots is not None:
-                self._snapshots.close()
+            if self._keeping is not None:
+                self._keeping.close()
         if self.failures.cause is not None:
             raise self.failures.cause
 
@@ -211,12 +207,8 @@ class Owner:
             for peer_id in self.plan.peers:
                 offers.create_task(offer_to(Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
-        if self._kept.store is not None and self._source is not None:
-            leading = [link.offer for link in self._leaders]
-            self._snapshots = Snapshots(self._kept, leading, self._capture, self._source.start)
-            for i, link in enumerate(self._leaders):
-                largest = self._snapshots.largest_payload_bytes(i)
-                link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, largest)
+        if self._source is not None and (self._kept.store is not None or self._kept.copies is not None):
+            self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)
         return beats
 
     async def _offer(self, offer: Offer, offering: Offering) -> Link:
@@ -260,8 +252,8 @@ class Owner:
             if not spec.forward_only:
                 if self.stopped and spec.step >= self._kept.least:
                     break
-                if self._snapshots is not None and spec.step > feed.start and self._snapshots.is_due(spec.step):
-                    await self._snapshot(spec.step)
+                if self._keeping is not None and spec.step > feed.start:
+                    await self._keeping.at(spec.step)
                 next_step = spec.step + 1
             if self._trace is not None and not spec.forward_only:
                 spec = await self._trace.ask(spec, [link.outbox for link in self._links])
@@ -283,16 +275,9 @@ class Owner:
                         meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
                         header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
                         await link.outbox.put(Frame(messages.INPUT, header, payloads))
-        if self._snapshots is not None and next_step > feed.start:  # so that the weights are never lost
-            self._snapshots.hurry_after(next_step)
-            await self._snapshot(next_step)
+        if self._keeping is not None:
+            await self._keeping.end(next_step)
         await self._order.put(None)
-
-    async def _snapshot(self, next_step: int) -> None:
-        assert self._snapshots is not None
-        frame = await self._snapshots.begin(next_step)
-        for link in self._leaders:
-            await link.outbox.put(frame)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -305,12 +290,9 @@ class Owner:
             while True:
                 frame = await link.stream.recv()
                 self._heard += 1
-                if frame.kind in (messages.SNAPSHOT, messages.PART) and self._snapshots is not None:
-                    stage = link.offer.index
-                    asked = await asyncio.to_thread(self._snapshots.take, stage, frame)
-                    self._snapshots.go_on(stage, partial(link.ask, asked))
-                    self._snapshots.heard()
-                elif frame.kind == messages.PONG:
+                if self._keeping is not None and await self._keeping.hear(link, frame):
+                    continue
+                if frame.kind == messages.PONG:
                     pass  # that it has come is all
                 elif frame.kind not in (messages.STATE, messages.STATE_END):
                     await self._take(link, frame)
@@ -399,8 +381,8 @@ class Owner:
 
     async def _tell(self, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
         await report(what)
-        if self._snapshots is not None:
-            self._snapshots.reported(what.step)
+        if self._keeping is not None:
+            self._keeping.reported(what.step)
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for members, but not forever: one that is cut off without a word sends no end of its stream."""
@@ -420,7 +402,8 @@ class Owner:
 
     async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
         """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
-        saved = self._snapshots is not None
+        snapshots = self._keeping.snapshots if self._keeping is not None else None
+        saved = snapshots is not None
         for link in self._links:
             if not wanted or (saved and len(link.place.group) == 1):
                 link.receiver = StateReceiver({})
@@ -435,8 +418,8 @@ class Owner:
         if wanted:
             check_replicas(self._links, self._describe)
         kept: Mapping[str, torch.Tensor] = {}
-        if wanted and self._snapshots is not None:
-            await self._until(self._snapshots.settled)
-            if (last := self._snapshots.latest or self._kept.base) is not None:
+        if wanted and self._keeping is not None and snapshots is not None:
+            await self._until(snapshots.settled)
+            if (last := self._keeping.latest) is not None:
                 kept = await asyncio.to_thread(last.weights, last.names)
         return self._capture.state_dict(ChainMap(trained, kept, self._capture.state))  # type: ignore[arg-type]

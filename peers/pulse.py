@@ -19,7 +19,7 @@ from peers import messages
 from peers.outbox import Outbox
 from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["SILENT", "beat", "live", "silence", "unless_silent", "while_alive"]
+__all__ = ["SILENT", "beat", "live", "silence", "unless_closed", "unless_silent", "while_alive"]
 
 T = TypeVar("T")
 
@@ -72,6 +72,18 @@ async def unless_silent(work: Callable[[], Awaitable[T]], stream: Stream, timeou
     async def watch() -> None:
         await silence(stream, timeouts)
         raise StreamClosed(SILENT)
+
+    return await _beside(work, watch())
+
+
+async def unless_closed(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:
+    """What `work` gives; raises StreamClosed soon after the stream, which nobody reads meanwhile, is closed."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(timeouts.beat_s / 4)
+            if stream.closed:
+                raise StreamClosed(f"{stream.peer_id} has closed it")
 
     return await _beside(work, watch())
 

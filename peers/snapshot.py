@@ -10,8 +10,10 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from meshcee.tensor_files import DTYPES, Layout, byte_view, head_of
 from peers import messages
 from peers.messages import need
 from peers.stage import StageRunner
+from peers.state_frames import digest_of
 from peers.transport.base import Frame
 
-__all__ = ["CHUNK_BYTES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
+__all__ = ["CHUNK_BYTES", "CORES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
 
 FILES = ("model", "optimizer")
+CORES = os.cpu_count() or 1  # of which hashing takes one from the device, where that is the processor
 CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
 
 
@@ -109,25 +113,38 @@ def by_parameter(flat: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Copy:
+    """Of a stage before a step, ours or one that we keep for its holder."""
+
     next_step: int
-    images: tuple[Image, ...]  # as FILES
-    tensors: Mapping[str, torch.Tensor]  # of both
+    tensors: Mapping[str, torch.Tensor]  # weights, and the optimizer's state
+    images: tuple[Image, ...] = ()  # as FILES; of our own
+    by_digest: Mapping[str, torch.Tensor] = field(default_factory=dict)  # once the digests are known
+    took_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Held:
-    """The snapshots that a member holds: the newest, and the one before it until that is superseded too.
+    """The copies that a member holds: of its own stage, and of others whose buddy it is; as many as may be needed again.
 
-    They outlive the epoch: when the next one goes on from such a snapshot, what this member needs of it is here already.
+    They outlive the epoch: when the next one goes on from such a copy, what this member needs of it is here already.
     """
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []  # oldest first
+        self._copies: list[_Copy] = []  # of our own stage, oldest first
+        self._others: dict[str, list[_Copy]] = {}  # by the member that holds the stage, oldest first
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 
-    def take(self, next_step: int, runner: StageRunner) -> Frame:
-        """Copy the stage as it stands before `next_step`; what to tell the owner. Runs on the compute thread."""
+    def take(self, next_step: int, runner: StageRunner, since: int = 0, reading: Collection[int] = ()) -> Frame:
+        """Copy the stage as it stands before `next_step`; what to tell the owner. Runs on the compute thread.
+
+        Copies before step `since` are forgotten, but for those that somebody is still `reading`.
+        """
+        began_s = time.perf_counter()
         state = runner.state_dict()
         model = {name: _copy(state[name]) for name in (*runner.spec.trainable, *runner.spec.mutated)}
         optimizer = {
@@ -136,15 +153,52 @@ class Held:
             for key, value in kept.items()
             if isinstance(value, torch.Tensor)
         }
-        copy = _Copy(next_step, (Image(model), Image(optimizer)), model | optimizer)
-        # A lost epoch may have gone further than this one.
-        self._copies = [*[c for c in self._copies if c.next_step < next_step][-1:], copy]
+        copy = _Copy(next_step, model | optimizer, (Image(model), Image(optimizer)))
+        self._copies = [*_needed(self._copies, next_step, since, reading), copy]
         self._frozen = {n: t.detach() for n, t in state.items() if n not in model and t.device.type == "cpu"}
+        copy.took_s = time.perf_counter() - began_s
         return Frame(messages.SNAPSHOT, {"next_step": next_step}, [image.header for image in copy.images])
+
+    def digest(self, next_step: int, layout: Layout) -> tuple[dict[str, str], float]:
+        """The digests of our own copy, and the device's seconds that it took. Raises ProtocolError when it is not held.
+
+        `layout` has the types in which others expect it. From now on `find` gives its tensors. Takes a second for a
+        gigabyte, so it runs in a thread.
+        """
+        copy = next((c for c in self._copies if c.next_step == next_step), None)
+        if copy is None:
+            raise ProtocolError(f"no copy of step {next_step} is held here")
+        began_s = time.perf_counter()
+        tensors = {name: tensor.to(layout[name][0]) for name, tensor in copy.tensors.items()}
+        digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
+        copy.tensors, copy.by_digest = tensors, {digest: tensors[name] for name, digest in digests.items()}
+        return digests, copy.took_s + (time.perf_counter() - began_s) / CORES
+
+    def make_room(self, source: str, next_step: int, since: int) -> int:
+        """Forget copies of others that are needed no more, before one of this step from `source`; the bytes of the rest."""
+        for other, copies in list(self._others.items()):
+            self._others[other] = _needed(copies, next_step + (other != source), since)
+            if not self._others[other]:
+                del self._others[other]
+        return sum(copy.nbytes for copies in self._others.values() for copy in copies)
+
+    def keep(self, source: str, next_step: int, digests: Mapping[str, str], found: Mapping[str, torch.Tensor]) -> None:
+        """A copy of another member's stage: digests by name, tensors by digest."""
+        copy = _Copy(next_step, {name: found[digest] for name, digest in digests.items()}, by_digest=found)
+        self._others.setdefault(source, []).append(copy)
+
+    def _all(self) -> Iterator[_Copy]:
+        """Newest first, our own before others'."""
+        yield from reversed(self._copies)
+        for copies in list(self._others.values()):
+            yield from reversed(copies)
+
+    def find(self, digest: str) -> torch.Tensor | None:
+        return next((copy.by_digest[digest] for copy in self._all() if digest in copy.by_digest), None)
 
     def values(self, name: str) -> Iterator[torch.Tensor]:
         """What is here under a name of the model, or "<parameter>/<key>" of the optimizer; newest first."""
-        for tensors in (*(copy.tensors for copy in reversed(self._copies)), self._frozen):
+        for tensors in (*(copy.tensors for copy in self._all()), self._frozen):
             if name in tensors:
                 yield tensors[name]
 
@@ -161,3 +215,8 @@ class Held:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _needed(copies: Sequence[_Copy], next_step: int, since: int, reading: Collection[int] = ()) -> list[_Copy]:
+    """Of the copies before this step; a lost epoch may have gone further."""
+    return [c for c in copies if c.next_step < next_step and (c.next_step >= since or c.next_step in reading)]

@@ -10,80 +10,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
-import torch
 
 from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
-from meshcee.tensor_files import Layout, OnDemand
+from meshcee.tensor_files import Layout
 from peers import messages
-from peers.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
+from peers.cadence import AHEAD, SLOW_S, Cadence
+from peers.checkpoint import Checkpoint, Draft, Writer
+from peers.kept import Kept
 from peers.messages import need
 from peers.offer import Offer
 from peers.snapshot import CHUNK_BYTES, FILES, parse_header
 from peers.transport.base import Frame
 
-__all__ = ["Cadence", "Kept", "Snapshots", "state_for"]
+__all__ = ["Snapshots"]
 
 log = structlog.get_logger()
-
-AHEAD = 4  # chunks asked for and not yet here, from each stage
-SLOW_S = 0.1  # a chunk that takes longer came over a link that the training needs more: then one at a time, with rests
-
-
-@dataclass
-class Cadence:
-    """When the next snapshot is due: every `every` steps, or as often as costs at most a share of the time.
-
-    A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
-    time links are used for them (a slow link rests between two chunks, a fast one between two snapshots), `MAKING` which
-    part one is being read and brought to the disk. How long the steps before it take does not count.
-    """
-
-    every: int = 0
-    SHARE = 0.05
-    MAKING = 0.5
-    LEAST_S = 1.0
-    _began_s: float = float("-inf")
-    _made_s: float = 0.0
-    _read_s: float = 0.0
-    _last_step: int = 0
-
-    def start(self, next_step: int, now_s: float) -> None:
-        """An epoch begins at this step: its state is known."""
-        self._last_step, self._began_s = next_step, now_s
-
-    def is_due(self, next_step: int, now_s: float) -> bool:
-        if self.every:
-            return next_step // self.every > self._last_step // self.every
-        rest_s = max(self.LEAST_S, self._read_s / self.SHARE, self._made_s / self.MAKING)
-        return now_s - self._began_s >= rest_s
-
-    def begun(self, next_step: int, now_s: float) -> None:
-        self._last_step, self._began_s = next_step, now_s
-
-    def ended(self, *, read_s: float, made_s: float) -> None:
-        """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""
-        self._read_s, self._made_s = read_s, made_s
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What an epoch begins with, and where it keeps what it does.
-
-    `base` is the state to go on from (None: the model as it was captured), `store` the place for checkpoints (None: there
-    are none), `least` the number of steps that were reported before: they are done again even if the user stops the run.
-    `holders` are peers that may still have what they trained before.
-    """
-
-    base: Checkpoint | None = None
-    store: CheckpointStore | None = None
-    cadence: Cadence = field(default_factory=Cadence)
-    least: int = 0
-    holders: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -120,7 +66,7 @@ class Snapshots:
         self._plan = offers[0].plan.to_json()
         self._draft: Draft | None = None
         self._stages: list[_Stage] = []
-        self._reported = 0  # steps before this one have been reported
+        self._reported = start  # steps before this one have been reported
         self._news = asyncio.Event()
         self._free = asyncio.Event()
         self._free.set()
@@ -128,23 +74,23 @@ class Snapshots:
         self._resting: dict[int, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}  # stage -> when and how to go on
         self.latest: Checkpoint | None = None  # of this epoch
 
-    def largest_payload_bytes(self, index: int) -> int:
-        """The largest payload that a stage may send: a chunk, or a header."""
-        return max(CHUNK_BYTES, *(256 + sum(len(n) * 6 + 256 for n in layout) for layout in self._layouts[index]))
-
     # -- asking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, next_step: int) -> bool:
         return self._free.is_set() and self._cadence.is_due(next_step, _now_s())
 
-    async def begin(self, next_step: int) -> Frame:
-        """What to send to every stage, in the order of its steps; waits for a snapshot that is still under way."""
+    async def begin(self, next_step: int) -> None:
+        """Every stage is about to be asked for one, in the order of its steps; waits for one that is still under way."""
         await self._free.wait()
         self._free.clear()
         self._cadence.begun(next_step, _now_s())
         self._draft = await asyncio.to_thread(self._store.draft, next_step)
         self._stages = [_Stage(layouts) for layouts in self._layouts]
-        return Frame(messages.SNAPSHOT, {"next_step": next_step})
+
+    @property
+    def reading(self) -> list[int]:
+        """The step of the one that is under way, if any."""
+        return [] if self._draft is None else [self._draft.next_step]
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -274,22 +220,6 @@ class Snapshots:
                     writer.abort()
             self._draft.discard()
             self._draft = None
-
-
-def state_for(
-    offer: Offer, captured: Capture, base: Checkpoint | None
-) -> dict[str, tuple[Iterable[str], Mapping[str, torch.Tensor]]]:
-    """What a member begins with, as names and where they are found: the weights, and, after a checkpoint, what its
-    optimizer has kept."""
-    expected = offer.expected_state
-    if base is None:
-        return {"state": (expected, captured.state)}
-    weights = base.weights(expected)
-    optimizer = base.optimizer(offer.specs[offer.index].trainable)
-    return {
-        "state": (expected, OnDemand(expected, lambda name: weights[name].to(expected[name][0]))),
-        "optimizer": (optimizer, optimizer),
-    }
 
 
 def _now_s() -> float:

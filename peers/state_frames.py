@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import msgpack
@@ -31,6 +32,7 @@ __all__ = [
     "ReplicaReceiver",
     "StateReceiver",
     "StateSender",
+    "digest_of",
     "hash_state",
     "names_of",
     "state_frames",
@@ -38,16 +40,21 @@ __all__ = [
 
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
+DIGEST = re.compile("[0-9a-f]{64}")
 HELD = b""  # the recipe for what the receiver may still have
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
 SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
 
 
 class StateSender:
-    """Frames of a state. One tensor, or the tensors of one frame, are in memory at a time if `state` makes them on demand."""
+    """Frames of a state. One tensor, or the tensors of one frame, are in memory at a time if `state` makes them on demand.
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+    `known` are digests of what is not in `state`, but held by peers.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], known: Mapping[str, str] | None = None) -> None:
         self._state = state
+        self._known = known or {}
         self._digests: dict[str, str] = {}
 
     def frames(self, names: Iterable[str], *, recipes: bool = False, held: bool = False) -> Iterator[Frame]:
@@ -60,27 +67,22 @@ class StateSender:
         made: dict[str, tuple[bytes, str]] = {}
         made_bytes = 0
         for name in names:
-            tensor = self._state[name].detach().cpu().contiguous()
-            self._digests[name] = _digest(tensor)
-            recipe = HELD if held else None
-            if recipes and isinstance(self._state, InitialState):
-                recipe = self._state.recipe(name)
-            if recipe is not None:
-                del tensor
-                made[name] = (recipe, self._digests[name])
-                made_bytes += len(recipe) + len(name) + len(self._digests[name])
+            way = self._way_of(name, recipes=recipes, held=held)
+            if isinstance(way, bytes):
+                made[name] = (way, self._digests[name])
+                made_bytes += len(way) + len(name) + len(self._digests[name])
                 if made_bytes > RECIPES_BYTES:
                     yield Frame(messages.RECIPES, {}, [msgpack.packb(made)])
                     made, made_bytes = {}, 0
                 continue
-            if group and sum(t.nbytes for t in group.values()) + tensor.nbytes > GROUP_BYTES:
+            if group and sum(t.nbytes for t in group.values()) + way.nbytes > GROUP_BYTES:
                 # Whoever waits for this frame to be sent should not hold the tensors as well.
                 payload, group = safetensors.torch.save(group), {}
                 yield Frame(messages.STATE, {}, [payload])
                 del payload
             # safetensors refuses views that share memory: tied parameters are already one entry, a clone is rare.
-            group[name] = tensor.clone() if tensor._is_view() else tensor
-            del tensor
+            group[name] = way.clone() if way._is_view() else way
+            del way
         if made:
             yield Frame(messages.RECIPES, {}, [msgpack.packb(made)])
         if group:
@@ -88,6 +90,18 @@ class StateSender:
             yield Frame(messages.STATE, {}, [payload])
             del payload
         yield Frame(messages.STATE_END, {"hash": self.hash})
+
+    def _way_of(self, name: str, *, recipes: bool, held: bool) -> bytes | torch.Tensor:
+        """How a value gets there: by a recipe, or as it is."""
+        if name in self._known:
+            self._digests[name] = self._known[name]
+            return HELD
+        tensor = self._state[name].detach().cpu().contiguous()
+        self._digests[name] = digest_of(tensor)
+        recipe = HELD if held else None
+        if recipes and isinstance(self._state, InitialState):
+            recipe = self._state.recipe(name)
+        return tensor if recipe is None else recipe
 
     @property
     def hash(self) -> str:
@@ -113,10 +127,10 @@ def names_of(frame: Frame, part: int, known: Set[str]) -> list[str]:
 
 def hash_state(state: Mapping[str, torch.Tensor]) -> str:
     """What STATE_END says after all of a state."""
-    return _hash({name: _digest(tensor.detach().cpu().contiguous()) for name, tensor in state.items()})
+    return _hash({name: digest_of(tensor.detach().cpu().contiguous()) for name, tensor in state.items()})
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
     """SHA-256 over type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
     digest.update(byte_view(tensor))
@@ -151,6 +165,7 @@ class StateReceiver:
         self._digests: dict[str, str] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.unequal: set[str] = set()
+        self._told: dict[str, str] = {}  # digests of what is unequal
         self._asked = False  # for what is unequal: it must come now
         self.hash = ""  # of all of it, once `take` has returned True
         largest = max((dtype.itemsize * math.prod(shape) for dtype, shape in self._expected.values()), default=0)
@@ -183,8 +198,20 @@ class StateReceiver:
                 raise ProtocolError(
                     f"weights of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, the graph says {(dtype, shape)}"
                 )
-            self._keep(name, tensor, _digest(tensor))
+            self._keep(name, tensor, digest_of(tensor))
         return False
+
+    @property
+    def lacking(self) -> dict[str, tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+        """Digest, type and shape of what is unequal."""
+        return {name: (self._told[name], self._expected[name]) for name in sorted(self.unequal)}
+
+    def fill(self, find: Callable[[str], torch.Tensor | None]) -> None:
+        """Take what has been found elsewhere: `find` gives it by digest, checked, each time in memory of its own."""
+        for name, (digest, _) in self.lacking.items():
+            if (tensor := find(digest)) is not None:
+                self._keep(name, tensor, digest)
+        self.hash = _hash(self._digests)
 
     def _awaited(self, name: object) -> tuple[torch.dtype, tuple[int, ...]]:
         if not isinstance(name, str) or name not in self._expected or name in self.state:
@@ -209,16 +236,19 @@ class StateReceiver:
             dtype, shape = self._awaited(name)
             if type(recipe) is not bytes or name in self.unequal:
                 raise ProtocolError(f"the recipe for {name!r} is not bytes, or came twice")
+            if not isinstance(digest, str) or DIGEST.fullmatch(digest) is None:
+                raise ProtocolError(f"the recipe for {name!r} comes without a digest")
             if recipe == HELD:
                 here = (t for t in self._held(name) if (t.dtype, tuple(t.shape)) == (dtype, shape))
-                tensor = next((t.clone() for t in here if _digest(t) == digest), None)
+                tensor = next((t.clone() for t in here if digest_of(t) == digest), None)
             else:
                 found, view = decode(recipe, dtype, shape)
                 tensor = found.tensor(view).contiguous()
-                if _digest(tensor) != digest:  # another kind of processor may draw other bits
+                if digest_of(tensor) != digest:  # another kind of processor may draw other bits
                     tensor = None
             if tensor is None:
                 self.unequal.add(name)
+                self._told[name] = digest
             else:
                 self._keep(name, tensor, digest)
 

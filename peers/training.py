@@ -9,31 +9,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import structlog
-import torch
 
 from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
-from peers.adaptation import Adaptation, Change
+from peers.adaptation import Adaptation
 from peers.agent import Agent
+from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest, request_plan
+from peers.copies import Copied, Copies, buddies, chunk_seconds
 from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
 from peers.job_costs import costs_of, profile
+from peers.kept import Kept
 from peers.offer import check_generators
 from peers.owner import Owner, Report
 from peers.recovery import Recovery
+from peers.result import Result
 from peers.sharing import why_not_shared
-from peers.snapshots import Cadence, Kept
 from peers.trace import Trace
 from peers.turn import Turn
 from peers.view import report_json
@@ -46,39 +47,6 @@ REPLANS = 3  # when the coordinator changes between planning and offering
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
-
-
-@dataclass
-class Result:
-    """What a job leaves: one loss a step, evaluations by step, the trained weights under their original names."""
-
-    losses: list[float] = field(default_factory=list)
-    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
-    plan: Plan | None = None
-    names: dict[str, str] = field(default_factory=dict)
-    stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
-    run: str | None = None  # its folder under MESHCEE_HOME, where there is one
-    notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
-    steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
-    changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
-
-    @property
-    def step_s(self) -> float | None:
-        """The median step, without the first, in which the pipeline fills and kernels warm up."""
-        return statistics.median(self.steps_s[1:]) if len(self.steps_s) > 1 else None
-
-    @property
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The trained weights and buffers, all in memory from now on."""
-        if not isinstance(self.state, dict):
-            self.state = dict(self.state)
-        return self.state
-
-    @property
-    def micro_batch_size(self) -> int:
-        assert self.plan is not None
-        return self.plan.micro_batch
 
 
 async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
@@ -107,9 +75,10 @@ def own(
     plan: Plan,
     term: tuple[int, str],
     epoch: tuple[int, int],
+    sources: Iterable[str] = (),
     **more: Any,
 ) -> Owner:
-    """The owner of one epoch, over the agent's transport."""
+    """The owner of one epoch, over the agent's transport; `sources` are peers that hold copies for its members."""
     return Owner(
         job,
         captured,
@@ -117,7 +86,7 @@ def own(
         term,
         epoch,
         agent.transport,
-        addresses=agent.addresses_of(plan.peers),
+        addresses=agent.addresses_of([*plan.peers, *sources]),
         names=agent.names(),
         timeouts=agent.timeouts,
         limits=agent.limits,
@@ -166,7 +135,8 @@ class Training:
         self._reports = reports
         self._owner: Owner | None = None
         self._run: Run | None = None
-        self._base: Checkpoint | None = None  # what the next epoch begins with; None: the model as it was captured
+        self._base: Checkpoint | Copied | None = None  # what the next epoch begins with; None: the model as captured
+        self._durable: Checkpoint | None = None  # the newest on the disk
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
@@ -174,6 +144,7 @@ class Training:
         self._turn = Turn(agent, job.name, on_wait)
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
+        self._copies = Copies()
         self._request: PlanRequest
         self._stopping = False
         self._adaptation: Adaptation | None = None
@@ -228,7 +199,7 @@ class Training:
                 f"`meshcee checkpoint export {run.id}`"
             )
         base.verify()
-        self._base = base
+        self._base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch)
         self._captured = replace(captured, state=base.weights(captured.state))
         for line in run.reports():
@@ -321,20 +292,25 @@ class Training:
         """For another plan than this, with the same micro-batches."""
         return replace(self._request, job=replace(self._request.job, micro_batch=plan.micro_batch), wanted=())
 
-    async def _newest(self) -> Checkpoint | None:
-        """The state to go on from."""
-        if self._run is None:
-            return self._base
-        found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
-        return found[0] if found else self._base
+    async def _newest(self) -> Checkpoint | Copied | None:
+        """The state to go on from: copies that peers hold, where they are newer than what is on the disk."""
+        if self._run is not None:
+            found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
+            self._durable = found[0] if found else None
+        copied = self._copies.newest(len(self.result.losses), self._recovery.gone)
+        durable_step = self._durable.next_step if self._durable is not None else 0
+        if copied is None or copied.next_step <= durable_step:
+            return self._durable
+        log.info("peers hold a newer state than the disk", next_step=copied.next_step, on_disk=durable_step)
+        return copied
 
     def _how_to_go_on(self, error: MeshceeError) -> str:
         waited_s = self._agent.timeouts.regroup_s
         why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
-        if self._run is None or self._base is None:
+        if self._run is None or self._durable is None:
             return f"{why}; start more peers and run the command again"
         return (
-            f"{why}; the state before step {self._base.next_step} is in {self._base.folder}: start more peers, then go on "
+            f"{why}; the state before step {self._durable.next_step} is in {self._durable.folder}: start more peers, then go on "
             f"with `meshcee train JOB.py --resume {self._run.id}`"
         )
 
@@ -372,8 +348,17 @@ class Training:
             plan,
             term,
             epoch,
+            self._base.holders if isinstance(self._base, Copied) else (),
             trace=self._trace,
-            kept=Kept(self._base, store, self._cadence, len(self.result.losses), holders),
+            kept=Kept(
+                self._base,
+                store,
+                self._cadence,
+                len(self.result.losses),
+                holders,
+                self._copies,
+                buddies(plan, chunk_seconds(self._agent.links(plan.peers))),
+            ),
         )
         if self._stopping:
             self._owner.stop()
@@ -394,7 +379,7 @@ class Training:
         folder, devices = self._run.checkpoints, sorted(self._kinds)
         store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices)
         if self._base is not None:
-            store.forget_after(self._base)
+            store.forget_after(self._base.next_step)
         return store
 
     async def _hear(self, report: Report, planned: Planned, epoch: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ from meshcee.plan import Member as PlanMember
 from meshcee.plan import Pipeline, Plan, Stage
 from peers.compute import Compute
 from peers.feed import Feed
+from peers.kept import Kept
 from peers.member import Member
 from peers.owner import Owner, Report
 from peers.transport.memory import MemoryNetwork
@@ -111,6 +112,7 @@ async def train(
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
     device: str = "cpu",
     captured: Capture | None = None,
+    keep: Callable[[Plan], Kept] = lambda plan: Kept(),
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
     network = network or MemoryNetwork()
@@ -137,6 +139,7 @@ async def train(
             names={},
             timeouts=Timeouts(),
             limits=limits,
+            kept=keep(plan),
         )
         trained.state = await owner.train(Feed(job, captured, micro), hear)
     return trained

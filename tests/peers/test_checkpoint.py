@@ -19,13 +19,15 @@ from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageEr
 from meshcee.job import PER_PARAMETER, Job, Optimizer
 from peers import messages
 from peers.assemble import JoinOptions, join
+from peers.cadence import Cadence
 from peers.checkpoint import CheckpointStore
 from peers.commands.session import unwrap
 from peers.home import Home, Run
+from peers.keeping import Keeping
+from peers.kept import Kept
 from peers.offer import Offer, Terms
-from peers.owner import Owner
 from peers.snapshot import Image, optimizer_layout, parse_header
-from peers.snapshots import Cadence, Kept, Snapshots
+from peers.snapshots import Snapshots
 from peers.training import Result
 from peers.transport.base import Frame
 from tests.peers.mesh_fixture import even_plan
@@ -42,14 +44,14 @@ def job_of(**changes: object) -> Job:
 @pytest.fixture(autouse=True)
 def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is complete before the next step is fed: these steps are too short to wait for none."""
-    ask = Owner._snapshot
+    ask = Keeping._ask
 
-    async def ask_and_wait(self: Owner, next_step: int) -> None:
-        await ask(self, next_step)
-        assert self._snapshots is not None
-        await self._snapshots.settled.wait()
+    async def ask_and_wait(self: Keeping, next_step: int, **which: bool) -> None:
+        await ask(self, next_step, **which)
+        assert self.snapshots is not None
+        await self.snapshots.settled.wait()
 
-    monkeypatch.setattr(Owner, "_snapshot", ask_and_wait)
+    monkeypatch.setattr(Keeping, "_ask", ask_and_wait)
 
 
 @functools.cache

@@ -158,6 +158,10 @@ def test_a_receiver_takes_recipes_only_where_they_belong_and_once() -> None:
             StateReceiver(expected, recipes=True),
             Frame(messages.RECIPES, {}, [msgpack.packb({"weight": [3, "x"]})]),
         ),
+        "without a digest": (
+            StateReceiver(expected, recipes=True),
+            Frame(messages.RECIPES, {}, [msgpack.packb({"weight": [b"", "x"]})]),
+        ),
     }
     for what, (taker, frame) in refused.items():
         with pytest.raises(ProtocolError, match=what):

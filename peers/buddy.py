@@ -1,0 +1,140 @@
+"""A member's part in copies that outlive it: hash its own for a buddy, and be the buddy of others.
+
+The idea: the pipeline waits for none of this. A copy is hashed in a thread and its digests go to the owner; the owner asks
+the buddy, which reads the bits from the holder, gently, checks them, and says that it has them. Whatever fails costs
+only this copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgpack
+
+from meshcee.config import Timeouts
+from meshcee.errors import ProtocolError
+from meshcee.tensor_files import Layout
+from peers import messages
+from peers.fetch import DIGEST_BYTES, Fetch, Shape
+from peers.messages import need
+from peers.offer import Offer
+from peers.outbox import Outbox
+from peers.snapshot import Held
+from peers.transport.base import Frame, Stream, Transport
+
+__all__ = ["Buddy", "digests_in", "digests_of", "layouts_of"]
+
+OWN_COPIES = 4  # of its stage that a member may hold: the last, the new one, those that the owner and the buddy read
+MOST_WAITING = 256
+
+
+def layouts_of(offer: Offer) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Names, types and shapes of a copy: weights as they are offered, and all that the optimizer may keep."""
+    weights = {name: offer.expected_state[name] for name in offer.changed_state}
+    return weights, offer.expected_optimizer
+
+
+def digests_of(weights: Mapping[str, str], optimizer: Mapping[str, str]) -> list[bytes]:
+    """The payloads that say what a copy is."""
+    return [msgpack.packb({n: bytes.fromhex(d) for n, d in part.items()}) for part in (weights, optimizer)]
+
+
+def digests_in(frame: Frame, layouts: tuple[Layout, Layout]) -> tuple[dict[str, str], dict[str, str]]:
+    """They, by name: all weights, and of the optimizer's state what there is. Raises ProtocolError."""
+    found: list[dict[str, str]] = []
+    try:
+        for payload, layout in zip(frame.payloads, layouts, strict=True):
+            table = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_map_len=len(layout))
+            if not table.keys() <= layout.keys():
+                raise ValueError("it names what is not in the stage")
+            if not all(type(d) is bytes and len(d) == DIGEST_BYTES for d in table.values()):
+                raise ValueError("it has no digests")
+            found.append({name: digest.hex() for name, digest in table.items()})
+        if found[0].keys() != layouts[0].keys():
+            raise ValueError("weights are missing")
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"this does not describe a copy of the stage: {error}") from error
+    return found[0], found[1]
+
+
+def _nbytes(layout: Layout) -> int:
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
+
+
+class Buddy:
+    """Of one session. `copied` and `ask` only note what is to be done; `run` does it, one after the other."""
+
+    def __init__(
+        self, offer: Offer, owner: str, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int
+    ) -> None:
+        self.held = held
+        self._offer = offer
+        self._about = {"owner": owner, "job": offer.job}
+        self._transport = transport
+        self._timeouts = timeouts
+        self._memory_bytes = memory_bytes
+        self._layouts: dict[str, tuple[dict[str, Shape], dict[str, Shape]]] = {}  # of others' stages
+        self._waiting: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
+
+    def copied(self, next_step: int) -> None:
+        """The stage has been copied for its buddy."""
+        self._note(next_step)
+
+    def ask(self, frame: Frame) -> None:
+        """The owner's KEEP."""
+        self._note(frame)
+
+    def _note(self, what: int | Frame) -> None:
+        try:
+            self._waiting.put_nowait(what)
+        except asyncio.QueueFull:
+            raise ProtocolError(f"more than {MOST_WAITING} copies are asked for at once") from None
+
+    async def run(self, outbox: Outbox) -> None:
+        """Until cancelled; what there is to say goes to the owner."""
+        while True:
+            what = await self._waiting.get()
+            await outbox.put(await (self._describe(what) if isinstance(what, int) else self._keep(what)))
+
+    async def _describe(self, next_step: int) -> Frame:
+        weights, optimizer = layouts_of(self._offer)
+        digests, took_s = await asyncio.to_thread(self.held.digest, next_step, weights | optimizer)
+        payloads = digests_of({n: digests[n] for n in weights}, {n: d for n, d in digests.items() if n in optimizer})
+        return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
+
+    async def _keep(self, frame: Frame) -> Frame:
+        """Read the copy that the owner describes from the member that made it."""
+        next_step, source = need(frame.header, "next_step", int), need(frame.header, "source", str)
+        if source not in self._offer.plan.peers or source == self._offer.peer_id:
+            raise ProtocolError(f"peer {source} has no stage that could be kept here")
+        if source not in self._layouts:
+            self._layouts[source] = await asyncio.to_thread(layouts_of, replace(self._offer, peer_id=source))
+        weights, optimizer = digests_in(frame, self._layouts[source])
+        digests, layout = {**weights, **optimizer}, self._layouts[source][0] | self._layouts[source][1]
+        here_bytes = self.held.make_room(source, next_step, need(frame.header, "since", int))
+        missing = max(0, here_bytes + _nbytes(layout) - self._spare_bytes)
+        fetch = Fetch(
+            {digest: layout[name] for name, digest in digests.items()},
+            self._open,
+            self._about,
+            self._timeouts,
+            gently=True,
+        )
+        if not missing:
+            await fetch.run([source])
+        if kept := not missing and not fetch.missing:
+            self.held.keep(source, next_step, digests, fetch.found)
+        header = {"next_step": next_step, "source": source, "kept": kept, "read_s": fetch.read_s}
+        return Frame(messages.KEPT, {**header, "missing_bytes": missing})
+
+    async def _open(self, peer: str) -> Stream:
+        return await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
+
+    @property
+    def _spare_bytes(self) -> int:
+        """What this member's own stage, its gradients, its optimizer and its copies leave of its memory."""
+        weights, optimizer = map(_nbytes, layouts_of(self._offer))
+        return self._memory_bytes - self._offer.state_bytes - weights - optimizer - OWN_COPIES * (weights + optimizer)

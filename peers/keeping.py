@@ -1,0 +1,117 @@
+"""What an epoch keeps of its state, in two tiers: copies with buddies, often; checkpoints on the owner's disk, when they may.
+
+The idea: both begin at the same place, between two steps, with one request down every stream, so a member copies its stage
+once for both; and one number tells it which older copies may still be needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from meshcee.capture import Capture
+from peers import messages
+from peers.checkpoint import Checkpoint
+from peers.copies import Copied, Copying
+from peers.kept import Kept
+from peers.link import Link
+from peers.offer import Offer
+from peers.snapshot import CHUNK_BYTES
+from peers.snapshots import Snapshots
+from peers.transport.base import Frame
+
+__all__ = ["Keeping"]
+
+
+class Keeping:
+    """Of one epoch that begins at step `start`. `snapshots` and `copying` are None where there is no such tier."""
+
+    def __init__(self, kept: Kept, links: Sequence[Link], captured: Capture, start: int) -> None:
+        self._links = links
+        self._start = start
+        self._base = kept.base if isinstance(kept.base, Checkpoint) else None
+        self._saved = -1 if isinstance(kept.base, Copied) else start  # the step whose state need not be written
+        leaders = [link for link in links if link.leads]
+        self.snapshots: Snapshots | None = None
+        self.copying: Copying | None = None
+        if kept.store is not None:
+            self.snapshots = Snapshots(kept, [link.offer for link in leaders], captured, start)
+        if kept.copies is not None and len(links) > 1:
+            self.copying = Copying(kept.copies, links, kept.buddies, start)
+        for link in links:
+            link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
+
+    async def at(self, next_step: int) -> None:
+        """Before this step is fed: ask for what is due."""
+        durable = self.snapshots is not None and self.snapshots.is_due(next_step)
+        await self._ask(next_step, durable=durable, buddy=self.copying is not None and self.copying.is_due(next_step))
+
+    async def end(self, next_step: int) -> None:
+        """Nothing is trained from here on: bring what the disk has not to it, so that the weights are never lost."""
+        if self.snapshots is not None and next_step > self._saved:
+            self.snapshots.hurry_after(next_step)
+            await self._ask(next_step, durable=True, buddy=False)
+
+    async def _ask(self, next_step: int, *, durable: bool, buddy: bool) -> None:
+        if not durable and not buddy:
+            return
+        reading = [step for tier in (self.snapshots, self.copying) if tier is not None for step in tier.reading]
+        since = self._since
+        if self.copying is not None:
+            self.copying.forget_before(since)
+        if durable and self.snapshots is not None:
+            await self.snapshots.begin(next_step)
+        if buddy and self.copying is not None:
+            self.copying.begin(next_step)
+        header = {"next_step": next_step, "buddy": buddy, "since": since, "reading": reading}
+        for link in self._links:
+            if buddy or (durable and link.leads):
+                await link.outbox.put(Frame(messages.SNAPSHOT, {**header, "durable": durable and link.leads}))
+
+    @property
+    def _since(self) -> int:
+        """The step of the newest state that this epoch could go back to."""
+        latest = self.latest.next_step if self.latest is not None else 0
+        return max(self._start, latest, self.copying.since if self.copying is not None else 0)
+
+    async def hear(self, link: Link, frame: Frame) -> bool:
+        """Take a member's frame, if it is about copies; whether it is."""
+        if self.copying is not None and frame.kind in (messages.COPIED, messages.KEPT):
+            self.copying.hear(link, frame)
+        elif self.snapshots is not None and link.leads and frame.kind in (messages.SNAPSHOT, messages.PART):
+            stage = link.offer.index
+            asked = await asyncio.to_thread(self.snapshots.take, stage, frame)
+            self.snapshots.go_on(stage, partial(link.ask, asked))
+            self.snapshots.heard()
+        else:
+            return False
+        return True
+
+    def reported(self, step: int) -> None:
+        """This step has been reported, with everything that belongs to it."""
+        if self.snapshots is not None:
+            self.snapshots.reported(step)
+        if self.copying is not None:
+            self.copying.reported = step + 1
+
+    @property
+    def latest(self) -> Checkpoint | None:
+        """The last checkpoint, of this epoch or that it began with."""
+        return (self.snapshots.latest if self.snapshots is not None else None) or self._base
+
+    async def run(self) -> None:
+        """Complete what has arrived, until cancelled."""
+        if self.snapshots is not None:
+            await self.snapshots.run()
+
+    def close(self) -> None:
+        """The epoch is over: what is not complete is dropped."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+
+
+def _largest_payload_bytes(offer: Offer) -> int:
+    """The largest that a member may send of its copies: a chunk, or the header of a file, or names with digests."""
+    layouts = offer.changed_state, offer.expected_optimizer
+    return max(CHUNK_BYTES, *(256 + sum(len(n) * 6 + 256 for n in layout) for layout in layouts))

@@ -1,0 +1,50 @@
+"""What a job leaves to whoever ran it.
+
+The idea: plain values; weights are in memory only if somebody asks for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from meshcee.plan import Plan
+from peers.adaptation import Change
+
+__all__ = ["Result"]
+
+
+@dataclass
+class Result:
+    """What a job leaves: one loss a step, evaluations by step, the trained weights under their original names."""
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
+    plan: Plan | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
+    run: str | None = None  # its folder under MESHCEE_HOME, where there is one
+    notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
+    steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
+    changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
+
+    @property
+    def step_s(self) -> float | None:
+        """The median step, without the first, in which the pipeline fills and kernels warm up."""
+        return statistics.median(self.steps_s[1:]) if len(self.steps_s) > 1 else None
+
+    @property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The trained weights and buffers, all in memory from now on."""
+        if not isinstance(self.state, dict):
+            self.state = dict(self.state)
+        return self.state
+
+    @property
+    def micro_batch_size(self) -> int:
+        assert self.plan is not None
+        return self.plan.micro_batch
