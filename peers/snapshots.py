@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class _Stage:
     part_s: float | None = None  # that the last part took
     read_s: float = 0.0  # that all parts took
     done: bool = False  # its files are on the disk; the last thing that a thread sets
+    closed: bool = False  # the epoch is over
+    lock: threading.Lock = field(default_factory=threading.Lock)  # a thread may outlive its epoch
 
     @property
     def is_fast(self) -> bool:
@@ -100,6 +103,10 @@ class Snapshots:
         if draft is None or need(frame.header, "next_step", int) != draft.next_step:
             raise ProtocolError("it sent a snapshot that nobody asked for")
         stage = self._stages[index]
+        with stage.lock:
+            return [] if stage.closed else self._take(index, stage, draft, frame)
+
+    def _take(self, index: int, stage: _Stage, draft: Draft, frame: Frame) -> list[Frame]:
         if frame.kind == messages.SNAPSHOT:
             self._announced(index, stage, draft, frame)
         else:
@@ -216,8 +223,10 @@ class Snapshots:
             timer.cancel()
         if self._draft is not None:
             for stage in self._stages:
-                for writer in stage.writers:
-                    writer.abort()
+                with stage.lock:
+                    stage.closed = True
+                    for writer in stage.writers:
+                        writer.abort()
             self._draft.discard()
             self._draft = None
 
