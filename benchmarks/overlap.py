@@ -28,7 +28,7 @@ from peers.buckets import Whole
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.mesh_fixture import Trained, grouped, train
 
-WIDTH, LAYERS, ROWS, STEPS = 768, 8, 512, 6  # 19 MB of gradients; rows of a micro-batch
+WIDTH, LAYERS, ROWS, STEPS = 768, 8, 2048, 6  # 19 MB of gradients; rows of a micro-batch
 LINKS_MBIT = (100, 300, 1000, 10_000)
 
 

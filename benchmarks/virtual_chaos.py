@@ -65,6 +65,7 @@ BLOWS = (
     "restart without its term",
     "stop",
     "cut",
+    "silent link",
     "partition",
     "slow",
     "lossy",
@@ -248,6 +249,11 @@ class Storm:
             self.here.network.cut(self.here.agents[a].peer_id, self.here.agents[b].peer_id)
             asyncio.get_running_loop().call_later(last_s, self.heal)
             return f"{a} and {b} cut off from each other for {last_s:.1f} s"
+        if kind == "silent link":
+            a, b = chance.sample([*self.lending, "owner"], 2)
+            self._between(a, b, replace(LINK, latency_s=last_s))
+            asyncio.get_running_loop().call_later(last_s, self._between, a, b, LINK)
+            return f"nothing arrives between {a} and {b} for {last_s:.1f} s"
         if kind == "partition" and self._apart is None:
             return self._partition(last_s)
         if kind == "slow":
@@ -283,11 +289,13 @@ class Storm:
         asyncio.get_running_loop().call_later(last_s, self._set, victim, LINK)
 
     def _set(self, victim: str, how: Impairment) -> None:
-        peer_id = self.here.agents[victim].peer_id
-        for agent in self.here.agents.values():
-            if agent.peer_id != peer_id:
-                self.here.network.impair(peer_id, agent.peer_id, how)
-                self.here.network.impair(agent.peer_id, peer_id, how)
+        for name in self.here.agents.keys() - {victim}:
+            self._between(victim, name, how)
+
+    def _between(self, a: str, b: str, how: Impairment) -> None:
+        one, other = self.here.agents[a].peer_id, self.here.agents[b].peer_id
+        self.here.network.impair(one, other, how)
+        self.here.network.impair(other, one, how)
 
     def _partition(self, last_s: float) -> str:
         """Network and store: each side goes on by itself."""
