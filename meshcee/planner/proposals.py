@@ -29,7 +29,8 @@ LARGEST_GROUP = 16
 NEAR_REGIONS = 3
 WIDE_SIZES = 2
 MANY = 7  # classes in one program, from which on one look must do
-FEW = 5  # classes in one program, up to which a closer look costs little
+FEW = 5  # classes in one program, or devices, up to which a closer look costs little
+BROAD = 3  # times as wide are the beams over rows of few devices
 MOST_SIZES = 8  # micro-batch sizes looked at
 HOPEFUL = 1.15  # pipelines side by side that take this many times as long as the best one are not simulated
 LEAST = 2  # candidates of each micro-batch size
@@ -77,12 +78,13 @@ class Proposals:
         together: list[Row] = [(tuple(members[:LARGEST_GROUP]),), tuple(tuple(r[:LARGEST_GROUP]) for r in regions)]
         narrow = self.sizes()
         middle = narrow[len(narrow) // 2] if narrow else 0
+        width = self.effort.beam * (BROAD if len(self.cluster.devices) <= FEW else 1)
         beams: list[Beam] = []
         proposals: dict[Beam, list[tuple[float, Chain]]] = {}
         for codec in self.codecs:
             first: list[tuple[float, Chain]] = []
             for micro_batch in sorted([*narrow, *self.wide_sizes(narrow)], key=lambda m: m != middle):
-                beam = Beam(self.rows, micro_batch, codec, self.effort.beam)
+                beam = Beam(self.rows, micro_batch, codec, width)
                 beams.append(beam)
                 proposals[beam] = []
                 rows = together  # groups of unlike devices may compute what none of them can alone
