@@ -1,7 +1,7 @@
 """The network of `benchmarks/adaptation.py`, and the adapter of a live job rehearsed on it: no process, no socket, no waiting.
 
-The idea: two devices near one another and one far away, as fast as both; with all three a job is twice as fast as with one
-side alone, until the link between them drops to a quarter. The rehearsal is the product's `Adaptation` with its senses, search,
+The idea: two devices near one another and one far away, nearly as fast as both; with all three a job is much faster than with
+one side alone, until the link between them drops to a quarter. The rehearsal is the product's `Adaptation` with its senses, search,
 prices and rule; what is made up is the mesh: steps take what the simulator says, show the links that they cross as these are, and
 a link that somebody asks about is known a step later.
 """
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 STEP_S = 0.8  # of all three together, were they never to wait
-SHARES = {"near-0": 1.0, "near-1": 1.0, "far": 1.9}  # of the speed
+SHARES = {"near-0": 1.0, "near-1": 1.0, "far": 1.8}  # of the speed
 REGIONS = {"near-0": "near", "near-1": "near", "far": "far"}
 POOR = 0.25  # of the link's bandwidth
 BLOCK_FLOPS = 2.0 * work.TOKENS * work.WIDTH**2
@@ -55,7 +55,7 @@ BOUNDARY_BYTES = 4 * work.TOKENS * work.WIDTH
 FLOPS = 3 * (work.LAYERS + 1) * BLOCK_FLOPS * work.MICRO * work.MICROS
 SPEEDS = {name: share * FLOPS / STEP_S / sum(SHARES.values()) for name, share in SHARES.items()}
 INSIDE = LinkProfile(0.00025, 125e6)
-BETWEEN = LinkProfile(0.01, work.MICRO * BOUNDARY_BYTES / (0.9 * STEP_S / work.MICROS))  # the link is nine tenths full
+BETWEEN = LinkProfile(0.01, work.MICRO * BOUNDARY_BYTES / (0.8 * STEP_S / work.MICROS))  # the link is eight tenths full
 CHANGE_S = 2.0  # until an epoch has begun
 
 

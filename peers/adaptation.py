@@ -71,6 +71,7 @@ class Adaptation:
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
         self._regions: dict[str, str] = {}
         self._crossed: set[Pair] = set()  # by the last step
+        self._probed_at: dict[Pair, float] = {}  # of the last figure that was heard, by the clock of records
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
         self._cause: list[str] = []  # of the last search
         self._begin()
@@ -126,8 +127,9 @@ class Adaptation:
             self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
             links = self._agent.links(self._plan.peers).items()
             idle = {pair: link for pair, link in links if self._is_free(pair)}
-            fresh = {p: k.bandwidth_bytes_per_s for p, k in idle.items() if k.measured_at > self._began_at}
-            told += self._senses.probed(fresh)
+            fresh = {p: k for p, k in idle.items() if k.measured_at > self._probed_at.get(p, self._began_at)}
+            self._probed_at |= {p: k.measured_at for p, k in fresh.items()}
+            told += self._senses.probed({p: k.bandwidth_bytes_per_s for p, k in fresh.items()})
         if told:
             self._shifts += told
             self._shifted_at = self._agent.clock()
@@ -160,8 +162,12 @@ class Adaptation:
         return pair not in self._crossed and (line is None or line not in map(self._line, self._crossed))
 
     async def _sound(self, step: int) -> None:
-        """Only a probe can tell whether a link that no step crosses is well again, and stays so: have it measured."""
-        doubtful = sorted(filter(self._is_free, self._senses.doubtful))
+        """Only a probe can tell whether a link that no step crosses is well again, and stays so: have it measured, of those
+        that share a line one, as they would share what it has."""
+        doubtful: list[Pair] = []
+        for pair in sorted(filter(self._is_free, self._senses.doubtful)):
+            if (line := self._line(pair)) is None or line not in map(self._line, doubtful):
+                doubtful.append(pair)
         now_s = self._agent.monotonic()
         if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
             self._sound_at_s = now_s + SOUND_S

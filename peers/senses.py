@@ -42,6 +42,7 @@ class Senses:
         self._usual_s: dict[str, float] = {}
         self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
         self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._probes: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=2))
         self._warm = False
 
     def restart(self) -> None:
@@ -49,6 +50,7 @@ class Senses:
         self._usual_s.clear()
         self._compute_s.clear()
         self._rates.clear()
+        self._probes.clear()
         self._warm = False
 
     @property
@@ -87,14 +89,21 @@ class Senses:
         return shifts
 
     def probed(self, bandwidths: Mapping[Pair, float]) -> list[str]:
-        """What others have measured of links that no step crosses; what has shifted, in words with peer ids."""
+        """What others have just measured of links that no step crosses; what has shifted, in words with peer ids.
+
+        The better of the last two probes counts: what else a link carried meanwhile makes it look slower, nothing faster.
+        """
         shifts = []
         for pair, bandwidth in bandwidths.items():
-            before = self._known.setdefault(pair, min(bandwidth, FAST))
-            change = min(bandwidth, FAST) / before
+            row = self._probes[pair]
+            row.append(min(bandwidth, FAST))
+            now = max(row)
+            before = self._known.setdefault(pair, now)
+            change = now / before
             if change >= PROBED or change <= 1 / PROBED:
-                self._known[pair] = min(bandwidth, FAST)
-                self.rates.pop(pair, None)
+                self._known[pair] = self.rates[pair] = now
+                if now >= FAST:
+                    del self.rates[pair]
                 shifts.append(_of_link(pair, change))
         return shifts
 

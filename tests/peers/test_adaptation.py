@@ -94,7 +94,11 @@ def test_probes_tell_of_links_that_no_step_crosses() -> None:
     assert senses.rates == {("a", "b"): 1e5}
     assert senses.probed({("a", "b"): 1.2e5, ("b", "c"): 1e6}) == [], "probes are noisy, and the unknown is no shift"
     assert senses.probed({("a", "b"): 1e6}) == ["the link from a to b has 10.00 times its bandwidth"]
-    assert not senses.rates, "the probe counts"
+    assert senses.rates == {("a", "b"): 1e6}, "the probe counts"
+    assert senses.probed({("a", "b"): 2e5}) == [], "something else may have crossed it"
+    assert senses.probed({("a", "b"): 9e5}) == []
+    assert senses.probed({("a", "b"): 2e5}) == []
+    assert senses.probed({("a", "b"): 1e5}) == ["the link from a to b has 0.20 times its bandwidth"]
 
 
 def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None:
