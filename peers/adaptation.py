@@ -161,14 +161,17 @@ class Adaptation:
         line = self._line(pair)
         return pair not in self._crossed and (line is None or line not in map(self._line, self._crossed))
 
-    async def _sound(self, step: int) -> None:
-        """Only a probe can tell whether a link that no step crosses is well again, and stays so: have it measured, of those
-        that share a line one, as they would share what it has."""
-        doubtful: list[Pair] = []
+    def _doubtful(self) -> list[Pair]:
+        """Links that only a probe can tell of: of those that share a line one, as they would share what it has."""
+        found: list[Pair] = []
         for pair in sorted(filter(self._is_free, self._senses.doubtful)):
-            if (line := self._line(pair)) is None or line not in map(self._line, doubtful):
-                doubtful.append(pair)
-        now_s = self._agent.monotonic()
+            if (line := self._line(pair)) is None or line not in map(self._line, found):
+                found.append(pair)
+        return found
+
+    async def _sound(self, step: int) -> None:
+        """Have links measured that no step crosses and that have sagged, or have recovered lately and may sag again."""
+        doubtful, now_s = self._doubtful(), self._agent.monotonic()
         if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
             self._sound_at_s = now_s + SOUND_S
             await sound(self._agent, doubtful[:MOST_SOUNDED])
@@ -184,7 +187,7 @@ class Adaptation:
         """Steps and soundings show some links. The others between the same two regions go the same way, and have sagged as much,
         unless they were probed since."""
         self._place(mesh)
-        seen = self._crossed | set(filter(self._is_free, self._senses.doubtful))
+        seen = self._crossed | set(self._doubtful())
         shares: dict[tuple[str | None, str | None], list[float]] = defaultdict(list)
         for pair in seen:
             if (line := self._line(pair)) is not None:
@@ -194,7 +197,7 @@ class Adaptation:
             rate = self._senses.rates.get(pair, link.bandwidth_bytes_per_s)
             line = self._line(pair)
             if pair not in seen and line in shares and link.measured_at < self._shifted_at:
-                rate *= median(shares[line])
+                rate = median(shares[line]) * self._senses.best(pair, link.bandwidth_bytes_per_s)
             # How busy it is now makes it no other region's: its range keeps what it was.
             low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
             span = min(low, rate), max(high, rate)

@@ -62,6 +62,10 @@ class Senses:
                 self._sagged[pair] = self._steps
         return {pair for pair, step in self._sagged.items() if self._steps - step <= DOUBTFUL}
 
+    def best(self, pair: Pair, otherwise: float) -> float:
+        """The most that is known to have crossed a link, in bytes per second."""
+        return self._best.get(pair, otherwise)
+
     def share(self, pair: Pair) -> float:
         """What a link has of its best bandwidth, as far as is known."""
         return self._known[pair] / self._best[pair] if pair in self._best else 1.0
