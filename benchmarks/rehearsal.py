@@ -195,9 +195,11 @@ class _Mesh:
         self._asked.clear()
 
 
-async def rehearse(factors: Sequence[float], steps: int = 1000, leftover: float = 1.0) -> Played:
+async def rehearse(
+    factors: Sequence[float], *, steps: int = 1000, leftover: float = 1.0, search_s: float = 0.0
+) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
-    showed this share of what they have."""
+    showed this share of what they have; a search takes its owner so many seconds."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played)
     plan, begins = fresh(factors[0]), 0
@@ -207,6 +209,7 @@ async def rehearse(factors: Sequence[float], steps: int = 1000, leftover: float 
 
     def search(*asked: Any) -> tuple[Choice, Cluster, Workload]:
         played.searches += 1
+        here.now_s += search_s
         return PLANNER.choose(*asked)
 
     with mock.patch.object(adaptation, "choose", search):

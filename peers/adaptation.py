@@ -133,15 +133,18 @@ class Adaptation:
         if told:
             self._shifts += told
             self._shifted_at = self._agent.clock()
-        pays = self._changing_s < CHANGE_SHARE * left_s
-        if self._shifts and pays and self._agent.monotonic() >= self._search_at_s:
-            self._cause, self._shifts = self._shifts, []
             steps += LATE
+        pays = self._changing_s < CHANGE_SHARE * left_s
+        searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s
+        if searches or (told and self._adapter is not None):
+            self._cause = list(self._shifts)
             mesh = self._measured()
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, mesh)
-            now_s = self._agent.monotonic()
-            self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
+            await asyncio.to_thread(self._look, mesh, search=searches)
+            if searches:
+                self._shifts = []
+                now_s = self._agent.monotonic()
+                self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
         if self._adapter is None:
             return None
         decision = self._adapter.observe(steps)
@@ -204,10 +207,15 @@ class Adaptation:
             links[pair] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
         return links
 
-    def _look(self, mesh: Measured) -> None:
-        """Search under the present figures, and price everything anew."""
+    def _look(self, mesh: Measured, *, search: bool) -> None:
+        """Price everything anew under the present figures, and, if asked, search for what is better."""
+        found: list[Plan] = []
         try:
-            choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
+            if search:
+                choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
+                found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
+            else:
+                cluster, workload = situation(mesh, self._request.job)
         except PlanError as error:  # it runs, so go on
             log.info("no other plan", error=str(error))
             return
@@ -226,4 +234,4 @@ class Adaptation:
             self._adapter = Adapter(
                 self._plan, price, lambda a, b: max(0.0, self._changing_s - settle_s), settle_s=settle_s
             )
-        self._adapter.weather(price, [choice.best, *choice.runners_up[:RUNNERS_UP]])
+        self._adapter.weather(price, found)

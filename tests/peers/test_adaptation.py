@@ -156,6 +156,12 @@ async def test_a_probe_beside_the_traffic_of_steps_says_nothing() -> None:
     assert played.searches == 0
 
 
+async def test_plans_that_are_known_are_priced_while_a_search_has_to_wait() -> None:
+    played = await rehearse([1.0] * 15 + [POOR] * 55 + [1.0] * 15, search_s=20.0)
+    assert played.searches == 1, "a tenth of the time is not over"
+    assert within(played.plans, 1.0) >= 0.95
+
+
 @pytest.mark.parametrize("every", [3, 6, 12, 25])
 async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every: int) -> None:
     factors = flaps(every, 100)
