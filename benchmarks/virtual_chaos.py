@@ -38,7 +38,6 @@ from meshcee.planner.proposals import Effort
 from peers.agent import Agent
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace
-from peers.copies import buddies, chunk_seconds
 from peers.home import Home
 from peers.member import Session
 from peers.mesh import Mesh
@@ -217,10 +216,10 @@ class Storm:
 
     def buddy_of(self, name: str) -> str:
         """Who keeps the copies of this member's stage; itself where nobody does."""
-        plan = self.mesh.result.plan
-        if plan is None:
+        training = self.mesh._training
+        if training is None or training._owner is None:
             return name
-        chosen = buddies(plan, chunk_seconds(self.mesh.agent.links(plan.peers)))
+        chosen = training._owner._kept.buddies  # links may have been measured since it was made
         return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
 
     # -- blows

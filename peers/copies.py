@@ -132,7 +132,7 @@ class Copying:
         self._stages = len(links[0].offer.stages)
         self._making: Copied | None = None
         self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
-        self._began_s = self._took_s = self._read_s = 0.0
+        self._took_s = self._read_s = 0.0
         self._since = start
         self.reported = start  # steps before this one have been
         copies.cadence.start(start, _now_s())
@@ -153,7 +153,7 @@ class Copying:
         self._copies.cadence.begun(next_step, _now_s())
         self._making = Copied(next_step, tuple(_StageCopy() for _ in range(self._stages)))
         self._awaited = {(messages.COPIED, peer) for peer in self._links}
-        self._began_s, self._took_s, self._read_s = _now_s(), 0.0, 0.0
+        self._took_s = self._read_s = 0.0
 
     @property
     def reading(self) -> list[int]:
@@ -183,7 +183,7 @@ class Copying:
         self._awaited.remove((frame.kind, source))
         if not self._awaited:
             self._making = None
-            self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=_now_s() - self._began_s)
+            self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
             self._copies.add(making)
             log.debug("copies", next_step=making.next_step, holders=[sorted(s.holders) for s in making.stages])
 
