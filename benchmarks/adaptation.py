@@ -4,7 +4,7 @@ The idea: real peers on an emulated network (`benchmarks/rehearsal.py` describes
 with the adapter is held against the same run without, and against fresh runs that start under the changed network. Rows are kept
 in a JSON file, so a run that was stopped goes on; table and picture are drawn from the file.
 
-    python -m benchmarks.adaptation [--out FILE] [--only drop|flaps|replication ...] [--table] [--svg FILE]
+    python -m benchmarks.adaptation [--out FILE] [--only drop|flaps|replication ...] [--table] [--svg FILE]    about 20 minutes
     python -m benchmarks.adaptation --repetitions 3       longer: every row three times
     python -m benchmarks.rehearsal                        what to expect, by the simulator; seconds, no root
 """
@@ -37,10 +37,10 @@ FOLDER = Path(__file__).resolve().parent
 HORIZON = 400  # steps that the job says it has, as most jobs are longer than what is watched of them
 LATEST = 15  # steps after which throughput is to be back
 WINDOW = 15  # steps that are watched then
-DROPS, RECOVERS, ENDS = 15, 70, 110  # steps
-FLAPS = {3: 56, 6: 60, 12: 60, 25: 75}  # period -> steps
+DROPS, RECOVERS, ENDS = 15, 70, 105  # steps
+FLAPS = {3: 54, 6: 54, 12: 60, 25: 75}  # period -> steps
 MTU = 4000
-REPLICATED_STEPS = 12
+REPLICATED_STEPS = 8
 NEVER = "1000000"  # a checkpoint every so many steps
 
 
