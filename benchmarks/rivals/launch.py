@@ -193,9 +193,7 @@ class _Session:
             [*command, *self.system.flags],
             "owner",
             MESHCEE_HOME=str(self.folder / "owner"),
-            WAN_STEPS=str(self.steps),
-            WAN_MICRO=str(self.system.micro),
-            **self.system.environment,
+            **{"WAN_STEPS": str(self.steps), "WAN_MICRO": str(self.system.micro), **self.system.environment},
         )
         assert process.stdout is not None
         clock = asyncio.get_running_loop().time
