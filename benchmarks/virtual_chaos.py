@@ -225,7 +225,8 @@ class Storm:
     # -- blows
 
     async def strike(self, kind: str) -> None:
-        """One blow. Whatever it breaks for a while is whole again after `last_s`; two peers or more stay."""
+        """One blow. Whatever it breaks for a while is whole again after `last_s`; two peers or more stay, and until the
+        first plan as many as the job asks for."""
         what = await self._strike(kind)
         self.done.append(f"{now() - 1000:.2f} s: {what}")
 
@@ -237,7 +238,8 @@ class Storm:
             await self.start(name, forget=kind != "restart")
             return f"{name} {kind}"
         two = kind in ("kill two", "kill a holder and its buddy")
-        if kind.startswith("kill") and len(self.lending) > 2 + two:
+        least = STAGES if self.mesh.result.plan is None else 2
+        if kind.startswith("kill") and len(self.lending) > least + two:
             return self._kill(kind)
         if kind == "stop":
             victim = chance.choice(self.members())
