@@ -41,7 +41,6 @@ DROPS, RECOVERS, ENDS = 15, 70, 105  # steps
 FLAPS = {3: 54, 6: 54, 12: 60, 25: 75}  # period -> steps
 MTU = 4000
 REPLICATED_STEPS = 8
-NEVER = "1000000"  # a checkpoint every so many steps
 
 
 @dataclass(frozen=True)
@@ -139,21 +138,20 @@ async def measure_all(options: argparse.Namespace, data: dict[str, Any]) -> None
 
 
 async def replication(options: argparse.Namespace, data: dict[str, Any]) -> None:
-    """cee-small in the lab, by one plan, with snapshots as they are by default and without, in turns."""
+    """cee-small in the lab, by one plan, with checkpoints and copies as they are by default and without, in turns."""
     flops, _ = await asyncio.to_thread(wan.layer_flops)
     place = wan.bed_of("cee-small", flops, options.slower)
     kept = data["rows"].setdefault("replication", [])
     with tempfile.TemporaryDirectory(prefix="replication-") as folder:
         while len(kept) < 2 * (options.repetitions + 1):
             off = len(kept) % 2 == 1
-            flags = ("--checkpoint-every", NEVER) if off else ()
-            if kept:
-                flags = (*flags, "--plan", write_plan(Path(folder), kept[0]["plan"]))
+            flags = ("--plan", write_plan(Path(folder), kept[0]["plan"])) if kept else ()
             system = System(
                 "replication",
                 "meshcee",
                 tuple(place.hosts),
                 flags=flags,
+                module="benchmarks.uncopied" if off else "meshcee",
                 environment={"WAN_STEPS": str(HORIZON)},
                 endless=True,
             )
@@ -164,7 +162,7 @@ async def replication(options: argparse.Namespace, data: dict[str, Any]) -> None
             kept.append({"replicates": not off, "plan": plan, "steps_s": steps_s, "load": os.getloadavg()[0]})
             wan.save(options.out, data)
             told = "without" if off else "with"
-            print(f"{told} snapshots: {statistics.mean(steps_s):.2f} s a step", file=sys.stderr, flush=True)
+            print(f"{told} copies: {statistics.mean(steps_s):.2f} s a step", file=sys.stderr, flush=True)
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ def table(data: Mapping[str, Any]) -> str:
     pairs = [r["steps_s"] for r in every.get("replication", ())]
     if len(pairs) >= 2:
         ratios = [sum(off) / sum(on) for on, off in zip(pairs[::2], pairs[1::2])]
-        lines += ["", row("cee-small", "with snapshots, s a step", "without", "throughput kept")]
+        lines += ["", row("cee-small", "with checkpoints and copies, s a step", "without", "throughput kept")]
         lines.append(row(*["---"] * 4))
         for k, (on, off) in enumerate(zip(pairs[::2], pairs[1::2]), 1):
             lines.append(

@@ -55,6 +55,7 @@ class System:
     hosts: tuple[str, ...]
     micro: int = 1
     flags: tuple[str, ...] = ()  # of `meshcee train`
+    module: str = "meshcee"  # what runs that
     job: str = job_file.__file__
     environment: Mapping[str, str] = field(default_factory=dict)  # of `meshcee train`
     endless: bool = False  # the job has more steps than are run: end it after these
@@ -187,7 +188,7 @@ class _Session:
         async with asyncio.TaskGroup() as group:
             for host in hosts[1:]:
                 group.create_task(self._peer(host, ("--join", token)))
-        command = [sys.executable, "-m", "meshcee", "train", self.system.job, "--join", token, "--json"]
+        command = [sys.executable, "-m", self.system.module, "train", self.system.job, "--join", token, "--json"]
         process = await self._start(
             hosts[0],
             [*command, *self.system.flags],
