@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
@@ -59,6 +59,12 @@ class LinkProfile:
                 raise ProtocolError(
                     f"p10 <= p50 <= p90 must be finite and not negative, got {spread} around {middle!r}"
                 )
+
+    def with_share(self, share: float) -> LinkProfile:
+        """What is left of it for whoever has this share of its bandwidth."""
+        low, high = self.bandwidth_range_bytes_per_s or (self.bandwidth_bytes_per_s,) * 2
+        span = (share * low, share * high)
+        return replace(self, bandwidth_bytes_per_s=share * self.bandwidth_bytes_per_s, bandwidth_range_bytes_per_s=span)
 
 
 @dataclass(frozen=True)

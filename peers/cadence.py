@@ -5,12 +5,15 @@ The idea: training comes first, so copies get a share of the time, not a priorit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["AHEAD", "SLOW_S", "Cadence"]
+__all__ = ["AHEAD", "CHUNK_BYTES", "Cadence", "Stride"]
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
-SLOW_S = 0.1  # a chunk that takes longer came over a link that the training needs more: then one at a time, with rests
+CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
+LEAST_BYTES = 16 << 10
+SLOW_S = 0.1  # that a chunk may take: the step's own tensors wait behind it
 
 
 @dataclass
@@ -47,3 +50,36 @@ class Cadence:
     def ended(self, *, read_s: float, made_s: float) -> None:
         """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""
         self._read_s, self._made_s = read_s, made_s
+
+
+class Stride:
+    """How much of a copy to ask a link for at once, and how long it then rests.
+
+    What the least part took is the way there and back; what larger ones take beyond it, the link was in use. Parts grow
+    while that is little. A link is fast when it carries whole chunks in SLOW_S; another one gets parts that it carries in
+    about SLOW_S, one at a time, and rests between them so that they are a `SHARE` of its time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = LEAST_BYTES
+        self.is_fast = False
+        self.rest_s = 0.0
+        self._quickest_s = math.inf
+        self._byte_s = 0.0
+        self._most = CHUNK_BYTES
+
+    def took(self, part_s: float, count: int) -> None:
+        """The last part, of so many bytes, from when the link had nothing else of ours."""
+        self._quickest_s = min(self._quickest_s, part_s)
+        if count > LEAST_BYTES:
+            self._byte_s = (part_s - self._quickest_s) / (count - LEAST_BYTES)
+        used_s = min(part_s, self._byte_s * count)
+        if used_s > SLOW_S:
+            self.bytes = self._most = max(LEAST_BYTES, self.bytes // 2)
+        elif used_s < SLOW_S / 4:
+            self._most = min(CHUNK_BYTES, 2 * self._most)  # it has become faster
+        grows = used_s < SLOW_S / 2 and self.bytes < self._most
+        if grows:
+            self.bytes *= 2
+        self.is_fast = self.bytes == CHUNK_BYTES and used_s < SLOW_S
+        self.rest_s = 0.0 if grows or self.is_fast else used_s * (1 / Cadence.SHARE - 1)

@@ -19,10 +19,9 @@ from meshcee.plan import Plan
 from meshcee.profile import LinkProfile
 from peers import messages
 from peers.buddy import digests_in, digests_of, layouts_of
-from peers.cadence import Cadence
+from peers.cadence import CHUNK_BYTES, Cadence
 from peers.link import Link
 from peers.messages import need
-from peers.snapshot import CHUNK_BYTES
 from peers.transport.base import Frame
 
 __all__ = ["Copied", "Copies", "Copying", "buddies", "chunk_seconds"]

@@ -24,10 +24,10 @@ from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.tensor_files import byte_view
 from peers import messages
-from peers.cadence import AHEAD, SLOW_S, Cadence
+from peers.cadence import AHEAD, CHUNK_BYTES, Stride
 from peers.messages import need
 from peers.pulse import unless_silent
-from peers.snapshot import CHUNK_BYTES, CORES
+from peers.snapshot import CORES
 from peers.state_frames import digest_of
 from peers.transport.base import Frame, Stream, StreamClosed
 
@@ -184,7 +184,8 @@ class Fetch:
 
     async def _read(self, peer: str, digests: Sequence[str]) -> None:
         stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
-        requests, asked = self._requests(digests), deque[list[Range]]()
+        stride = Stride() if self._gently else None
+        requests, asked = self._requests(digests, stride), deque[list[Range]]()
         while True:
             while len(asked) < (1 if self._gently else AHEAD) and (ranges := next(requests, None)) is not None:
                 asked.append(ranges)
@@ -194,16 +195,19 @@ class Fetch:
             began_s = loop.time()
             frame = await unless_silent(stream.recv, stream, self._timeouts)
             part_s = loop.time() - began_s
-            await self._take(peer, asked.popleft(), frame)
-            if self._gently and part_s > SLOW_S:
-                await asyncio.sleep(part_s * (1 / Cadence.SHARE - 1))
+            ranges = asked.popleft()
+            await self._take(peer, ranges, frame)
+            if stride is not None:
+                stride.took(part_s, sum(count for _, _, count in ranges))
+            if stride is not None and stride.rest_s:
+                await asyncio.sleep(stride.rest_s)
             else:
                 self.read_s += part_s
 
-    def _requests(self, digests: Sequence[str]) -> Iterator[list[Range]]:
-        """Ranges of at most a chunk together, one behind the other."""
+    def _requests(self, digests: Sequence[str], stride: Stride | None) -> Iterator[list[Range]]:
+        """Ranges of at most a chunk, or a stride, together, one behind the other."""
         ranges: list[Range] = []
-        room = CHUNK_BYTES
+        room = stride.bytes if stride is not None else CHUNK_BYTES
         for digest in digests:
             wanted = self._left[digest]
             first = wanted.got
@@ -213,7 +217,7 @@ class Fetch:
                 first, room = first + count, room - count
                 if room == 0 or len(ranges) == MOST_RANGES:
                     yield ranges
-                    ranges, room = [], CHUNK_BYTES
+                    ranges, room = [], stride.bytes if stride is not None else CHUNK_BYTES
                 if first == wanted.size:
                     break
         if ranges:

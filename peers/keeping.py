@@ -12,12 +12,12 @@ from functools import partial
 
 from meshcee.capture import Capture
 from peers import messages
+from peers.cadence import CHUNK_BYTES
 from peers.checkpoint import Checkpoint
 from peers.copies import Copied, Copying
 from peers.kept import Kept
 from peers.link import Link
 from peers.offer import Offer
-from peers.snapshot import CHUNK_BYTES
 from peers.snapshots import Snapshots
 from peers.transport.base import Frame
 

@@ -22,16 +22,16 @@ from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
 from meshcee.tensor_files import DTYPES, Layout, byte_view, head_of
 from peers import messages
+from peers.cadence import CHUNK_BYTES
 from peers.messages import need
 from peers.stage import StageRunner
 from peers.state_frames import digest_of
 from peers.transport.base import Frame
 
-__all__ = ["CHUNK_BYTES", "CORES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
+__all__ = ["CORES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
 
 FILES = ("model", "optimizer")
 CORES = os.cpu_count() or 1  # of which hashing takes one from the device, where that is the processor
-CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
 
 
 class Image:
@@ -204,12 +204,13 @@ class Held:
 
     def read(self, header: Mapping[str, Any]) -> Frame:
         """The answer to a PULL. Raises ProtocolError for what is not held."""
-        next_step, file, start = (need(header, name, int) for name in ("next_step", "file", "start"))
+        next_step, file, start, count = (need(header, name, int) for name in ("next_step", "file", "start", "count"))
         copy = next((c for c in self._copies if c.next_step == next_step), None)
         if copy is None or not 0 <= file < len(FILES):
             raise ProtocolError(f"no snapshot of step {next_step} is held here")
-        image = copy.images[file]
-        data = image.read(start, min(CHUNK_BYTES, image.data_bytes - start))
+        if not 0 < count <= CHUNK_BYTES:
+            raise ProtocolError(f"{count} bytes of a snapshot were asked for at once")
+        data = copy.images[file].read(start, count)
         return Frame(messages.PART, {"next_step": next_step, "file": file, "start": start}, [data])
 
 

@@ -20,12 +20,12 @@ from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
 from meshcee.tensor_files import Layout
 from peers import messages
-from peers.cadence import AHEAD, SLOW_S, Cadence
+from peers.cadence import AHEAD, CHUNK_BYTES, Stride
 from peers.checkpoint import Checkpoint, Draft, Writer
 from peers.kept import Kept
 from peers.messages import need
 from peers.offer import Offer
-from peers.snapshot import CHUNK_BYTES, FILES, parse_header
+from peers.snapshot import FILES, parse_header
 from peers.transport.base import Frame
 
 __all__ = ["Snapshots"]
@@ -39,20 +39,16 @@ class _Stage:
 
     layouts: tuple[Layout, Layout]  # as FILES
     writers: list[Writer] = field(default_factory=list)
-    left: list[tuple[int, int]] = field(default_factory=list)  # (file, start) not yet asked for
-    awaited: list[tuple[int, int]] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    left: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (file, start, end) not yet asked for, the next one last
+    awaited: list[tuple[int, int, int]] = field(default_factory=list)  # (file, start, count)
     begun_s: float | None = None  # when it announced them
     turn_s: float = 0.0  # since when the oldest awaited part has had the link to itself
-    part_s: float | None = None  # that the last part took
     read_s: float = 0.0  # that all parts took
     done: bool = False  # its files are on the disk; the last thing that a thread sets
     closed: bool = False  # the epoch is over
     lock: threading.Lock = field(default_factory=threading.Lock)  # a thread may outlive its epoch
-
-    @property
-    def is_fast(self) -> bool:
-        return self.part_s is not None and self.part_s < SLOW_S
 
 
 class Snapshots:
@@ -69,6 +65,7 @@ class Snapshots:
         self._plan = offers[0].plan.to_json()
         self._draft: Draft | None = None
         self._stages: list[_Stage] = []
+        self._strides = [Stride() for _ in offers]  # of the links to the stages
         self._reported = start  # steps before this one have been reported
         self._news = asyncio.Event()
         self._free = asyncio.Event()
@@ -110,14 +107,18 @@ class Snapshots:
         if frame.kind == messages.SNAPSHOT:
             self._announced(index, stage, draft, frame)
         else:
-            self._part(stage, frame)
+            self._strides[index].took(*self._part(stage, frame))
         if not stage.awaited:
             stage.turn_s = time.monotonic() + self.rest_s(index)
         asked = []
-        while stage.left and len(stage.awaited) < (AHEAD if stage.is_fast or self._hurries else 1):
-            file, start = stage.left.pop()
-            stage.awaited.append((file, start))
-            header = {"next_step": draft.next_step, "file": file, "start": start}
+        stride = self._strides[index]
+        while stage.left and len(stage.awaited) < (AHEAD if stride.is_fast or self._hurries else 1):
+            file, start, end = stage.left.pop()
+            count = min(end - start, CHUNK_BYTES if self._hurries else stride.bytes)
+            if start + count < end:
+                stage.left.append((file, start + count, end))
+            stage.awaited.append((file, start, count))
+            header = {"next_step": draft.next_step, "file": file, "start": start, "count": count}
             asked.append(Frame(messages.PULL, header))
         if not stage.awaited:
             for writer in stage.writers:
@@ -127,8 +128,7 @@ class Snapshots:
 
     def rest_s(self, index: int) -> float:
         """How long to wait before what `take` has returned is asked for."""
-        stage = self._stages[index]
-        return 0.0 if self._hurries or stage.is_fast or stage.part_s is None else stage.part_s * (1 / Cadence.SHARE - 1)
+        return 0.0 if self._hurries else self._strides[index].rest_s
 
     def go_on(self, index: int, ask: Callable[[], None]) -> None:
         """Ask for what `take` has returned, once the link has rested."""
@@ -163,25 +163,26 @@ class Snapshots:
         stage.begun_s = time.monotonic()
         for file, (name, header) in enumerate(zip(FILES, frame.payloads)):
             size = parse_header(memoryview(header), stage.layouts[file], partial=name == "optimizer")
-            stage.sizes.append(size)
-            stage.left += [(file, start) for start in range(0, size, CHUNK_BYTES)]
+            if size:
+                stage.left.insert(0, (file, 0, size))
             stage.writers.append(draft.create(f"{name}-{index}.safetensors", memoryview(header)))
-        stage.left.reverse()  # popped from the end
 
-    def _part(self, stage: _Stage, frame: Frame) -> None:
+    def _part(self, stage: _Stage, frame: Frame) -> tuple[float, int]:
+        """Write it; the seconds that it took, and its bytes."""
         key = (need(frame.header, "file", int), need(frame.header, "start", int))
         # Streams are ordered, so parts come as they were asked for, and are written one behind the other.
-        if not stage.awaited or stage.awaited[0] != key or len(frame.payloads) != 1:
+        if not stage.awaited or stage.awaited[0][:2] != key or len(frame.payloads) != 1:
             raise ProtocolError("it sent a part of a snapshot that is not awaited")
-        file, start = key
+        file, _, count = stage.awaited[0]
         data = memoryview(frame.payloads[0])
-        if data.nbytes != min(CHUNK_BYTES, stage.sizes[file] - start):
+        if data.nbytes != count:
             raise ProtocolError("it sent a part of a snapshot of the wrong size")
         stage.writers[file].write(data)
         del stage.awaited[0]
         now_s = time.monotonic()
-        stage.part_s, stage.turn_s = max(0.0, now_s - stage.turn_s), now_s
-        stage.read_s += stage.part_s
+        part_s, stage.turn_s = max(0.0, now_s - stage.turn_s), now_s
+        stage.read_s += part_s
+        return part_s, count
 
     def heard(self) -> None:
         """`take` has returned."""

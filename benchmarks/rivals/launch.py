@@ -99,7 +99,6 @@ async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int, *,
             async with asyncio.timeout(limit_s), Lab(network, mtu=mtu) as lab:
                 session = _Session(bed, system, steps, lab, Path(folder), result, weather)
                 await (session.meshcee() if system.name == "meshcee" else session.rivals())
-                await session.snapshot()
         except TimeoutError as error:
             done = len(result.ends_s)
             raise MeshceeError(f"{done} of {steps} steps in {limit_s:.0f} s{_tails(Path(folder))}") from error
@@ -139,12 +138,10 @@ class _Session:
             if self.lab.network.changes:
                 await self.lab.start_trace()
                 self.result.trace_s = asyncio.get_running_loop().time() / self.bed.slower
-
-    async def snapshot(self) -> None:
-        after = await self.lab.stats()
-        first = self._before.get("lines", {})
-        self.result.lines = {n: v["bytes"] - first.get(n, {"bytes": 0})["bytes"] for n, v in after["lines"].items()}
-        self.result.cpu_s = after["cpu_s"] - self._before.get("cpu_s", 0.0)
+        if before < self.steps <= len(self.result.ends_s):  # what is collected afterwards is no part of a step
+            after, first = await self.lab.stats(), self._before["lines"]
+            self.result.lines = {n: v["bytes"] - first.get(n, {"bytes": 0})["bytes"] for n, v in after["lines"].items()}
+            self.result.cpu_s = after["cpu_s"] - self._before["cpu_s"]
 
     # -- baselines
 

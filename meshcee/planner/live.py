@@ -41,6 +41,7 @@ __all__ = [
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
+STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies of the state may take 5 %, probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 BACKWARD = 1.0  # B and W each cost as many operations as F
 UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
@@ -98,6 +99,7 @@ def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
         sent = {p: t for p, t in mesh.times.items() if p in devices and set(job.alike) <= set(t.blocks)}
         devices, times = believed_speeds(devices, sent, job.alike, [c.flops for c in job.blocks], notes)
     links = _all_joined(list(devices), believed_links(list(devices), mesh.links, notes), notes)
+    links = {pair: link.with_share(STEPS_SHARE) for pair, link in links.items()}
     tensor = max((c.boundary_bytes for c in job.blocks[:-1]), default=0) * (job.micro_batch or 1)
     cluster = cluster_of(devices, links, max(tensor, 1), mesh.hints)
     cluster.notes[:0] = notes

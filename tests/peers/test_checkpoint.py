@@ -19,7 +19,7 @@ from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageEr
 from meshcee.job import PER_PARAMETER, Job, Optimizer
 from peers import messages
 from peers.assemble import JoinOptions, join
-from peers.cadence import Cadence
+from peers.cadence import Cadence, Stride
 from peers.checkpoint import CheckpointStore
 from peers.commands.session import unwrap
 from peers.home import Home, Run
@@ -268,6 +268,8 @@ def test_a_snapshot_of_something_else_is_refused_before_it_costs_anything(
 async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, count in (("CHUNK_BYTES", 64), ("LEAST_BYTES", 16)):
+        monkeypatch.setattr(f"peers.cadence.{name}", count)
     monkeypatch.setattr("peers.snapshots.CHUNK_BYTES", 64)
     clock = [100.0]
     monkeypatch.setattr("peers.snapshots.time.monotonic", lambda: clock[0])
@@ -282,23 +284,24 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
     asked = snapshots.take(0, Frame(messages.SNAPSHOT, {"next_step": 1}, [model.header, Image({}).header]))
     assert (len(asked), snapshots.rest_s(0)) == (1, 0.0)  # nobody knows the link yet
 
-    def part(took_s: float) -> list[int]:
-        """The oldest part that was asked for arrives; where those begin that are asked for now."""
+    def part(took_s: float) -> list[tuple[int, int]]:
+        """The oldest part that was asked for arrives; what is asked for now: where it begins and how much."""
         clock[0] += took_s
-        (start,) = waiting[:1]
-        del waiting[:1]
-        frames = snapshots.take(0, Frame(messages.PART, {"next_step": 1, "file": 0, "start": start}, [bytes(64)]))
-        waiting.extend(frame.header["start"] for frame in frames)
-        return [frame.header["start"] for frame in frames]
+        start, count = waiting.pop(0)
+        frames = snapshots.take(0, Frame(messages.PART, {"next_step": 1, "file": 0, "start": start}, [bytes(count)]))
+        waiting.extend(new := [(frame.header["start"], frame.header["count"]) for frame in frames])
+        return new
 
-    waiting = [asked[0].header["start"]]
-    assert part(2.0) == [64]
-    assert snapshots.rest_s(0) == pytest.approx(38.0)  # two seconds of forty
-    assert part(38.0 + 1.0) == [128]  # the rest is not what the link takes
-    assert snapshots.rest_s(0) == pytest.approx(19.0)
-    assert part(19.0 + 0.05) == [192, 256, 320, 384]  # it has become fast
-    assert snapshots.rest_s(0) == 0.0
-    assert part(5.0) == []  # and slow again
+    waiting = [(asked[0].header["start"], asked[0].header["count"])]
+    assert part(0.2) == [(16, 32)]  # the way there and back
+    assert part(2.2) == [(48, 16)]  # less: what the steps send waits behind it
+    assert snapshots.rest_s(0) == pytest.approx(19 * 2.2)  # a twentieth of the time
+    assert part(19 * 2.2 + 1.2) == [(64, 16)]  # the rest is not what the link takes
+    assert snapshots.rest_s(0) == pytest.approx(19 * 1.2)
+    assert part(19 * 1.2 + 0.01) == [(80, 32)]  # it has become faster
+    assert snapshots.rest_s(0) == 0.0  # until it is known how much faster
+    assert part(0.02) == [(112, 64), (176, 64), (240, 64), (304, 64)]  # and carries whole chunks in no time
+    assert part(5.2) == []  # and slow again
     gone_on: list[int] = []
     snapshots.go_on(0, lambda: gone_on.append(0))
     assert gone_on == []  # it rests
@@ -308,9 +311,28 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
     snapshots.reported(1)
     assert gone_on == [0]
     assert snapshots.rest_s(0) == 0.0
-    assert part(0.5) == [448, 512]
-    assert snapshots._stages[0].read_s == pytest.approx(2.0 + 1.0 + 0.05 + 5.0 + 0.5)
+    assert part(0.5) == [(368, 64), (432, 64)]
+    assert snapshots._stages[0].read_s == pytest.approx(0.2 + 2.2 + 1.2 + 0.01 + 0.02 + 5.2 + 0.5)
     snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "fast"),
+    [(0.0, 1e9, True), (0.2, 1e8, True), (0.05, 1e6, False), (0.005, 1e5, False), (0.3, 2e6, False)],
+)
+def test_a_fast_link_carries_whole_chunks_and_a_slow_one_a_twentieth_of_its_time(
+    latency_s: float, bytes_per_s: float, fast: bool
+) -> None:
+    stride, carried, used_s, now_s = Stride(), 0, 0.0, 0.0
+    while carried < 64 << 20 and now_s < 2000:
+        part_s = latency_s + stride.bytes / bytes_per_s
+        carried, used_s = carried + stride.bytes, used_s + stride.bytes / bytes_per_s
+        stride.took(part_s, stride.bytes)
+        now_s += part_s + stride.rest_s
+        assert stride.bytes / bytes_per_s < 0.35
+    assert stride.is_fast == fast
+    if not fast:
+        assert 0.02 < used_s / now_s < 0.08
 
 
 async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: Path) -> None:

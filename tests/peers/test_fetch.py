@@ -15,9 +15,8 @@ from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.tensor_files import byte_view
 from peers import messages
-from peers.cadence import Cadence
+from peers.cadence import CHUNK_BYTES, Cadence
 from peers.fetch import Fetch, serve
-from peers.snapshot import CHUNK_BYTES
 from peers.state_frames import digest_of
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
