@@ -29,13 +29,14 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import PeerLostError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
+from peers.cadence import Cadence
 from peers.checkpoint import CheckpointStore
 from peers.compute import Compute
 from peers.failures import GRACE_S
 from peers.feed import Feed
+from peers.kept import Kept
 from peers.member import Member
 from peers.owner import Owner, Report
-from peers.snapshots import Cadence, Kept
 from peers.stage import StageRunner
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.mesh_fixture import even_plan, grouped
