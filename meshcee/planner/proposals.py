@@ -30,7 +30,8 @@ NEAR_REGIONS = 3
 WIDE_SIZES = 2
 MANY = 7  # classes in one program, from which on one look must do
 FEW = 5  # classes in one program, or devices, up to which a closer look costs little
-BROAD = 3  # times as wide are the beams over rows of few devices
+BROAD = 3  # times as wide are the beams over rows of few devices ...
+BROAD_CELLS = 8_000_000  # ... where so many cells may be worked: with less, they leave too little for the rest
 MOST_SIZES = 8  # micro-batch sizes looked at
 HOPEFUL = 1.15  # pipelines side by side that take this many times as long as the best one are not simulated
 LEAST = 2  # candidates of each micro-batch size
@@ -78,7 +79,8 @@ class Proposals:
         together: list[Row] = [(tuple(members[:LARGEST_GROUP]),), tuple(tuple(r[:LARGEST_GROUP]) for r in regions)]
         narrow = self.sizes()
         middle = narrow[len(narrow) // 2] if narrow else 0
-        width = self.effort.beam * (BROAD if len(self.cluster.devices) <= FEW else 1)
+        broad = len(self.cluster.devices) <= FEW and self.effort.rows >= BROAD_CELLS
+        width = self.effort.beam * (BROAD if broad else 1)
         beams: list[Beam] = []
         proposals: dict[Beam, list[tuple[float, Chain]]] = {}
         for codec in self.codecs:
