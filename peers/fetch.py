@@ -184,7 +184,9 @@ class Fetch:
 
     async def _read(self, peer: str, digests: Sequence[str]) -> None:
         stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
-        stride = Stride() if self._gently else None
+        stride = Stride()
+        if not self._gently:
+            stride.bytes = CHUNK_BYTES
         requests, asked = self._requests(digests, stride), deque[list[Range]]()
         while True:
             while len(asked) < (1 if self._gently else AHEAD) and (ranges := next(requests, None)) is not None:
@@ -197,17 +199,17 @@ class Fetch:
             part_s = loop.time() - began_s
             ranges = asked.popleft()
             await self._take(peer, ranges, frame)
-            if stride is not None:
+            if self._gently:
                 stride.took(part_s, sum(count for _, _, count in ranges))
-            if stride is not None and stride.rest_s:
+            if stride.rest_s:
                 await asyncio.sleep(stride.rest_s)
             else:
                 self.read_s += part_s
 
-    def _requests(self, digests: Sequence[str], stride: Stride | None) -> Iterator[list[Range]]:
-        """Ranges of at most a chunk, or a stride, together, one behind the other."""
+    def _requests(self, digests: Sequence[str], stride: Stride) -> Iterator[list[Range]]:
+        """Ranges of at most a stride together, one behind the other."""
         ranges: list[Range] = []
-        room = stride.bytes if stride is not None else CHUNK_BYTES
+        room = stride.bytes
         for digest in digests:
             wanted = self._left[digest]
             first = wanted.got
@@ -217,7 +219,7 @@ class Fetch:
                 first, room = first + count, room - count
                 if room == 0 or len(ranges) == MOST_RANGES:
                     yield ranges
-                    ranges, room = [], stride.bytes if stride is not None else CHUNK_BYTES
+                    ranges, room = [], stride.bytes
                 if first == wanted.size:
                     break
         if ranges:

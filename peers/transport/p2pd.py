@@ -29,7 +29,7 @@ from typing import IO, Any, Self
 
 import structlog
 
-from dht.addresses import dialable, peer_of
+from dht.addresses import peer_of
 from dht.control import P2P, P2PDaemonError, answers, attach, dial
 from dht.signing import Identity
 from meshcee.config import Timeouts
@@ -109,16 +109,6 @@ class P2PDaemon:
         """The launcher's process id; p2pd is its child."""
         assert self._process is not None
         return self._process.pid
-
-    @property
-    def loopback_only(self) -> bool:
-        """No other machine can dial this peer, and whoever prints an invitation says so."""
-        return not dialable(self.addresses)
-
-    @property
-    def log_lines(self) -> Sequence[str]:
-        """The last lines that p2pd has printed."""
-        return tuple(self._lines)
 
     def on_restart(self, callback: Restarted) -> None:
         """Have `callback(p2p)` awaited, in the order of these calls, whenever p2pd was restarted."""
