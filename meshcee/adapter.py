@@ -20,7 +20,7 @@ from meshcee.plan import Plan
 
 __all__ = ["Adapter", "Decision", "Level", "WorkFunction", "level_of"]
 
-SETTLING_STEPS = 4  # what a change costs besides moving: drain, offer, fill
+SETTLING_STEPS = 2  # what a change costs besides moving: drain, offer, fill; 1 to 1.5 in the WAN lab
 REST_STEPS = 50
 WORSE = 1.1  # times the seconds of a step when the plan was chosen
 MOST_CANDIDATES = 24

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from meshcee.capture import Capture
 from peers import messages
@@ -82,7 +81,7 @@ class Keeping:
         elif self.snapshots is not None and link.leads and frame.kind in (messages.SNAPSHOT, messages.PART):
             stage = link.offer.index
             asked = await asyncio.to_thread(self.snapshots.take, stage, frame)
-            self.snapshots.go_on(stage, partial(link.ask, asked))
+            self.snapshots.go_on(stage, asked, link.ask)
             self.snapshots.heard()
         else:
             return False

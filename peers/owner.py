@@ -97,7 +97,8 @@ class Owner:
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._outputs: Outputs | None = None
         self._walks: dict[int, Walk] = {}
-        ahead = 2 * max(stage.live_cap for stage in plan.pipelines[0].stages) + 4
+        # What the stages may have begun, and a window on its way; any more would delay a change of plan.
+        ahead = max(stage.live_cap + stage.window for stage in plan.pipelines[0].stages) + 4
         self._ahead = asyncio.Semaphore(ahead)
         self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)

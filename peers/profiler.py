@@ -30,6 +30,7 @@ PAYLOAD_COUNT = 3
 FIRST_PAYLOAD_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 4 << 20  # a probe never sends more than this at once
 TARGET_S = 0.1
+RAMP = 1.5  # times faster than before: a connection that had idled (TCP begins slowly again) had not got going before
 
 
 def resolve_device(wanted: str) -> str:
@@ -133,6 +134,8 @@ async def probe_link(
         while len(rates) < PAYLOAD_COUNT:
             elapsed_s = max(await _ping(stream, bytes(size), clock) - round_trip_s, 1e-6)
             if elapsed_s >= TARGET_S / 2 or size >= MAX_PAYLOAD_BYTES:
+                if rates and size / elapsed_s > RAMP * max(rates):
+                    rates.clear()
                 rates.append(size / elapsed_s)
             else:
                 size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * TARGET_S / elapsed_s)))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -130,13 +131,15 @@ class Snapshots:
         """How long to wait before what `take` has returned is asked for."""
         return 0.0 if self._hurries else self._strides[index].rest_s
 
-    def go_on(self, index: int, ask: Callable[[], None]) -> None:
-        """Ask for what `take` has returned, once the link has rested."""
+    def go_on(self, index: int, asked: list[Frame], ask: Callable[[list[Frame]], None]) -> None:
+        """Ask for what `take` has returned, if anything, once the link has rested."""
+        if not asked:  # other parts are awaited, and a rest may be on
+            return
         if (rest_s := self.rest_s(index)) > 0:
             timer = asyncio.get_running_loop().call_later(rest_s, self._rested, index)
-            self._resting[index] = timer, ask
+            self._resting[index] = timer, partial(ask, asked)
         else:
-            ask()
+            ask(asked)
 
     def _rested(self, index: int) -> None:
         timer, ask = self._resting.pop(index)

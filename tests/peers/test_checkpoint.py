@@ -302,14 +302,17 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
     assert snapshots.rest_s(0) == 0.0  # until it is known how much faster
     assert part(0.02) == [(112, 64), (176, 64), (240, 64), (304, 64)]  # and carries whole chunks in no time
     assert part(5.2) == []  # and slow again
-    gone_on: list[int] = []
-    snapshots.go_on(0, lambda: gone_on.append(0))
+    gone_on: list[list[Frame]] = []
+    frames = [Frame(messages.PULL)]
+    snapshots.go_on(0, [], gone_on.append)
+    assert not snapshots._resting  # a second rest would end after the first one's, and find nothing to go on with
+    snapshots.go_on(0, frames, gone_on.append)
     assert gone_on == []  # it rests
     snapshots.hurry_after(2)
     snapshots.reported(0)
     assert gone_on == []  # the last step is still trained
     snapshots.reported(1)
-    assert gone_on == [0]
+    assert gone_on == [frames]
     assert snapshots.rest_s(0) == 0.0
     assert part(0.5) == [(368, 64), (432, 64)]
     assert snapshots._stages[0].read_s == pytest.approx(0.2 + 2.2 + 1.2 + 0.01 + 0.02 + 5.2 + 0.5)

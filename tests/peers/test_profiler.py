@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
+from peers import messages
 from peers.compute import Compute, Pace
 from peers.profiler import measure_device, probe_link, serve_probe
+from peers.transport.base import Frame, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.virtual_time import virtual_time
 
@@ -42,6 +45,33 @@ async def test_jitter_shows_in_the_range() -> None:
     low_s, high_s = link.latency_range_s
     assert 0.01 <= low_s < link.latency_s < high_s <= 0.036
     assert link.bandwidth_range_bytes_per_s[0] < link.bandwidth_range_bytes_per_s[1]
+
+
+async def test_a_connection_that_had_idled_counts_once_it_has_got_going() -> None:
+    """TCP begins slowly again after a rest: two payloads took 80 ms each on a link that carries them in 20."""
+    now_s, sent = 0.0, list[int]()
+
+    class Slow:
+        max_payload_bytes = 0
+
+        async def send(self, frame: Frame) -> None:
+            nonlocal now_s
+            sent.append(frame.payload_bytes)
+            loaded = sum(map(bool, sent))
+            now_s += 0.02 + (0.08 if frame.payload_bytes and loaded <= 2 else frame.payload_bytes / 3.2e6)
+
+        async def recv(self) -> Frame:
+            return Frame(messages.PONG, {"bytes": sent[-1]})
+
+        async def aclose(self) -> None: ...
+
+    class Net:
+        async def open(self, *where: object) -> Slow:
+            return Slow()
+
+    link = await probe_link(cast(Transport, Net()), "b", (), 0.0, lambda: now_s)
+    assert link.bandwidth_bytes_per_s == pytest.approx(3.2e6)
+    assert link.bandwidth_range_bytes_per_s == pytest.approx((3.2e6, 3.2e6))
 
 
 async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
