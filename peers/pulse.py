@@ -97,6 +97,7 @@ async def _beside(work: Callable[[], Awaitable[T]], other: Coroutine[Any, Any, N
             outcome.set_result(await work())
         except Exception as error:
             outcome.set_exception(error)
+            outcome.exception()  # if both fail, nobody else asks for it
         beside.cancel()
 
     try:
