@@ -29,8 +29,8 @@ class Interrupted(BaseException):
 
 
 def configure_logging(*, as_json: bool, level: str | None = None) -> None:
-    """Logs go to standard error: key=value lines, or JSON with --json. MESHCEE_LOG sets the level."""
-    name = (level or os.environ.get("MESHCEE_LOG", "info")).upper()
+    """Logs go to standard error: key=value lines, or JSON with --json. MESHCEE_LOG sets the level; `level` is the default."""
+    name = os.environ.get("MESHCEE_LOG", level or "info").upper()
     renderer: Any = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
