@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +25,10 @@ from unittest import mock
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from structlog.testing import capture_logs
 from torch import nn
 
+from benchmarks.going_back import going_back
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
@@ -45,7 +47,7 @@ from peers.owner import Report
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
 from peers.transport.stream import FramedStream
-from tests.virtual_time import quiet, run
+from tests.virtual_time import run
 
 __all__ = ["BLOWS", "Activations", "Storm", "play", "quick_planning", "stormy", "train", "watched_frames"]
 
@@ -200,6 +202,11 @@ class Storm:
     def lending(self) -> list[str]:
         """Living peers with a device, by name."""
         return [name for name in self.here.agents if name != "owner" and name not in self._away]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Of all who were ever there, by id."""
+        return {agent.peer_id: name for name, agent in self.here.agents.items()}
 
     def name_of(self, peer_id: str) -> str | None:
         return next((name for name in self.lending if self.here.agents[name].peer_id == peer_id), None)
@@ -365,8 +372,8 @@ async def train(
     return "equal"
 
 
-async def one(seed: int, blows: int = 3) -> dict[str, Any]:
-    """A run under blows from the seed; "outcome" is "equal", or what went wrong."""
+async def one(seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3) -> dict[str, Any]:
+    """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong."""
     began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
     random.seed(seed)  # who claims first
     activations = Activations()
@@ -406,11 +413,16 @@ async def one(seed: int, blows: int = 3) -> dict[str, Any]:
         outcome = f"{type(error).__name__}: {error}"
     if activations.doubled:
         outcome = f"two plans in one epoch: {activations.doubled}"
+    past = going_back(logged, storm.names if storm is not None else {})
+    if outcome == "equal" and past.wrong:
+        outcome = "; ".join(past.wrong)
     return {
         "seed": seed,
         "blows": storm.done if storm is not None else [],
         "outcome": outcome,
         "epochs": len(activations.plans),
+        "back": [back.to_json() for back in past.backs],
+        "copies_every": past.every,
         "virtual_s": round(now() - 1000, 1),
         "agreed_s": agreed_s,
         "seconds": round(time.perf_counter() - began_s, 2),
@@ -419,8 +431,8 @@ async def one(seed: int, blows: int = 3) -> dict[str, Any]:
 
 def play(seed: int) -> dict[str, Any]:
     """The run of a seed, on a loop of its own."""
-    with quiet(), quick_planning():
-        return run(one(seed))
+    with capture_logs() as logged, quick_planning():
+        return run(one(seed, logged))
 
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

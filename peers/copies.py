@@ -150,6 +150,7 @@ class Copying:
     def begin(self, next_step: int) -> None:
         """Every member is asked for a copy."""
         self._copies.cadence.begun(next_step, _now_s())
+        log.debug("copies are asked for", next_step=next_step)
         self._making = Copied(next_step, tuple(_StageCopy() for _ in range(self._stages)))
         self._awaited = {(messages.COPIED, peer) for peer in self._links}
         self._took_s = self._read_s = 0.0

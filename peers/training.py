@@ -299,10 +299,11 @@ class Training:
             self._durable = found[0] if found else None
         copied = self._copies.newest(len(self.result.losses), self._recovery.gone)
         durable_step = self._durable.next_step if self._durable is not None else 0
-        if copied is None or copied.next_step <= durable_step:
-            return self._durable
-        log.info("peers hold a newer state than the disk", next_step=copied.next_step, on_disk=durable_step)
-        return copied
+        with_peers = copied is not None and copied.next_step > durable_step
+        next_step = copied.next_step if copied is not None and with_peers else durable_step
+        done = len(self.result.losses)
+        log.info("the state to go on from", next_step=next_step, done=done, with_peers=with_peers, on_disk=durable_step)
+        return copied if with_peers else self._durable
 
     def _how_to_go_on(self, error: MeshceeError) -> str:
         waited_s = self._agent.timeouts.regroup_s

@@ -1,0 +1,92 @@
+"""How far a run went back after each loss, by its owner's log, held against the copies of its state that there were.
+
+The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk, and
+of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the
+newest, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two of them in
+this run. When none does, it is the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Back", "Past", "going_back"]
+
+
+@dataclass(frozen=True)
+class Back:
+    """A run that had `done` steps went on from the state before `next_step`: one that peers held, or the disk's.
+
+    `held` is the newest step of which every stage had a surviving copy, `kept` that of the last checkpoint.
+    """
+
+    done: int
+    next_step: int
+    with_peers: bool
+    held: int | None
+    kept: int
+
+    @property
+    def again(self) -> int:
+        """Steps computed again."""
+        return self.done - self.next_step
+
+    def wrong(self, every: int) -> str:
+        """What this should not have been, or nothing; `every` is k."""
+        where = f"after {self.done} steps the run went back to {self.next_step}"
+        if self.with_peers and self.next_step != self.held:
+            return f"{where} of peers, who held {self.held}"
+        if self.with_peers and self.again > every + 1:
+            return f"{where}, with copies every {every} steps at most"
+        if not self.with_peers and self.held is not None and self.held > self.next_step:
+            return f"{where} of the disk, though peers held {self.held}"
+        if not self.with_peers and self.next_step < self.kept:
+            return f"{where}, though the disk had {self.kept}"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        where = "peers" if self.with_peers else "disk" if self.next_step else "start"
+        return {"done": self.done, "again": self.again, "from": where}
+
+
+@dataclass
+class Past:
+    """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next."""
+
+    every: int = 0
+    backs: list[Back] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        return [wrong for back in self.backs if (wrong := back.wrong(self.every))]
+
+
+def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
+    """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id."""
+    past, asked, kept = Past(), 0, 0
+    whole: list[tuple[int, list[set[str]]]] = []  # step, who holds each stage's copy; the last two
+    for entry in entries:
+        event = entry["event"]
+        if event == "copies are asked for":
+            past.every = max(past.every, entry["next_step"] - asked)
+            asked = entry["next_step"]
+        elif event == "copies":
+            holders = [{names.get(peer, peer) for peer in stage} for stage in entry["holders"]]
+            whole = [*[c for c in whole if c[0] < entry["next_step"]][-1:], (entry["next_step"], holders)]
+        elif event == "checkpoint":
+            kept = entry["next_step"]
+        elif event == "a member was lost":
+            for _, holders in whole:
+                for stage in holders:
+                    stage.difference_update(names.get(peer, peer) for peer in entry["gone"])
+        elif event == "the state to go on from":
+            done = entry["done"]
+            usable = [step for step, holders in whole if step <= done and all(holders)]
+            back = Back(done, entry["next_step"], entry["with_peers"], usable[-1] if usable else None, kept)
+            past.every = max(past.every, done - asked)
+            past.backs.append(back)
+            asked = back.next_step
+            kept = kept if back.with_peers else asked
+    return past

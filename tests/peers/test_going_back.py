@@ -1,0 +1,82 @@
+"""What the chaos benchmark reads in the log of an owner; the logs are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.going_back import Past, going_back
+
+NAMES = {"id-a": "a", "id-b": "b", "id-c": "c"}
+
+
+def asked(step: int) -> dict[str, Any]:
+    return {"event": "copies are asked for", "next_step": step}
+
+
+def whole(step: int, *stages: str) -> dict[str, Any]:
+    """Each stage by the letters of its holders."""
+    return {"event": "copies", "next_step": step, "holders": [[f"id-{peer}" for peer in stage] for stage in stages]}
+
+
+def saved(step: int) -> dict[str, Any]:
+    return {"event": "checkpoint", "next_step": step}
+
+
+def lost(*names: str) -> dict[str, Any]:
+    return {"event": "a member was lost", "gone": list(names)}
+
+
+def went(done: int, next_step: int, *, with_peers: bool) -> dict[str, Any]:
+    return {"event": "the state to go on from", "done": done, "next_step": next_step, "with_peers": with_peers}
+
+
+def read(*entries: dict[str, Any]) -> Past:
+    return going_back(entries, NAMES)
+
+
+COPIED = (asked(4), whole(4, "ab", "bc"), asked(8), whole(8, "ab", "bc"))
+
+
+def test_the_newest_copy_that_survives_is_right() -> None:
+    past = read(*COPIED, lost("a"), went(11, 8, with_peers=True))
+    assert (past.wrong, past.every, [b.to_json() for b in past.backs]) == (
+        [],
+        4,
+        [{"done": 11, "again": 3, "from": "peers"}],
+    )
+
+
+def test_one_that_is_ahead_of_the_reports_does_not_count() -> None:
+    assert read(*COPIED, lost("a"), went(7, 4, with_peers=True)).wrong == []
+    assert read(*COPIED, lost("a"), went(7, 8, with_peers=True)).wrong == [
+        "after 7 steps the run went back to 8 of peers, who held 4"
+    ]
+
+
+def test_without_a_holder_the_disk_is_right() -> None:
+    past = read(saved(2), *COPIED, lost("a", "b"), went(11, 2, with_peers=False), asked(5), saved(10), lost("c"))
+    assert (past.wrong, past.every) == ([], 4)
+    assert past.backs[0].again == 9
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ((*COPIED, lost("a"), went(9, 4, with_peers=True)), "of peers, who held 8"),
+        ((*COPIED, lost("a", "b"), went(9, 8, with_peers=True)), "of peers, who held None"),
+        ((saved(2), *COPIED, lost("a"), went(9, 2, with_peers=False)), "of the disk, though peers held 8"),
+        ((saved(2), saved(6), went(9, 2, with_peers=False)), "though the disk had 6"),
+        ((*COPIED, asked(12), lost("a"), went(16, 8, with_peers=True)), "with copies every 4 steps at most"),
+    ],
+    ids=["an older copy", "a copy that is gone", "the disk", "an older checkpoint", "too many steps"],
+)
+def test_what_is_wrong_is_said(entries: tuple[dict[str, Any], ...], why: str) -> None:
+    (wrong,) = read(*entries).wrong
+    assert why in wrong
+
+
+def test_a_run_that_goes_over_to_another_plan_computes_nothing_again() -> None:
+    past = read(asked(4), whole(4, "ab"), saved(6), went(6, 6, with_peers=False), asked(9))
+    assert (past.wrong, past.every, past.backs[0].again) == ([], 4, 0)
