@@ -1,7 +1,8 @@
 """What the recovery and chaos benchmarks share: real peers, a real owner, and blows from a list.
 
 The idea: everything is a process of its own that is started and struck from outside; what is measured is what a user sees,
-the lines that `meshcee train --json` prints, with the time at which they came.
+the lines that `meshcee train --json` prints, with the time at which they came. Where there is a WAN lab, each process has a host
+of its own in it, and links can be struck too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.lab import Lab
+from benchmarks.wires import Wires
 from peers.commands.children import Children
 from peers.home import Home, Run
 
@@ -30,14 +34,31 @@ from meshcee._demo_job import job as demo
 job = replace(demo, name="demo", steps={steps}, eval_data=None, eval_every=0, metrics={{}})
 """
 LONGEST_S = 120.0  # without a new step: a hang
+END_S = 5.0  # that a p2pd may outlive its peer
+OWNER = "owner"
+
+
+class LabChildren(Children):
+    """Each on the lab's host of its name."""
+
+    def __init__(self, home: Path, lab: Lab) -> None:
+        super().__init__(home)
+        self._lab = lab
+
+    def listen(self, name: str) -> str:
+        return f"{self._lab.addresses[name]}:0"
+
+    async def spawn(self, name: str, command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+        return await self._lab.run(name, command, **options)
 
 
 class Arena:
-    """Peers and one owner. Lifetime is `async with`."""
+    """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`."""
 
-    def __init__(self, folder: Path, steps: int, stages: int) -> None:
+    def __init__(self, folder: Path, steps: int, stages: int, lab: Lab | None = None) -> None:
         self.home = Home(folder / "home")
-        self.children = Children(self.home.folder)
+        self.children = Children(self.home.folder) if lab is None else LabChildren(self.home.folder, lab)
+        self.wires = Wires(lab) if lab is not None else None
         self.events: list[tuple[float, dict[str, Any]]] = []  # (when, a line of the owner)
         self.names: dict[str, str] = {}
         self._stages = stages
@@ -47,7 +68,9 @@ class Arena:
         self._news = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._stopped: set[str] = set()
-        self._pauses: list[asyncio.Task[None]] = []
+        self._lab = lab
+        self._apart: set[str] = set()
+        self._ends: list[asyncio.Task[None]] = []  # of what lasts for a while
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Arena:
@@ -56,8 +79,8 @@ class Arena:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for pause in self._pauses:
-            pause.cancel()
+        for end in self._ends:
+            end.cancel()
         for name in list(self._stopped):
             self.resume(name)
         if self._owner is not None and self._owner.returncode is None:
@@ -74,17 +97,15 @@ class Arena:
         """Start `meshcee train`; its lines go to `events` until it ends."""
         if self._reader is not None:
             await self._reader
-        command = ["train", str(self._job), "--join", self.children.token, "--json", "--stages", str(self._stages)]
+        command = [sys.executable, "-m", "meshcee", "train", str(self._job), "--join", self.children.token, "--json"]
         log = (self.home.folder / "owner.log").open("ab")
-        self._owner = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "meshcee",
-            *command,
-            *flags,
+        environment = {"MESHCEE_HOME": str(self.home.folder), "OMP_NUM_THREADS": "1", "MESHCEE_LOG": "debug"}
+        self._owner = await self.children.spawn(
+            OWNER,
+            [*command, "--stages", str(self._stages), *flags],
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "MESHCEE_HOME": str(self.home.folder), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment},
             limit=16 << 20,
         )
         log.close()
@@ -134,12 +155,24 @@ class Arena:
 
     @property
     def living(self) -> list[str]:
-        return [n for n, p in self.children.processes.items() if p.returncode is None and n not in self._stopped]
+        """Peers that run and are on the owner's side of the network."""
+        away = self._stopped | self._apart
+        return [n for n, p in self.children.processes.items() if p.returncode is None and n not in away]
 
     def members(self) -> list[str]:
         """Names of the plan's peers, stage by stage."""
         plan = next(event["plan"] for _, event in reversed(self.events) if "plan" in event)
         return [self.names[m["peer"]] for s in plan["pipelines"][0]["stages"] for m in s["members"]]
+
+    def coordinator(self) -> str | None:
+        """In which the owner believes; None while it believes in nobody."""
+        term = next((entry["term"] for entry in reversed(self.log()) if entry["event"] == "coordinator"), None)
+        return self.names.get(term[1]) if term is not None else None
+
+    def copies(self) -> list[list[str]]:
+        """Who holds the newest copies of each stage; empty before there are any."""
+        stages = next((entry["holders"] for entry in reversed(self.log()) if entry["event"] == "copies"), [])
+        return [[self.names[peer] for peer in holders] for holders in stages]
 
     async def kill(self, name: str) -> None:
         self.children.processes[name].kill()
@@ -155,17 +188,25 @@ class Arena:
             self.children.processes[name].send_signal(signal.SIGCONT)
 
     async def join(self, name: str) -> None:
-        await self.children.add(name, besides=self._stopped)
+        await self.children.add(name, besides=self._stopped | self._apart)
 
     def pause(self, name: str, seconds: float) -> None:
-        """Stop it and let it go on after a while, beside whatever else happens."""
+        """Stop it and let it go on after a while."""
 
         async def go_on() -> None:
-            await asyncio.sleep(seconds)
             self.resume(name)
 
         self.stop(name)
-        self._pauses.append(self._group.create_task(go_on()))
+        self._later(seconds, go_on)
+
+    def _later(self, seconds: float, end: Callable[[], Awaitable[None]]) -> None:
+        """Beside whatever else happens."""
+
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            await end()
+
+        self._ends.append(self._group.create_task(wait()))
 
     def kill_daemon(self, name: str | None) -> None:
         """The p2pd alone, of a peer, or of the owner (None)."""
@@ -175,17 +216,60 @@ class Arena:
             if child.name() == "p2pd":
                 child.kill()
 
-    def recoveries(self) -> list[dict[str, Any]]:
-        """What the owner's log says of each loss that it has got over."""
+    # -- links, in a lab
+
+    async def cut(self, one: str, other: str, seconds: float) -> None:
+        assert self.wires is not None
+        await self.wires.cut([(one, other)])
+        self._later(seconds, partial(self.wires.cut, [(one, other)], -1))
+
+    async def halve(self, name: str, seconds: float) -> None:
+        """All links of a host."""
+        assert self.wires is not None
+        pairs = self._around({name})
+        await self.wires.halve(pairs)
+        self._later(seconds, partial(self.wires.halve, pairs, -1))
+
+    async def part(self, names: Collection[str], seconds: float) -> None:
+        """These from everybody else, the owner and who is yet to come included."""
+        wires, pairs, apart = self.wires, self._around(names), frozenset(names)
+        assert wires is not None
+
+        async def meet() -> None:
+            await wires.cut(pairs, -1)
+            self._apart -= apart
+
+        self._apart |= apart
+        await wires.cut(pairs)
+        self._later(seconds, meet)
+
+    def _around(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """The links between these hosts and all others."""
+        assert self._lab is not None
+        return [(name, other) for name in names for other in self._lab.addresses.keys() - set(names)]
+
+    # -- what is left
+
+    def log(self) -> list[dict[str, Any]]:
+        """The owner's, from debug upwards."""
         lines = (self.home.folder / "owner.log").read_text(errors="replace").splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        return [entry for entry in found if entry.get("event") == "the run goes on"]
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        """What it says of each loss that it has got over."""
+        return [entry for entry in self.log() if entry["event"] == "the run goes on"]
 
     def orphans(self) -> list[int]:
-        """p2pd processes of peers that are gone."""
-        left = []
-        for process in psutil.process_iter(["name", "ppid"]):
-            with contextlib.suppress(psutil.Error):
-                if process.info["name"] == "p2pd" and process.environ().get("MESHCEE_HOME") == str(self.home.folder):
-                    left.append(process.pid)
+        """Processes of ours that outlive the peers and the owner; looks for END_S."""
+        deadline_s = time.monotonic() + END_S
+        while (left := self._ours()) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
         return left
+
+    def _ours(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("MESHCEE_HOME") == str(self.home.folder):
+                    found.append(process.pid)
+        return found

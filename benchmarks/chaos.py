@@ -1,9 +1,13 @@
-"""Peers are killed, stopped and replaced by a schedule from a seed while a job trains; its losses are held against the plain loop.
+"""Peers are killed, stopped, cut off and replaced by a schedule from a seed while a job trains; its losses are the plain loop's.
 
-`python -m benchmarks.chaos [--seeds 3] [--first 0] [--steps 60] [--blows 5]` prints a JSON line for each seed: what was done at
-which step, how long each loss took until the next new step, and how it ended; the logs of a run that did not end as it
-should stay in /tmp/meshcee-chaos-SEED. Six real peers, four stages. A seed takes one to two minutes on two quiet cores. With
-`--virtual 2000` so many seeds are run in one process on virtual time (benchmarks/virtual_chaos.py).
+`python -m benchmarks.chaos [--seeds 20] [--first 0] [--steps 200] [--blows 5]` prints a JSON line for each seed: what was done at
+which step, how far the run went back after each loss and from whose copies, how long each loss took until the next new step,
+and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED. Six real peers, four
+stages, each process on a host of its own in the WAN lab. Where that cannot run (it needs root), all are on loopback, no blow
+falls on links, and the line says why. A seed takes two to four minutes on two cores. With `--virtual 2000` so many seeds are
+run in one process on virtual time (benchmarks/virtual_chaos.py).
+
+The idea: the seed says what happens and when; who is struck follows from the plan, the coordinator and the copies of that moment.
 """
 
 from __future__ import annotations
@@ -16,59 +20,88 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import virtual_chaos
-from benchmarks.arena import Arena
+from benchmarks.arena import OWNER, Arena
+from benchmarks.going_back import Past, going_back
+from benchmarks.lab import Lab, why_not
+from benchmarks.wires import network_of
 from meshcee._demo_job import job as demo
 from meshcee.eager import eager
-from meshcee.errors import MeshceeError
 
-PEERS, STAGES = 6, 4
-BLOWS = ("kill a member", "kill any", "stop", "pause", "kill p2pd", "kill the owner's p2pd", "join", "kill two")
-PAUSES_S = 1.0, 20.0  # shorter and longer than what a silent peer is given
+PEERS, STAGES, CHECKPOINT_EVERY = 6, 4, 25
+LEAST = 2  # peers that stay
+KILLS = ("kill a member", "kill the coordinator", "kill a buddy", "kill a holder and its buddy", "kill two")
+BLOWS = (*KILLS, "stop", "pause", "kill p2pd", "kill the owner's p2pd", "join")
+ON_LINKS = ("cut", "partition", "halve")
+# Shorter and longer than what a silent peer is given.
+PAUSES_S = (1.0, 6.0), (12.0, 25.0)
+HALVED_S = 10.0, 40.0
 
 
 async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
     """A run under blows; "outcome" is "equal", or what went wrong."""
+    found: dict[str, Any] = {"seed": seed}
+    began_s = time.monotonic()
+    async with AsyncExitStack() as stack:
+        lab = None
+        if reason := await asyncio.to_thread(why_not):
+            found["no blows on links"] = reason
+        else:
+            hosts = [*(f"peer-{i}" for i in range(PEERS)), *(f"new-{i}" for i in range(blows)), OWNER]
+            lab = await stack.enter_async_context(Lab(network_of(hosts)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshcee-chaos-"))
+        arena = Arena(Path(folder), steps, STAGES, lab)
+        found |= await struck(arena, seed, steps, blows)
+        if found["outcome"] != "equal":
+            keep(arena, seed)
+    return {**found, "seconds": round(time.monotonic() - began_s, 1)}
+
+
+async def struck(arena: Arena, seed: int, steps: int, blows: int) -> dict[str, Any]:
+    """Train under the blows, then look at all that is left."""
     draw = random.Random(seed)
-    when = sorted(draw.sample(range(2, steps - 5), blows))
+    when = sorted(draw.sample(range(2, steps - 12), blows))
     done: list[str] = []
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="meshcee-chaos-") as folder:
-        async with Arena(Path(folder), steps=steps, stages=STAGES) as arena:
+    try:
+        async with arena:
             await arena.children.start_peers(PEERS, threads=1)
-            await arena.train("--checkpoint-every", "4")
-            try:
-                for at in when:
-                    await arena.until(lambda at=at: arena.steps >= at)
-                    done.append(f"step {at}: {await strike(arena, draw, len(done))}")
-                code = await arena.ends()
-            except (TimeoutError, RuntimeError, MeshceeError) as error:
-                keep(arena, seed)
-                return {"seed": seed, "blows": done, "outcome": f"{type(error).__name__}: {error}"}
-            if code != 0:
-                keep(arena, seed)
-            reports, recoveries = arena.run.reports(), arena.recoveries()
-            plan = next(event["plan"] for _, event in arena.events if "plan" in event)
-        orphans = arena.orphans()
+            await arena.train("--checkpoint-every", str(CHECKPOINT_EVERY))
+            for number, at in enumerate(when):
+                await arena.until(lambda at=at: arena.steps >= at)
+                await asyncio.sleep(draw.uniform(0, 0.5))  # so that it falls anywhere in a step
+                done.append(f"step {arena.steps}: {await strike(arena, draw, number)}")
+            code = await arena.ends()
+    except Exception as error:
+        return {"blows": done, "outcome": f"{type(error).__name__}: {error}"}
+    past = going_back(arena.log(), arena.names)
+    return {
+        "blows": done,
+        "outcome": judge(arena, steps, code, past, await asyncio.to_thread(arena.orphans)),
+        "back": [back.to_json() for back in past.backs],
+        "copies_every": past.every,
+        "back_s": [round(entry["seconds"]["new step"], 1) for entry in arena.recoveries()],
+    }
+
+
+def judge(arena: Arena, steps: int, code: int, past: Past, orphans: list[int]) -> str:
+    """ "equal", or what went wrong."""
+    if code != 0:
+        return f"exit code {code}"
+    reports = arena.run.reports()
+    if [r["step"] for r in reports] != list(range(steps)):
+        return "steps were lost or told of twice"
+    plan = next(event["plan"] for _, event in arena.events if "plan" in event)
     torch.set_num_threads(1)
     losses, _ = eager(demo, steps, plan["micro_batch"])
-    outcome = "equal"
-    if code != 0:
-        outcome = f"exit code {code}"
-    elif [r["step"] for r in reports] != list(range(steps)):
-        outcome = "steps were lost or told of twice"
-    elif [r["loss"] for r in reports] != losses:
-        outcome = "other losses"
-    elif orphans:
-        outcome = f"orphans: {orphans}"
-    back_s = [round(r["seconds"]["new step"], 1) for r in recoveries]
-    took_s = round(time.monotonic() - started_s, 1)
-    return {"seed": seed, "blows": done, "outcome": outcome, "back_s": back_s, "seconds": took_s}
+    if [r["loss"] for r in reports] != losses:
+        return "other losses"
+    return "; ".join([*past.wrong, *([f"orphans: {orphans}"] if orphans else [])]) or "equal"
 
 
 def keep(arena: Arena, seed: int) -> None:
@@ -80,42 +113,72 @@ def keep(arena: Arena, seed: int) -> None:
 
 
 async def strike(arena: Arena, draw: random.Random, number: int) -> str:
-    """One blow; at least two peers stay."""
-    kind = draw.choice(BLOWS)
-    if len(arena.living) <= 3 or kind == "join":
-        await arena.join(f"new-{number}")
-        return f"new-{number} joined"
-    members = [name for name in arena.members() if name in arena.living] or arena.living
-    if kind == "stop":
-        victim = draw.choice(members)
-        arena.stop(victim)
-        return f"stopped {victim}"
-    if kind == "pause":
-        victim, seconds = draw.choice(members), draw.uniform(*PAUSES_S)
-        arena.pause(victim, seconds)
-        return f"paused {victim} for {seconds:.0f} s"
+    """One blow, in words; where it would leave fewer than LEAST peers, one joins instead."""
+    kind = draw.choice(BLOWS if arena.wires is None else BLOWS + ON_LINKS)
+    living, last_s = arena.living, draw.uniform(*draw.choice(PAUSES_S))
+    members = [name for name in arena.members() if name in living] or living
+    victims = [draw.choice(members)]
+    if kind in KILLS:
+        victims = list(dict.fromkeys(chosen(arena, draw, kind, members)))
+    elif kind == "partition":
+        victims = draw.sample(living, draw.randrange(1, max(2, len(living) - LEAST + 1)))
+    elif kind == "cut":
+        victims = draw.sample([*living, OWNER], 2)
+    who = " and ".join(victims)
     if kind == "kill the owner's p2pd":
         arena.kill_daemon(None)
         return "killed the p2pd of the owner"
     if kind == "kill p2pd":
-        victim = draw.choice(members)
-        arena.kill_daemon(victim)
-        return f"killed the p2pd of {victim}"
-    victims = (
-        draw.sample(members, min(2, len(members)))
-        if kind == "kill two"
-        else [draw.choice(members if kind == "kill a member" else arena.living)]
-    )
+        arena.kill_daemon(victims[0])
+        return f"killed the p2pd of {who}"
+    if kind == "halve":
+        last_s = draw.uniform(*HALVED_S)
+        await arena.halve(victims[0], last_s)
+        return f"half the bandwidth for {who} for {last_s:.0f} s"
+    if kind == "join" or len(living) - len(victims) < LEAST:
+        await arena.join(f"new-{number}")
+        return f"new-{number} joined"
+    if kind == "stop":
+        arena.stop(victims[0])
+        return f"stopped {who}"
+    if kind == "pause":
+        arena.pause(victims[0], last_s)
+        return f"paused {who} for {last_s:.0f} s"
+    if kind == "cut":
+        await arena.cut(victims[0], victims[1], last_s)
+        return f"cut {who} off from each other for {last_s:.0f} s"
+    if kind == "partition":
+        await arena.part(victims, last_s)
+        return f"cut {who} off from the others for {last_s:.0f} s"
     for victim in victims:
         await arena.kill(victim)
-    return "killed " + " and ".join(victims)
+    return f"{kind}: {who}"
+
+
+def chosen(arena: Arena, draw: random.Random, kind: str, members: list[str]) -> list[str]:
+    """Who is killed, of those who live; any members where there is nobody of this kind."""
+    living = set(arena.living)
+    some = draw.sample(members, min(2, len(members)))
+    if kind == "kill the coordinator":
+        some = [name for name in [arena.coordinator()] if name is not None and name in living] or some[:1]
+    elif kind == "kill two":
+        pass
+    elif kind == "kill a member" or not (stages := arena.copies()):
+        some = some[:1]
+    else:
+        stage = draw.randrange(len(stages))
+        holders = [name for name in stages[stage] if name in living]
+        if kind == "kill a buddy":
+            holders = [name for name in holders if arena.members()[stage : stage + 1] != [name]][:1]
+        some = holders or some[:1]
+    return some
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--blows", type=int, default=5)
     parser.add_argument("--virtual", type=int, metavar="SEEDS")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -88,9 +88,17 @@ class Children:
         self.token = self._tokens[living[-1]]
         await self._start(name, threads, self.token, ())
 
+    def listen(self, name: str) -> str:
+        """Where this peer listens: on this machine only."""
+        return "127.0.0.1:0"
+
+    async def spawn(self, name: str, command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+        """Its process, as `asyncio.create_subprocess_exec` makes it."""
+        return await asyncio.create_subprocess_exec(*command, **options)
+
     async def _start(self, name: str, threads: int, token: str | None, emulation: tuple[str, ...]) -> str:
         log = (self.home / f"{name}.log").open("ab")
-        command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", self.listen(name)]
         command += ["--threads", str(threads), "--device", "cpu"]
         if token:
             command += ["--join", token]
@@ -99,8 +107,8 @@ class Children:
         environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
         environment["MESHCEE_PARENT"] = str(os.getpid())
         environment.pop("MESHCEE_JOIN", None)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+        process = await self.spawn(
+            name, command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
         )
         log.close()
         self.processes[name] = process

@@ -1,4 +1,4 @@
-"""Real peers are killed, paused, stopped and replaced by a seed's schedule, and the losses are those of the plain loop."""
+"""Real peers are killed, paused, cut off and replaced by a seed's schedule, and the losses are those of the plain loop."""
 
 from __future__ import annotations
 
