@@ -1,8 +1,10 @@
 """meshcee and what people would use instead, training the same model on the same emulated wide-area networks (needs root).
 
 The idea: every row is one system on one network of `wan_testbeds.json`, run several times in the lab, each device paced to its
-profile; a row counts only if its losses are the plain loop's. All run in the same slow motion. Rows are kept in a JSON file
-was stopped goes on where it was; the table is drawn from the file.
+profile; a row counts only if its losses are the plain loop's. Rows of one kind share a start. Two cores have no time for all
+that meshcee does in a second, so it runs in slow motion, and hivemind with it; torch's rows, which do the same work in three
+to fourteen times the time, run half as slow. How busy the cores were is kept with each row. Rows are kept in a JSON file, so
+that a benchmark that was stopped goes on where it was; the table is drawn from the file.
 
     python -m benchmarks.wan [--out FILE] [--network NAME ...] [--system LABEL ...] [--repetitions N] [--table]
     python -m benchmarks.wan --slower 4 ...            on a busier machine: devices, bandwidths and latencies, all 4 times slower
@@ -19,26 +21,29 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import why_not
 from benchmarks.measure import machine, row
-from benchmarks.rivals.launch import WARM, Bed, Run, System, run
+from benchmarks.rivals.launch import WARM, Bed, Run, System, run_jobs
+from benchmarks.rivals.rows import run_rivals
 from meshcee.capture import capture
-from meshcee.errors import MeshceeError
 from meshcee.plan import Plan
 from meshcee.scenario import load_scenario, packaged
 from peers.commands.session import unwrap
 
 FOLDER = Path(__file__).resolve().parent
 NETWORKS = ("cee-small", "three-cities", "last-mile", "sag")
-STEPS = 6  # WARM of them are not counted
+STEPS = 8  # of meshcee's rows; WARM of them are not counted
 SLOWER = 2.0  # two cores have time for six devices, their network and what is measured
 WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
 MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
+BUSY = 0.7  # of the cores: beyond it devices are late, and the figures are no more those of the network
 SAME = 1e-4  # how far a loss may be from the plain loop's
 
 
@@ -71,15 +76,16 @@ def systems_of(bed: Bed, meshcee: Sequence[str]) -> list[System]:
     best = max(fit, key=lambda host: bed.speeds_flops_per_s[host])
     everyone = tuple(bed.hosts)
     found = [System("meshcee", "meshcee", everyone)]
-    for entry in meshcee:
+    for entry in dict.fromkeys(meshcee):
         label, _, flags = entry.partition(":")
         found.append(System(f"meshcee {label}", "meshcee", everyone, flags=tuple(flags.split())))
-    for name, title in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("zb", "interleaved zero-bubble")):
-        for micro in (1, 3):
-            found.append(System(f"torch {title}, {36 // micro} micro-batches", name, everyone, micro))
-    found.append(System(f"torch DDP, {len(fit)} that fit", "ddp", fit))
-    found.append(System(f"hivemind optimizer, {len(fit)} that fit", "hivemind", fit))
     found.append(System("best single device", "single", (best,)))
+    found.append(System(f"torch DDP, {len(fit)} that fit", "ddp", fit))
+    for hosts in dict.fromkeys((fit, everyone)):  # what a careful person leaves out may be what slows a pipeline down
+        for name, title in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("zb", "interleaved zero-bubble")):
+            which = f"all {len(hosts)}" if hosts == everyone else f"{len(hosts)} that fit"
+            found.append(System(f"torch {title}, {which}", name, hosts))
+    found.append(System(f"hivemind optimizer, {len(fit)} that fit", "hivemind", fit))
     return found
 
 
@@ -119,8 +125,8 @@ def bounds(bed: Bed, boundary_bytes: float, micros: int) -> dict[str, float]:
 def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
     """What is kept of a run."""
     ends = result.ends_s
-    period = (ends[-1] - ends[WARM - 1]) / (len(ends) - WARM)
-    window_s = ends[-1] - ends[WARM - 1]
+    window_s = ends[-1] - ends[result.warm - 1]
+    period = window_s / (len(ends) - result.warm)
     loads = {}
     for link in bed.scenario.cluster.graph.edges(data=True):
         name = f"{link[0][1:]}>{link[1][1:]}" if link[0][0] == link[1][0] == "@" else ""
@@ -137,6 +143,8 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
         "busiest_line": busiest,
         "busiest_line_share": loads.get(busiest, 0.0),
         "router_share": result.cpu_s / window_s / bed.slower,
+        "cores_busy": result.busy,
+        "slower": bed.slower,
         "load": os.getloadavg()[0],
     }
     if result.plan:
@@ -151,7 +159,7 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
         found["limit"] = result.limit
     if result.trace_s is not None:
         drop = result.trace_s + bed.scenario.trace[0].at_s
-        counted = ends[WARM - 1 :]
+        counted = ends[result.warm - 1 :]
         parts = {"step_before_s": [e for e in counted if e <= drop], "step_after_s": [e for e in counted if e > drop]}
         for key, some in parts.items():
             if len(some) > 1:
@@ -169,30 +177,71 @@ def steps_for(bed: Bed, system: System, least: int, data: dict[str, Any]) -> int
 
 async def measure(options: argparse.Namespace, data: dict[str, Any]) -> None:
     flops, boundary = await asyncio.to_thread(layer_flops)
+    await asyncio.to_thread(plain_losses, 24, data)
     for name in options.network or NETWORKS:
         bed = bed_of(name, flops, options.slower)
         data["bounds"][name] = bounds(bed, boundary, 36)
-        for system in systems_of(bed, options.meshcee):
-            if options.system and not any(system.label.startswith(wanted) for wanted in options.system):
-                continue
-            rows = data["rows"].setdefault(f"{name} / {system.label}", [])
-            if options.again:
-                rows[:] = [r for r in rows if "step_s" in r]
-            while len(rows) < options.repetitions and not any("why" in r for r in rows):
-                steps = steps_for(bed, system, options.steps, data)
-                try:
-                    found = figures(bed, await run(bed, system, steps, options.limit, MTU), plain_losses(steps, data))
-                except (MeshceeError, BaseExceptionGroup) as error:
-                    found = {"why": str(unwrap(error))[:400]}
-                rows.append(found)
-                save(options.out, data)
-                said = found.get("why") or f"{found['step_s']:.2f} s a step, loss off by {found['loss_difference']:.1e}"
-                print(f"{name} / {system.label}: {said}", file=sys.stderr, flush=True)
+        systems = [
+            system
+            for system in systems_of(bed, options.meshcee)
+            if not options.system or any(system.label.startswith(wanted) for wanted in options.system)
+        ]
+        rows = {system.label: data["rows"].setdefault(f"{name} / {system.label}", []) for system in systems}
+        for kept in rows.values() if options.again else ():
+            kept[:] = [r for r in kept if "step_s" in r]
+        for repetition in range(options.repetitions):
+            for kind in (["meshcee"], ["hivemind"], [s.name for s in systems if s.name not in ("meshcee", "hivemind")]):
+                # One that fails takes those behind it along: these start again.
+                while wanted := [s for s in systems if s.name in kind and is_wanted(rows[s.label], repetition)]:
+                    await _measure(bed, wanted, options, data, partial(_keep, bed, options, data, rows))
+
+
+def is_wanted(kept: Sequence[dict[str, Any]], repetition: int) -> bool:
+    return len(kept) <= repetition and not any("why" in r for r in kept)
+
+
+async def _measure(
+    bed: Bed,
+    systems: Sequence[System],
+    options: argparse.Namespace,
+    data: dict[str, Any],
+    told: Callable[[System, Run | Exception], None],
+) -> None:
+    """Rows of one kind, from one start."""
+    if systems[0].name == "meshcee":
+        # Peers remember how poor a link has become: where it does, no second job meets the same ones.
+        those = systems[:1] if bed.scenario.trace else systems
+        jobs = [(system, steps_for(bed, system, options.steps, data)) for system in those]
+        await run_jobs(bed, jobs, told, options.limit, MTU)
+        return
+    if systems[0].name != "hivemind":
+        bed = replace(bed, slower=bed.slower / 2)
+    window_s = WINDOW_S if bed.scenario.trace else 0.0
+    await run_rivals(bed, systems, told, options.limit, MTU, window_s=window_s)
+
+
+def _keep(
+    bed: Bed,
+    options: argparse.Namespace,
+    data: dict[str, Any],
+    rows: dict[str, list[dict[str, Any]]],
+    system: System,
+    result: Run | Exception,
+) -> None:
+    if isinstance(result, Exception):
+        found: dict[str, Any] = {"why": str(unwrap(result))[:400]}
+    else:
+        losses = plain_losses(len(result.losses), data)
+        found = figures(replace(bed, slower=result.slower), result, losses)
+    rows[system.label].append(found)
+    save(options.out, data)
+    said = found.get("why") or f"{found['step_s']:.2f} s a step, loss off by {found['loss_difference']:.1e}"
+    print(f"{bed.scenario.name} / {system.label}: {said}", file=sys.stderr, flush=True)
 
 
 def plain_losses(steps: int, data: dict[str, Any]) -> list[float]:
     if len(data["plain_losses"]) < steps:
-        command = [sys.executable, "-m", "benchmarks.rivals.reference", str(max(steps, 16))]
+        command = [sys.executable, "-m", "benchmarks.rivals.reference", str(steps)]
         data["plain_losses"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     losses: list[float] = data["plain_losses"]
     return losses
@@ -219,10 +268,12 @@ def table(data: dict[str, Any]) -> str:
     for name in dict.fromkeys(key.split(" / ")[0] for key in data["rows"]):
         rows = {key.split(" / ")[1]: found for key, found in data["rows"].items() if key.startswith(f"{name} / ")}
         steps = {label: [r["step_s"] for r in found if "step_s" in r] for label, found in rows.items()}
-        ours = statistics.median(steps["meshcee"]) if steps.get("meshcee") else None
+        ours = [statistics.median(steps[label]) for label in ("meshcee", "meshcee 16-bit") if steps.get(label)]
         bound = data["bounds"][name]
         lines += [f"\n**{name}**: bound {bound['bare']:.2f} s a step, {bound['filled']:.2f} s with fill and drain\n"]
-        lines += [row("system", "s a step", "spread", "of the bounds", "meshcee is faster by", "what limits it")]
+        lines += [
+            row("system", "s a step", "spread", "of the bounds", "meshcee is faster by (16-bit)", "what limits it")
+        ]
         lines += [row(*["---"] * 6)]
         for label, found in rows.items():
             if not steps[label]:
@@ -230,7 +281,7 @@ def table(data: dict[str, Any]) -> str:
                 continue
             middle, least, most = statistics.median(steps[label]), min(steps[label]), max(steps[label])
             shares = f"{bound['filled'] / middle:.2f} ({bound['bare'] / middle:.2f})"
-            ratio = f"{middle / ours:.2f}" if ours else ""
+            ratio = " ".join(f"({middle / own:.2f})" if i else f"{middle / own:.2f}" for i, own in enumerate(ours))
             lines.append(row(label, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", shares, ratio, _limit(found)))
     return "\n".join(lines)
 
@@ -248,6 +299,8 @@ def _limit(found: Sequence[dict[str, Any]]) -> str:
         said.append(
             f"{statistics.median(b for b, _ in both):.2f} s before, {statistics.median(a for _, a in both):.2f} s after"
         )
+    if (busy := max(r.get("cores_busy", 0.0) for r in good)) > BUSY:
+        said.append(f"CORES {100 * busy:.0f} % BUSY: measure again, on a quieter machine or with a larger --slower")
     if (worst := max(r["loss_difference"] for r in good)) > SAME:
         said.append(f"LOSSES DIFFER by {worst:.1e}")
     return "; ".join(said)
@@ -260,13 +313,18 @@ def main() -> None:
     )
     parser.add_argument("--network", action="append", choices=NETWORKS, default=[])
     parser.add_argument("--system", action="append", default=[], help="rows whose label begins so; default: all")
-    parser.add_argument("--meshcee", action="append", default=[], help="LABEL:FLAGS, another row for meshcee")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"a run; the first {WARM} are not counted")
     parser.add_argument(
-        "--slower", type=float, default=SLOWER, help="slow motion: seconds of this machine to one second of the figures"
+        "--meshcee", action="append", default=["16-bit:--codec auto"], help="LABEL:FLAGS, another row for meshcee"
     )
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds that a run may take, start included")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of meshcee; the first {WARM} are not counted")
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=SLOWER,
+        help="slow motion: seconds of this machine to one second of the figures; torch: half",
+    )
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds that a start, or a row, may take")
     parser.add_argument("--again", action="store_true", help="try again what failed")
     parser.add_argument("--table", action="store_true", help="measure nothing, draw the table")
     options = parser.parse_args()

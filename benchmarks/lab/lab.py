@@ -144,6 +144,10 @@ class Lab:
         """The network's changes count from now; again, and they start over."""
         await self._ask({"do": "trace"})
 
+    async def reset(self) -> None:
+        """The network as it was first; the trace's clock stands."""
+        await self._ask({"do": "reset"})
+
     async def set(self, link: Link) -> None:
         """Change a link, for what has not yet been queued."""
         await self._ask({"do": "set", "link": link.__dict__})

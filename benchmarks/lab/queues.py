@@ -98,10 +98,15 @@ class Queues:
 
     def start_trace(self, now: float) -> None:
         """The trace's zero is now; started again, it begins from the network as it was first."""
+        self.reset()
+        self._trace_from = now
+
+    def reset(self) -> None:
+        """The network as it was first; its trace does not run."""
         for link in self._network.links:
             self.set(link)
         self._changes = [(change.at_s, change.link) for change in self._network.changes]
-        self._trace_from = now
+        self._trace_from = None
 
     def put(self, now: float, source: int, target: int, packet: bytes) -> None:
         """A packet from one host to another, by their places in the network's list."""

@@ -82,6 +82,8 @@ class Router:
         what = request["do"]
         if what == "trace":
             self.queues.start_trace(time.monotonic())
+        elif what == "reset":
+            self.queues.reset()
         elif what == "set":
             self.queues.set(Link(**request["link"]))
         answer = {"lines": self.queues.stats(), "refused": self.refused, "cpu_s": time.process_time()}

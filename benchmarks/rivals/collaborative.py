@@ -7,15 +7,16 @@ loop's. Matchmaking time is as short as its round trips allow.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from benchmarks.rivals.data_parallel import shares
 from benchmarks.rivals.job import build, job, loss
 from benchmarks.rivals.pace import paced
-from benchmarks.rivals.worker import Order, order, report, samples_of
+from benchmarks.rivals.worker import Order, Train, samples_of, say, serve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -25,12 +26,13 @@ MATCHMAKING_S = 2.0
 WAIT_S = 60.0
 
 
-def main(order: Order) -> None:
+@contextmanager
+def trainer(order: Order) -> Iterator[Train]:
     host = f"/ip4/{order.addresses[order.rank]}/tcp"
     seeds = [order.seed] if order.seed else []
     dht = hivemind.DHT(initial_peers=seeds, host_maddrs=[f"{host}/{order.port + order.rank}"], start=True)
     if order.rank == 0:
-        print(json.dumps({"seed": str(dht.get_visible_maddrs()[0])}), flush=True)
+        say(seed=str(dht.get_visible_maddrs()[0]))
     part = shares(job.batch_size, order.speeds_flops_per_s)[order.rank]
     size = part.stop - part.start
     model = paced(build(), [size * work for work in order.flops], order.device())
@@ -52,7 +54,8 @@ def main(order: Order) -> None:
         state["step"].zero_()
     for parameter, fresh in zip(model.parameters(), build().parameters(), strict=True):
         parameter.data.copy_(fresh.data)
-    for step in range(order.steps):
+
+    def train(step: int) -> tuple[float, int]:
         x, y = samples_of(step, part)
         value = loss(model(x), y)
         value.backward()  # type: ignore[no-untyped-call]
@@ -67,11 +70,13 @@ def main(order: Order) -> None:
                 optimizer._update_global_epoch(None)
             time.sleep(0.02)
         optimizer.zero_grad()
-        report(step, value.item(), size)
+        return value.item(), size
+
+    yield train
     time.sleep(2.0)  # nobody leaves while another still averages
     optimizer.shutdown()
     dht.shutdown()
 
 
 if __name__ == "__main__":
-    main(order())
+    serve({"hivemind": trainer})

@@ -1,7 +1,8 @@
-"""Runs one system on one network of the lab, and hears from it when each step was done and what its loss was.
+"""Runs meshcee on one network of the lab, and hears from it when each step was done and what its loss was.
 
 The idea: every system is a process per device in the lab's namespaces, paced alike; a step is done when the last of them says
-so, on one clock. The first WARM steps pay for connections, shapes and caches and are not counted.
+so, on one clock. The first steps pay for connections, shapes and caches and are not counted. Starting takes longer than many a
+row, so several rows run one after another in the same processes, each to its end before the next.
 """
 
 from __future__ import annotations
@@ -9,27 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.lab import Lab
 from benchmarks.lab.network import Network
 from benchmarks.rivals import job as job_file
-from benchmarks.rivals.worker import Order
 from meshcee.errors import MeshceeError
 from meshcee.scenario import Scenario
 
-__all__ = ["WARM", "Bed", "Run", "System", "Weather", "run"]
+__all__ = ["WARM", "Bed", "Meter", "Run", "Site", "System", "Told", "Weather", "in_turn", "run", "run_jobs"]
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM = 2
-MODULES = {"gpipe": "pipeline", "1f1b": "pipeline", "zb": "pipeline", "ddp": "data_parallel", "single": "data_parallel"}
-MODULES["hivemind"] = "collaborative"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class System:
     """What is run: `label` names the row."""
 
     label: str
-    name: str  # meshcee, or a key of MODULES
+    name: str  # meshcee, hivemind, or what torch_worker knows
     hosts: tuple[str, ...]
     micro: int = 1
     flags: tuple[str, ...] = ()  # of `meshcee train`
@@ -62,6 +61,8 @@ class System:
 
 
 Weather = Callable[[Lab, int], Awaitable[None]]  # called with the number of steps that are done
+Told = Callable[[System, "Run | Exception"], None]  # called when a row is over
+Started = TypeVar("Started")
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Run:
 
     expected: int  # reports of a step
     slower: float = 1.0
+    warm: int = WARM  # steps that are not counted
     ends_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     plan: dict[str, Any] | None = None
@@ -79,6 +81,7 @@ class Run:
     trace_s: float | None = None  # when the trace was started
     lines: dict[str, float] = field(default_factory=dict)  # bytes
     cpu_s: float = 0.0  # of the router
+    busy: float = 0.0  # the share of this machine's cores that was busy, whoever kept them so
     _parts: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def hear(self, event: dict[str, Any]) -> None:
@@ -90,145 +93,196 @@ class Run:
             self.losses.append(sum(p["loss"] * p["samples"] for p in parts if p["samples"]) / samples)
 
 
-async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int, *, weather: Weather | None = None) -> Run:
-    """MeshceeError when it fails or takes longer than the limit."""
-    result = Run(1 if system.name == "meshcee" else len(system.hosts), bed.slower)
-    network = Network.of(bed.scenario).slower(bed.slower)
-    with tempfile.TemporaryDirectory(prefix="wan-") as folder:
-        try:
-            async with asyncio.timeout(limit_s), Lab(network, mtu=mtu) as lab:
-                session = _Session(bed, system, steps, lab, Path(folder), result, weather)
-                await (session.meshcee() if system.name == "meshcee" else session.rivals())
-        except TimeoutError as error:
-            done = len(result.ends_s)
-            raise MeshceeError(f"{done} of {steps} steps in {limit_s:.0f} s{_tails(Path(folder))}") from error
-    return result
+@dataclass(frozen=True)
+class Site:
+    """A lab that runs, and a folder for what its processes write."""
 
+    bed: Bed
+    lab: Lab
+    folder: Path
 
-def _tails(folder: Path) -> str:
-    """The last line that each process has written to its log."""
-    said = [(p.stem, p.read_text(errors="replace").strip().splitlines()) for p in sorted(folder.glob("*.log"))]
-    return "".join(f"; {name}: {lines[-1][:200]}" for name, lines in said if lines)
-
-
-class _Session:
-    def __init__(
-        self, bed: Bed, system: System, steps: int, lab: Lab, folder: Path, result: Run, weather: Weather | None
-    ) -> None:
-        self.bed, self.system, self.steps, self.lab, self.folder, self.result = bed, system, steps, lab, folder, result
-        self._weather = weather
-        self._before: dict[str, Any] = {}
-        self._seed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def _start(self, host: str, command: Sequence[str], log: str, **more: str) -> asyncio.subprocess.Process:
+    async def start(
+        self, host: str, command: Sequence[str], log: str, *, listens: bool = False, **more: str
+    ) -> asyncio.subprocess.Process:
+        """A process that does as we are told, one thread of torch each. `listens`: to its standard input."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("MESHCEE_", "WAN_"))}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
+        pipe = asyncio.subprocess.PIPE
         with (self.folder / f"{log}.log").open("wb") as file:
             return await self.lab.run(
-                host, command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=file, limit=1 << 26
+                host,
+                [sys.executable, "-m", *command],
+                env=environment,
+                stdin=pipe if listens else asyncio.subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=file,
+                limit=1 << 26,
             )
 
-    async def _hear(self, event: dict[str, Any]) -> None:
-        before = len(self.result.ends_s)
-        self.result.hear(event)
-        if self._weather is not None and before < len(self.result.ends_s):
-            await self._weather(self.lab, len(self.result.ends_s))
-        if before < WARM <= len(self.result.ends_s):
-            self._before = await self.lab.stats()
-            if self.lab.network.changes:
-                await self.lab.start_trace()
-                self.result.trace_s = asyncio.get_running_loop().time() / self.bed.slower
-        if before < self.steps <= len(self.result.ends_s):  # what is collected afterwards is no part of a step
-            after, first = await self.lab.stats(), self._before["lines"]
-            self.result.lines = {n: v["bytes"] - first.get(n, {"bytes": 0})["bytes"] for n, v in after["lines"].items()}
-            self.result.cpu_s = after["cpu_s"] - self._before["cpu_s"]
+    def tails(self) -> str:
+        """The last line that each process has written to its log."""
+        logs = [(p.stem, p.read_text(errors="replace").strip().splitlines()) for p in sorted(self.folder.glob("*.log"))]
+        return "".join(f"; {name}: {lines[-1][:200]}" for name, lines in logs if lines)
 
-    # -- baselines
 
-    async def rivals(self) -> None:
-        hosts = self.system.hosts
-        port = random.randrange(20000, 30000)
-        async with asyncio.TaskGroup() as group:
-            for rank, host in enumerate(hosts):
-                order = Order(
-                    system=self.system.name,
-                    rank=rank,
-                    addresses=[self.lab.addresses[h] for h in hosts],
-                    speeds_flops_per_s=[self.bed.speeds_flops_per_s[h] / self.bed.slower for h in hosts],
-                    flops=self.bed.flops,
-                    steps=self.steps,
-                    micro=self.system.micro,
-                    port=port,
-                )
-                if rank and order.system == "hivemind":
-                    order = replace(order, seed=await self._seed)
-                group.create_task(self._rival(host, order))
+@asynccontextmanager
+async def site(bed: Bed, mtu: int) -> AsyncIterator[Site]:
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder:
+        async with Lab(Network.of(bed.scenario).slower(bed.slower), mtu=mtu) as lab:
+            yield Site(bed, lab, Path(folder))
 
-    async def _rival(self, host: str, order: Order) -> None:
-        module = f"benchmarks.rivals.{MODULES[self.system.name]}"
-        process = await self._start(host, [sys.executable, "-m", module, json.dumps(asdict(order))], host)
-        assert process.stdout is not None
-        async for line in process.stdout:
-            event = json.loads(line) if line.startswith(b"{") else {}
-            if "seed" in event:
-                self._seed.set_result(event["seed"])
-            elif "step" in event:
-                await self._hear(event)
-        if await process.wait():
-            raise MeshceeError(f"{self.system.label} failed{_tails(self.folder)}")
 
-    # -- meshcee
+class Meter:
+    """What the network carried, and how busy this machine was, while the counted steps of a run were made."""
 
-    async def meshcee(self) -> None:
-        hosts = self.system.hosts
-        token = await self._peer(hosts[0], ())
-        async with asyncio.TaskGroup() as group:
-            for host in hosts[1:]:
-                group.create_task(self._peer(host, ("--join", token)))
-        command = [sys.executable, "-m", self.system.module, "train", self.system.job, "--join", token, "--json"]
-        process = await self._start(
-            hosts[0],
-            [*command, *self.system.flags],
-            "owner",
-            MESHCEE_HOME=str(self.folder / "owner"),
-            **{"WAN_STEPS": str(self.steps), "WAN_MICRO": str(self.system.micro), **self.system.environment},
-        )
-        assert process.stdout is not None
-        clock = asyncio.get_running_loop().time
-        async for line in process.stdout:
-            event = json.loads(line)
-            if "report" in event:
-                said = event["report"]
-                self.result.limit = str(said.get("limit", ""))
-                await self._hear({"step": said["step"], "at_s": clock(), "loss": said["loss"], "samples": 1})
-            elif "plan" in event:
-                self.result.plan, self.result.names = event["plan"], event["names"]
-                self.result.plans.append((len(self.result.ends_s), event["plan"]))
-            if self.system.endless and len(self.result.ends_s) >= self.steps:
-                return  # it ends with the lab
-        if await process.wait():
-            raise MeshceeError(f"meshcee train failed{_tails(self.folder)}")
+    def __init__(self, lab: Lab, result: Run) -> None:
+        self._lab, self._result = lab, result
+        self._lines: dict[str, Any] = {}
+        self._cpu_s = 0.0
+        self._jiffies = (0, 0)
 
-    async def _peer(self, host: str, flags: Sequence[str]) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "meshcee",
-            "peer",
-            "--json",
-            "--name",
-            host,
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-        ]
-        command += ["--listen", f"{self.lab.addresses[host]}:0"]
-        command += ["--pace-gflops", str(self.bed.speeds_flops_per_s[host] / self.bed.slower / 1e9), *flags]
-        process = await self._start(host, command, host, MESHCEE_HOME=str(self.folder / host))
-        assert process.stdout is not None
-        async for line in process.stdout:
-            event = json.loads(line)
-            if "token" in event:
-                return str(event["token"])
-        raise MeshceeError(f"{host} did not start{_tails(self.folder)}")
+    async def begin(self) -> None:
+        """The warm-up is over; a trace starts."""
+        stats = await self._lab.stats()
+        self._lines, self._cpu_s, self._jiffies = stats["lines"], stats["cpu_s"], _jiffies()
+        if self._lab.network.changes:
+            await self._lab.start_trace()
+            self._result.trace_s = asyncio.get_running_loop().time() / self._result.slower
+
+    async def end(self) -> None:
+        """What follows meets the network as it was first."""
+        stats, before, (total, idle) = await self._lab.stats(), self._lines, _jiffies()
+        carried = {
+            name: line["bytes"] - before.get(name, {"bytes": 0})["bytes"] for name, line in stats["lines"].items()
+        }
+        self._result.lines, self._result.cpu_s = carried, stats["cpu_s"] - self._cpu_s
+        if self._lab.network.changes:
+            await self._lab.reset()
+        passed = total - self._jiffies[0]
+        self._result.busy = 1 - (idle - self._jiffies[1]) / passed if passed else 0.0
+
+
+def _jiffies() -> tuple[int, int]:
+    """Of all cores since the machine started: all, and those in which nothing ran."""
+    counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(counts), counts[3] + counts[4]
+
+
+async def in_turn(
+    bed: Bed,
+    systems: Sequence[System],
+    told: Told,
+    limit_s: float,
+    mtu: int,
+    start: Callable[[Site], Awaitable[Started]],
+    measure: Callable[[Site, Started, System], Awaitable[Run]],
+) -> None:
+    """Rows one after another in processes that are started once. The first that fails, or exceeds the limit, is the last."""
+    system = systems[0]
+    try:
+        async with site(bed, mtu) as place:
+            async with _within(limit_s, place):
+                started = await start(place)
+            for system in systems:
+                async with _within(limit_s, place):
+                    result = await measure(place, started, system)
+                told(system, result)
+    except (MeshceeError, ExceptionGroup) as error:
+        told(system, error)
+
+
+@asynccontextmanager
+async def _within(limit_s: float, place: Site) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise MeshceeError(f"not done in {limit_s:.0f} s{place.tails()}") from error
+
+
+# -- meshcee -----------------------------------------------------------------------------------------------------------
+
+
+async def run(bed: Bed, system: System, steps: int, limit_s: float, mtu: int, *, weather: Weather | None = None) -> Run:
+    """MeshceeError when it fails or takes longer than the limit."""
+    found: list[Run | Exception] = []
+    await run_jobs(bed, [(system, steps)], lambda _, result: found.append(result), limit_s, mtu, weather=weather)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+async def run_jobs(
+    bed: Bed,
+    jobs: Sequence[tuple[System, int]],
+    told: Told,
+    limit_s: float,
+    mtu: int,
+    *,
+    weather: Weather | None = None,
+) -> None:
+    """Rows of meshcee and their steps: one job after another on the same peers, as on any mesh."""
+    steps = {system.label: count for system, count in jobs}
+
+    async def measure(place: Site, token: str, system: System) -> Run:
+        return await _train(place, token, system, steps[system.label], weather)
+
+    systems = [system for system, _ in jobs]
+    await in_turn(bed, systems, told, limit_s, mtu, partial(_peers, hosts=systems[0].hosts), measure)
+
+
+async def _peers(place: Site, hosts: Sequence[str]) -> str:
+    token = await _peer(place, hosts[0], ())
+    async with asyncio.TaskGroup() as group:
+        for host in hosts[1:]:
+            group.create_task(_peer(place, host, ("--join", token)))
+    return token
+
+
+async def _peer(place: Site, host: str, flags: Sequence[str]) -> str:
+    command = ["meshcee", "peer", "--json", "--name", host, "--device", "cpu", "--threads", "1"]
+    command += ["--listen", f"{place.lab.addresses[host]}:0"]
+    command += ["--pace-gflops", str(place.bed.speeds_flops_per_s[host] / place.bed.slower / 1e9), *flags]
+    process = await place.start(host, command, host, MESHCEE_HOME=str(place.folder / host))
+    assert process.stdout is not None
+    async for line in process.stdout:
+        event = json.loads(line)
+        if "token" in event:
+            return str(event["token"])
+    raise MeshceeError(f"{host} did not start{place.tails()}")
+
+
+async def _train(place: Site, token: str, system: System, steps: int, weather: Weather | None) -> Run:
+    result = Run(1, place.bed.slower)
+    meter, clock = Meter(place.lab, result), asyncio.get_running_loop().time
+    process = await place.start(
+        system.hosts[0],
+        [system.module, "train", system.job, "--join", token, "--json", *system.flags],
+        "owner",
+        MESHCEE_HOME=str(place.folder / "owner"),
+        **{"WAN_STEPS": str(steps), "WAN_MICRO": str(system.micro), **system.environment},
+    )
+    assert process.stdout is not None
+    async for line in process.stdout:
+        event = json.loads(line)
+        if "report" in event:
+            said, before = event["report"], len(result.ends_s)
+            result.limit = str(said.get("limit", ""))
+            result.hear({"step": said["step"], "at_s": clock(), "loss": said["loss"], "samples": 1})
+            done = len(result.ends_s)
+            if done == before:
+                continue  # a step that was made again
+            if weather is not None:
+                await weather(place.lab, done)
+            if done == result.warm:
+                await meter.begin()
+            if done == steps:  # what is collected afterwards is no part of a step
+                await meter.end()
+                if system.endless:
+                    return result  # it ends with the lab
+        elif "plan" in event:
+            result.plan, result.names = event["plan"], event["names"]
+            result.plans.append((len(result.ends_s), event["plan"]))
+    if await process.wait():
+        raise MeshceeError(f"meshcee train failed{place.tails()}")
+    return result

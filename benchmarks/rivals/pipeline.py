@@ -6,22 +6,21 @@ of devices, so that the slowest stage is as fast as it can be. The library's sta
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 from benchmarks.rivals.job import build, job, loss
 from benchmarks.rivals.pace import PacedDevice
-from benchmarks.rivals.worker import Order, order, report, samples_of
+from benchmarks.rivals.process_group import process_group
+from benchmarks.rivals.worker import Order, Train, samples_of
 
-__all__ = ["cuts"]
+__all__ = ["SCHEDULES", "cuts", "trainer"]
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zb": ScheduleInterleavedZeroBubble}
 
@@ -87,38 +86,30 @@ class PacedStage(PipelineStage):
         return result
 
 
-def main(order: Order) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lab0"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{order.addresses[0]}:{order.port}",
-        rank=order.rank,
-        world_size=order.world,
-        timeout=timedelta(seconds=120),
-    )
+@contextmanager
+def trainer(order: Order) -> Iterator[Train]:
     chunks = 2 if order.system == "zb" else 1
     layers = cuts(order.flops, order.speeds_flops_per_s, chunks)
     model, device = build(), order.device()
     mine = [i for i in range(len(layers)) if i % order.world == order.rank]
-    stages = []
-    for i in mine:
-        module = nn.Sequential(*(model[k] for k in layers[i]))
-        stage = PacedStage(module, i, len(layers), torch.device("cpu"))
-        stages.append(stage.pace(device, order.micro * sum(order.flops[k] for k in layers[i])))
-    count = job.batch_size // order.micro
-    schedule = SCHEDULES[order.system](stages if chunks > 1 else stages[0], count, loss_fn=loss)
-    optimizer = job.optimizer.build({f"{s.stage_index}.{n}": p for s in stages for n, p in s.submod.named_parameters()})
     first, last = 0 in mine, len(layers) - 1 in mine
-    for step in range(order.steps):
-        x, y = samples_of(step)
-        losses: list[torch.Tensor] = []
-        schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
-        optimizer.step()
-        optimizer.zero_grad()
-        report(step, float(torch.stack(losses).mean()) if last else None, len(y) if last else 0)
-    dist.barrier()  # nobody leaves while another still reads
-    dist.destroy_process_group()
+    with process_group(order):
+        stages = []
+        for i in mine:
+            module = nn.Sequential(*(model[k] for k in layers[i]))
+            stage = PacedStage(module, i, len(layers), torch.device("cpu"))
+            stages.append(stage.pace(device, order.micro * sum(order.flops[k] for k in layers[i])))
+        count = job.batch_size // order.micro
+        schedule = SCHEDULES[order.system](stages if chunks > 1 else stages[0], count, loss_fn=loss)
+        named = {f"{s.stage_index}.{n}": p for s in stages for n, p in s.submod.named_parameters()}
+        optimizer = job.optimizer.build(named)
 
+        def train(step: int) -> tuple[float | None, int]:
+            x, y = samples_of(step)
+            losses: list[torch.Tensor] = []
+            schedule.step(*([x] if first else []), **({"target": y, "losses": losses} if last else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+            return (float(torch.stack(losses).detach().mean()), len(y)) if last else (None, 0)
 
-if __name__ == "__main__":
-    main(order())
+        yield train

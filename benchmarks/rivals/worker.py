@@ -1,15 +1,20 @@
-"""What the workers of all baselines share: what they are told, the samples of a step, and what they report.
+"""A worker of the baselines: trains one row after another as it is told, and reports each step.
 
-The idea: a worker is told everything by one JSON object on its command line, and reports one JSON object a line:
-{"step", "at_s", "loss", "samples"} when its part of a step is done, on the clock that all processes of a machine share.
+The idea: torch takes long to start and a row's steps may be long, so that processes are started once and trained in turn, and
+how many steps a row gets is decided when its first has been seen. One JSON object a line. In: {"order": ...} sets a row up,
+{"go": N} trains N more steps, {"end": true} ends the row, and the end of the input the worker. Out: {"ready": true}, then
+{"step", "at_s", "loss", "samples"} when its part of a step is done, on the clock that all processes of a machine share, and
+{"over": true}.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +26,10 @@ from benchmarks.rivals.pace import PacedDevice
 from meshcee.capture import stack
 from meshcee.sampling import draw
 
-__all__ = ["Order", "order", "report", "samples_of"]
+__all__ = ["Order", "Train", "Trainer", "samples_of", "say", "serve"]
+
+# Trains one step: its mean loss, None where it is not known, and over how many samples.
+Train = Callable[[int], tuple[float | None, int]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,6 @@ class Order:
     addresses: list[str]  # of all ranks, in order
     speeds_flops_per_s: list[float]
     flops: list[float]  # of each layer's F, for one sample
-    steps: int
     micro: int  # samples in a micro-batch
     port: int
     seed: str = ""  # hivemind: where the first peer is
@@ -44,9 +51,7 @@ class Order:
         return PacedDevice(self.speeds_flops_per_s[self.rank])
 
 
-def order() -> Order:
-    torch.set_num_threads(1)
-    return Order(**json.loads(sys.argv[1]))
+Trainer = Callable[[Order], AbstractContextManager[Train]]
 
 
 def samples_of(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -56,6 +61,20 @@ def samples_of(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
     return batch
 
 
-def report(step: int, loss: float | None, samples: int = 0) -> None:
-    """`loss` is the mean over `samples`; None where it is not known."""
-    print(json.dumps({"step": step, "at_s": time.monotonic(), "loss": loss, "samples": samples}), flush=True)
+def say(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def serve(trainers: dict[str, Trainer]) -> None:
+    """Until the input ends."""
+    torch.set_num_threads(1)
+    requests: Iterator[dict[str, Any]] = map(json.loads, sys.stdin)
+    for request in requests:
+        order, steps = Order(**request["order"]), itertools.count()
+        with trainers[order.system](order) as train:
+            say(ready=True)
+            while more := next(requests, {}).get("go", 0):
+                for step in itertools.islice(steps, more):
+                    loss, samples = train(step)
+                    say(step=step, at_s=time.monotonic(), loss=loss, samples=samples)
+        say(over=True)

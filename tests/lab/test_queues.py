@@ -72,6 +72,9 @@ def test_a_trace_changes_the_link_when_it_has_been_started_and_order_is_kept() -
     assert [round(t, 6) for t, _, _ in found] == [11.6, 11.7, 12.7, 14.05]
     found = play(queues, [(20.0, 0, 1, b"." * KB), (20.0, 0, 1, b"!" * KB)])
     assert [round(t, 6) for t, _, _ in found] == [20.55, 20.6]
+    queues.reset()
+    found = play(queues, [(at, 0, 1, b"." * KB) for at in (30.0, 40.0)])
+    assert [round(t, 6) for t, _, _ in found] == [31.1, 41.1]
     late = Queues(Network(plain.hosts, plain.links, (Change(0.2, Link("a", "b", 0.0, 10 * KB)),)))
     late.start_trace(0.0)
     found = play(late, [(0.1, 0, 1, b"1" * KB), (0.3, 0, 1, b"2" * KB)])

@@ -1,7 +1,12 @@
 """The comparison's own arithmetic: cuts, shares, pace, bounds, and what is kept of a run."""
 
+import io
+import json
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +17,9 @@ from benchmarks.rivals.data_parallel import shares
 from benchmarks.rivals.launch import Run
 from benchmarks.rivals.pace import PacedDevice, paced
 from benchmarks.rivals.pipeline import cuts
-from benchmarks.wan import NETWORKS, bed_of, bounds, figures, systems_of, table
+from benchmarks.rivals.rows import counted_steps
+from benchmarks.rivals.worker import Order, serve
+from benchmarks.wan import NETWORKS, bed_of, bounds, figures, is_wanted, systems_of, table
 from meshcee.plan import Member, Pipeline, Plan, Stage
 
 FLOPS = [0.0, *[13e6] * 16, 17e6]
@@ -77,6 +84,9 @@ def test_every_network_has_bounds_and_every_system_a_place(name: str) -> None:
     fits = next(s for label, s in systems.items() if "DDP" in label).hosts
     assert not any("2080" in host for host in fits)
     assert best < 2 * bed.speeds_flops_per_s[fits[0]]
+    pipelines = [s.hosts for label, s in systems.items() if "GPipe" in label]
+    assert set(pipelines) == {fits, tuple(bed.hosts)}
+    assert len(pipelines) == len(set(pipelines))
 
 
 def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
@@ -102,3 +112,41 @@ def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
     assert "| meshcee | 5.00 | 5.00 to 5.00 | 0.50 (0.40) | 1.00 | cloud>edge 50 % busy; 5.00 s before" in drawn
     assert "LOSSES DIFFER by 3.3e-01" in drawn
     assert "| x | - | - | - | - | no |" in drawn
+    assert "CORES" not in drawn
+    data["rows"]["sag / y"] = [{**found, "step_s": 10.0, "cores_busy": 0.9}]
+    data["rows"]["sag / meshcee 16-bit"] = [{**found, "step_s": 4.0}]
+    drawn = table(data)
+    assert "| y | 10.00 | 10.00 to 10.00 | 0.25 (0.20) | 2.00 (2.50) |" in drawn
+    assert "CORES 90 % BUSY" in drawn
+
+
+def test_long_steps_are_few_and_a_trace_is_watched_to_its_end() -> None:
+    assert [counted_steps(s, 0.0) for s in (0.5, 2.5, 5.0, 40.0)] == [6, 5, 3, 2]
+    assert [counted_steps(s, 24.0) for s in (2.0, 5.0, 40.0)] == [12, 5, 2]
+
+
+def test_a_row_is_repeated_until_it_has_been_measured_as_often_as_asked_or_has_failed() -> None:
+    good, bad = {"step_s": 1.0}, {"why": "no"}
+    assert [is_wanted(kept, 1) for kept in ([], [good], [good, good], [bad])] == [True, True, False, False]
+
+
+def test_a_worker_trains_row_after_row_as_many_steps_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story: list[str] = []
+
+    @contextmanager
+    def trainer(order: Order) -> Iterator[Callable[[int], tuple[float | None, int]]]:
+        story.append(f"begin {order.system}")
+        yield lambda step: (float(step), 4)
+        story.append(f"end {order.system}")
+
+    orders = [{"order": asdict(Order(name, 0, ["a"], [1.0], [], 1, 2000))} for name in ("x", "y")]
+    requests = [orders[0], {"go": 1}, {"go": 2}, {"end": True}, orders[1], {"go": 1}, {"end": True}]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(r) + "\n" for r in requests)))
+    threads = torch.get_num_threads()
+    serve({"x": trainer, "y": trainer})
+    torch.set_num_threads(threads)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e.get("step", next(iter(e))) for e in said] == ["ready", 0, 1, 2, "over", "ready", 0, "over"]
+    assert story == ["begin x", "end x", "begin y", "end y"]
