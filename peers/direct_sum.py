@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import re
 import secrets
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed
 
@@ -35,7 +37,7 @@ from peers.messages import need
 from peers.spans import Spans
 from peers.transport.base import Frame
 
-__all__ = ["DirectSum", "host_of"]
+__all__ = ["DirectSum", "host_of", "interface_of"]
 
 distributed: Any = torch.distributed  # of what is used here torch declares no types
 
@@ -170,13 +172,15 @@ class DirectSum:
     def _build(self, store: Any, secret: str) -> Any:
         rank, size = self._group.index(self._peer), len(self._group)
         prefixed, limit = distributed.PrefixStore(secret, store), datetime.timedelta(seconds=TIMEOUT_S)
+        own = _own_address(store.host)
         if self._device.type == "cuda":
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(own)}"  # NCCL would take the first one that it finds
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = limit
             return distributed.ProcessGroupNCCL(prefixed, rank, size, options)
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = limit
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_own_address(store.host))]
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own)]
         return distributed.ProcessGroupGloo(prefixed, rank, size, options)
 
     def _reduce(self, bucket: Bucket, present: Sequence[bool]) -> None:
@@ -190,6 +194,14 @@ def _store(host: str, port: int, leads: bool) -> Any:
     return distributed.TCPStore(
         host, port, None, leads, timeout=datetime.timedelta(seconds=TIMEOUT_S), wait_for_workers=False
     )
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address."""
+    names = [name for name, those in psutil.net_if_addrs().items() if any(a.address == address for a in those)]
+    if not names:
+        raise PeerLostError(f"no interface of this machine has the address {address} any more")
+    return names[0]
 
 
 def _own_address(towards: str) -> str:

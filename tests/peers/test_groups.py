@@ -20,7 +20,7 @@ from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
 from peers.buckets import Bucket, Whole
 from peers.compute import Compute
-from peers.direct_sum import DirectSum, host_of
+from peers.direct_sum import DirectSum, host_of, interface_of
 from peers.links import Links
 from peers.spans import Spans
 from peers.stage import StageRunner
@@ -289,3 +289,6 @@ async def test_a_group_of_a_cuda_device_is_made_and_ended_by_nccl() -> None:
 def test_the_address_where_a_group_meets() -> None:
     assert host_of(["/ip4/127.0.0.1/tcp/1/p2p/x", "/ip6/::1/tcp/1", "/ip4/10.0.0.5/tcp/4/p2p/x"]) == "10.0.0.5"
     assert host_of(["/ip4/127.0.0.1/tcp/1/p2p/x"]) == host_of([]) == "127.0.0.1"
+    assert interface_of("127.0.0.1").startswith("lo")
+    with pytest.raises(PeerLostError, match="no interface of this machine has the address"):
+        interface_of("192.0.2.1")
