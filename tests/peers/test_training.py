@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,22 @@ async def test_windows_and_live_caps_hold() -> None:
     for member, stage in zip(trained.members, trained.plan.pipelines[0].stages):
         assert 1 <= member.max_live <= stage.live_cap
         assert member.max_in_flight <= stage.window
+
+
+async def test_a_stage_with_room_for_one_micro_batch_trains_between_wide_ones() -> None:
+    """Counted by the members; the losses are those of wide windows, as no order of work changes a sum."""
+
+    def narrow(plan: Plan) -> Plan:
+        (pipeline,) = plan.pipelines
+        first, middle, last = pipeline.stages
+        wide = (replace(stage, window=6, live_cap=6) for stage in (first, last))
+        stages = (next(wide), replace(middle, window=1, live_cap=1), next(wide))
+        return replace(plan, pipelines=(replace(pipeline, stages=stages),))
+
+    trained = await train(make_job(steps=3), 3, 2, adapt=narrow)
+    assert trained.members[0].max_live > 1
+    assert trained.members[1].max_live == trained.members[1].max_in_flight == 1
+    assert trained.losses == (await train(make_job(steps=3), 3, 2)).losses
 
 
 @pytest.mark.parametrize("stages", [1, 3])
