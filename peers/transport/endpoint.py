@@ -179,8 +179,9 @@ class Endpoint(ABC):
             stream = welcome
             await self._handlers[stream.purpose](stream)
             await stream.aclose()
-        except StreamClosed as error:
-            log.debug("stream.closed", peer=short(stream.peer_id), purpose=stream.purpose, reason=str(error))
+        except (StreamClosed, TimeoutError) as error:  # whoever opened it is gone, or paused, or cut off
+            why = str(error) or "nothing came in time"
+            log.debug("stream.closed", peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
         except Exception:
             log.exception("stream.handler_failed", peer=short(stream.peer_id), purpose=stream.purpose)
         finally:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
-from peers.transport.base import Frame, StreamClosed
+from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.transport.harness import KEY, SMALL, echo, pair
 from tests.virtual_time import virtual_time
@@ -35,6 +36,25 @@ async def test_latency_and_bandwidth_of_each_direction() -> None:
         await far.send(Frame("back", {}, [bytes(1_000_000)]))
         await near.recv()
         assert now() - start < 0.001
+
+
+@virtual_time
+async def test_a_service_that_waits_in_vain_is_no_error_of_this_peer() -> None:
+    network = MemoryNetwork()
+    async with network.transport("a", KEY) as a, network.transport("b", KEY) as b:
+
+        async def waits(stream: Stream) -> None:
+            async with asyncio.timeout(5.0):
+                await stream.recv()
+
+        b.serve("waits", waits)
+        with capture_logs() as logs:
+            stream = await a.open("b", "waits", ())
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+    assert [(e["event"], e["log_level"], e["reason"]) for e in logs] == [
+        ("stream.closed", "debug", "nothing came in time")
+    ]
 
 
 @virtual_time
