@@ -323,7 +323,8 @@ class Member:
             await self._serve(stream, frame)
         finally:
             self._reserved, self._job = False, None
-            self._forgetting = asyncio.get_running_loop().call_later(self._timeouts.regroup_s, self._forget)
+            if self._forgetting is None:  # an offer that was refused changes nothing
+                self._forgetting = asyncio.get_running_loop().call_later(self._timeouts.regroup_s, self._forget)
             self.session = None
             self._idle.set()
             self.busy_changed.set()
@@ -384,13 +385,14 @@ class Member:
         """What is left here of the last epoch of the same job; anything else is forgotten."""
         if self._forgetting is not None:
             self._forgetting.cancel()
+            self._forgetting = None
         if not offer.resumes or self._held_of != (owner, offer.job):
             self._forget()
         self._held_of = (owner, offer.job)
         return self._held
 
     def _forget(self) -> None:
-        self._held = Held()
+        self._held, self._forgetting = Held(), None
 
     async def _report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""

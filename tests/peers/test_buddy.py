@@ -16,13 +16,14 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
+from benchmarks import virtual_chaos
 from benchmarks.going_back import going_back
 from benchmarks.virtual_chaos import Storm, job_of, quick_planning, stormy
 from benchmarks.virtual_chaos import train as train_under
 from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.eager import eager
-from meshcee.errors import ProtocolError
+from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.plan import Plan
 from peers import messages
 from peers.buddy import Buddy, digests_in, digests_of, layouts_of
@@ -31,6 +32,7 @@ from peers.copies import Copies, Copying, buddies
 from peers.fetch import Fetch
 from peers.kept import Kept
 from peers.link import Link
+from peers.member import Member
 from peers.offer import Offer, Terms
 from peers.owner import Report
 from peers.snapshot import Held
@@ -358,3 +360,25 @@ def test_a_buddy_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_c
     assert len(set(victims)) == 2
     assert from_peers(logged) != []
     assert began_at(logged) == [5]
+
+
+def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: set[Member] = set()
+    prepare = Member._prepare
+
+    async def refuses_one(member: Member, *args: Any) -> Any:
+        if member._held_of != ("", "") and member not in refused:
+            refused.add(member)
+            raise StaleTermError("another coordinator is known")
+        return await prepare(member, *args)
+
+    monkeypatch.setattr(Member, "_prepare", refuses_one)
+    monkeypatch.setattr(virtual_chaos, "TIMES", replace(virtual_chaos.TIMES, regroup_s=3.0))
+    logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
+    assert len(refused) >= 2
+    lost = [k for k, entry in enumerate(logged) if entry["event"] == "the run goes on"]
+    copied = [{len(stage) for stage in e["holders"]} for e in logged[lost[0] :] if e["event"] == "copies"]
+    assert copied
+    assert all(holders == {2} for holders in copied)
