@@ -30,7 +30,7 @@ from sized import SIZED
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
-from meshcee.plan import Member, Stage
+from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.sampling import draw
 from peers import messages
 from peers.compute import Compute
@@ -135,7 +135,7 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
     runner = StageRunner(spec, captured.state, job.optimizer, stages=[(0, blocks)], device=device, split=False)
     stage = Stage(0, blocks, (Member("here", micro_batch),), window=2, live_cap=2)
     order = {name: i for i, name in enumerate(captured.param_order)}
-    place = Place("here", (stage,), (1, 1), job.seed, job.clip_norm, order)
+    place = Place("here", Plan(micro_batch, (Pipeline(num_micro, (stage,)),)), (1, 1), job.seed, job.clip_norm, order)
     inbox, owner = Inbox(limit=4 * num_micro + 16), Owner()
     async with Compute(device) as compute, asyncio.TaskGroup() as group:
         outbox = Outbox(owner)  # type: ignore[arg-type]

@@ -119,6 +119,27 @@ class Plan:
         """Every member, in pipeline and stage order."""
         return tuple(peer for p in self.pipelines for s in p.stages for peer in s.peers)
 
+    def where(self, peer: str) -> tuple[int, int]:
+        """The pipeline and the stage that a member belongs to; PlanError for anybody else."""
+        for i, pipeline in enumerate(self.pipelines):
+            for j, stage in enumerate(pipeline.stages):
+                if peer in stage.peers:
+                    return i, j
+        raise PlanError(f"peer {peer} is not part of the plan")
+
+    def label(self, pipeline: int, stage: int) -> str:
+        """What people read of a stage: its number, behind that of its pipeline where there are several, as in "1.0"."""
+        return str(stage) if len(self.pipelines) == 1 else f"{pipeline}.{stage}"
+
+    def shares_of(self, num_micro: int) -> tuple[tuple[int, int], ...]:
+        """Micro-batches [first, end) of so many that each pipeline walks: one behind the other, in proportion to `num_micro`.
+
+        Of a step these are exactly its own; of an evaluation, which may have fewer, perhaps none.
+        """
+        each = [p.num_micro for p in self.pipelines]
+        ends = [num_micro * sum(each[: i + 1]) // sum(each) for i in range(len(each))]
+        return tuple(zip([0, *ends], ends))
+
     @property
     def codecs(self) -> frozenset[str]:
         """Of all boundaries, but for "none": where this is empty, nothing is rounded on its way."""
@@ -126,9 +147,9 @@ class Plan:
         return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none"}
 
     @property
-    def shares_samples(self) -> bool:
-        """Whether a stage lies on several members: sums then have another order than the plain loop's."""
-        return any(len(s.members) > 1 for p in self.pipelines for s in p.stages)
+    def sums_gradients(self) -> bool:
+        """Whether members add up gradients, in a group or over pipelines: sums then have another order than the plain loop's."""
+        return len(self.pipelines) > 1 or any(len(s.members) > 1 for p in self.pipelines for s in p.stages)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object of `meshcee plan --json`."""

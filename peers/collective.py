@@ -1,4 +1,4 @@
-"""The sum of a group's gradients over the group's own streams, begun while the last W still computes.
+"""The sum of gradients over the members' own streams, in a group or over pipelines, begun while the last W still computes.
 
 The idea: reduce-scatter and gather, as in a ring, but each member sends straight to each. Every member sums one chunk of
 every bucket, in plan order, and sends the same bytes to all; so replicas stay equal bit for bit, the traffic is what a
@@ -40,7 +40,10 @@ class _Arrivals:
 
 
 class GroupSum:
-    """Adds up `parameters[...].grad` over the members of `group`; the same object on each of them."""
+    """Adds up `parameters[...].grad` over the members of `group`; the same object on each of them.
+
+    `number` tells its frames from those of other sums that a member takes part in.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,11 @@ class GroupSum:
         links: Links,
         spans: Spans,
         *,
+        number: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._peer = peer
+        self._number = number
         self._group = tuple(group)
         self._others = tuple(p for p in group if p != peer)
         self.parameters = dict(parameters)
@@ -107,7 +112,7 @@ class GroupSum:
             await self._until(arrived.sums, k)
             chunks = [arrived.sums.pop((k, peer)) for peer in self._group]
             if any(present != chunks[0][0] for present, _ in chunks):
-                raise ProtocolError("the members of a group disagree about which parameters have a gradient")
+                raise ProtocolError("those who add up gradients disagree about which parameters have one")
             numbers = [part for _, part in chunks]
             await self._compute.beside(spread, self.parameters, bucket, chunks[0][0], numbers)
             self._spans.add("sum", -1, start_s, time.perf_counter())
@@ -142,7 +147,7 @@ class GroupSum:
     async def _send(
         self, peer: str, kind: str, walk: int, bucket: int, present: list[bool], numbers: torch.Tensor
     ) -> None:
-        await self._links.send(peer, kind, [numbers], walk=walk, micro=bucket, present=present)
+        await self._links.send(peer, kind, [numbers], walk=walk, micro=bucket, sum=self._number, present=present)
 
 
 def _added(parts: Sequence[Chunk]) -> Chunk:

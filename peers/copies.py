@@ -37,7 +37,8 @@ def chunk_seconds(links: Mapping[tuple[str, str], LinkProfile]) -> dict[tuple[st
 
 
 def buddies(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, str]:
-    """Who keeps the copies of each member that holds its stage alone; a group's members are copies of each other.
+    """Who keeps the copies of each member that holds its blocks alone; members of a group, and pipelines, are copies of each
+    other.
 
     `seconds` is what a chunk takes over each link that was measured, by sender and receiver. A buddy is the one
     with least to keep among those that are near; nobody has one when there is only one member.
@@ -45,18 +46,17 @@ def buddies(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, s
     peers = plan.peers
     load = dict.fromkeys(peers, 0)
     found: dict[str, str] = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            others = [peer for peer in peers if peer not in stage.peers]
-            if len(stage.members) > 1 or not others:
-                continue
-            holder = stage.peers[0]
-            takes = {peer: seconds.get((holder, peer), math.inf) for peer in others}
-            near = [peer for peer in others if takes[peer] <= NEAR * min(takes.values())]
-            after = {peer: (peers.index(peer) - peers.index(holder)) % len(peers) for peer in near}
-            buddy = min(near, key=lambda peer: (load[peer], takes[peer], after[peer]))
-            found[holder] = buddy
-            load[buddy] += 1
+    for stage in plan.pipelines[0].stages if len(plan.pipelines) == 1 else ():
+        others = [peer for peer in peers if peer not in stage.peers]
+        if len(stage.members) > 1 or not others:
+            continue
+        holder = stage.peers[0]
+        takes = {peer: seconds.get((holder, peer), math.inf) for peer in others}
+        near = [peer for peer in others if takes[peer] <= NEAR * min(takes.values())]
+        after = {peer: (peers.index(peer) - peers.index(holder)) % len(peers) for peer in near}
+        buddy = min(near, key=lambda peer: (load[peer], takes[peer], after[peer]))
+        found[holder] = buddy
+        load[buddy] += 1
     return found
 
 
@@ -68,10 +68,15 @@ class _StageCopy:
     optimizer: dict[str, str] = field(default_factory=dict)
     holders: set[str] = field(default_factory=set)
 
+    def clashes(self, weights: Mapping[str, str], optimizer: Mapping[str, str]) -> bool:
+        """Whether it is other bits of what these are too."""
+        own = ((self.weights, weights), (self.optimizer, optimizer))
+        return any(name in mine and mine[name] != digest for mine, theirs in own for name, digest in theirs.items())
+
 
 @dataclass
 class Copied:
-    """The state before a step, of which members hold copies, stage by stage of the plan that made it."""
+    """The state before a step, of which members hold copies, stage by stage of the plan that made it: of all pipelines."""
 
     next_step: int
     stages: tuple[_StageCopy, ...]
@@ -80,6 +85,18 @@ class Copied:
     @property
     def holders(self) -> set[str]:
         return set().union(*(stage.holders for stage in self.stages))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody holds everything; what a stage has lost, one of another pipeline may have."""
+        if all(stage.holders for stage in self.stages):
+            return True
+        here = [(stage.weights.keys(), stage.optimizer.keys()) for stage in self.stages if stage.holders]
+        return all(
+            all(any(name in found[kind] for found in here) for name in names)
+            for stage in self.stages
+            for kind, names in enumerate((stage.weights, stage.optimizer))
+        )
 
     def digests(self, names: Collection[str], trainable: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Of these weights, as far as training changes them, and of what the optimizer keeps for these parameters."""
@@ -112,7 +129,7 @@ class Copies:
         for copied in self._found:
             for stage in copied.stages:
                 stage.holders.difference_update(gone)
-        whole = [c for c in self._found if not c.lost and all(stage.holders for stage in c.stages)]
+        whole = [c for c in self._found if not c.lost and c.is_whole]
         return next((c for c in reversed(whole) if c.next_step <= done), None)
 
     def forget_before(self, step: int) -> None:
@@ -127,8 +144,8 @@ class Copying:
         self._copies = copies
         self._links = {link.peer_id: link for link in links}
         self._buddies = dict(chosen)
-        self._groups = any(len(link.place.group) > 1 for link in links)
-        self._stages = len(links[0].offer.stages)
+        self._replicas = any(link.place.has_replicas for link in links)
+        self._stages = 1 + max(link.place.number for link in links)
         self._making: Copied | None = None
         self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
         self._took_s = self._read_s = 0.0
@@ -138,7 +155,7 @@ class Copying:
 
     def is_due(self, next_step: int) -> bool:
         """Not before the last is whole and its steps are reported: until then the one before it is needed."""
-        if not self._buddies and not self._groups:
+        if not self._buddies and not self._replicas:
             return False  # all have refused
         found = self._copies.newest(next_step)
         known = found is None or found.next_step <= self.reported
@@ -175,9 +192,9 @@ class Copying:
             expected = expected and self._buddies.get(source) == link.peer_id
         if making is None or not expected or need(frame.header, "next_step", int) != making.next_step:
             raise ProtocolError("it told of a copy that nobody asked for")
-        stage = making.stages[self._links[source].offer.index]
+        stage = making.stages[self._links[source].place.number]
         if frame.kind == messages.COPIED:
-            self._copied(link, frame, making.next_step, stage)
+            self._copied(link, frame, making, stage)
         else:
             self._kept(link, frame, source, stage)
         self._awaited.remove((frame.kind, source))
@@ -187,15 +204,18 @@ class Copying:
             self._copies.add(making)
             log.debug("copies", next_step=making.next_step, holders=[sorted(s.holders) for s in making.stages])
 
-    def _copied(self, link: Link, frame: Frame, next_step: int, stage: _StageCopy) -> None:
+    def _copied(self, link: Link, frame: Frame, making: Copied, stage: _StageCopy) -> None:
         weights, optimizer = digests_in(frame, layouts_of(link.offer))
         if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
             raise ProtocolError("it holds another state than the other members of its group")
+        elsewhere = {o.place.number for o in self._links.values() if o.place.pipeline != link.place.pipeline}
+        if any(making.stages[at].clashes(weights, optimizer) for at in elsewhere):
+            raise ProtocolError("it holds another state than the other pipelines")
         stage.weights, stage.optimizer = weights, optimizer
         stage.holders.add(link.peer_id)
         self._took_s = max(self._took_s, _seconds(frame, "took_s"))
         if (buddy := self._buddies.get(link.peer_id)) is not None:
-            header = {"next_step": next_step, "source": link.peer_id, "since": self.since}
+            header = {"next_step": making.next_step, "source": link.peer_id, "since": self.since}
             self._links[buddy].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
             self._awaited.add((messages.KEPT, link.peer_id))
 

@@ -65,9 +65,11 @@ class DirectSum:
         spans: Spans,
         *,
         host: str,
+        number: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._peer = peer
+        self._number = number
         self._group = tuple(group)
         self._others = tuple(p for p in group if p != peer)
         self.parameters = dict(parameters)
@@ -107,7 +109,8 @@ class DirectSum:
             await whole.until(k)
             present = [self.parameters[name].grad is not None for name in bucket.names]
             for peer in self._others:
-                await self._links.put(peer, Frame(messages.WHOLE, {"walk": walk, "micro": k, "present": present}))
+                header = {"walk": walk, "micro": k, "sum": self._number, "present": present}
+                await self._links.put(peer, Frame(messages.WHOLE, header))
             told[k, self._peer] = present
             self._changed.set()
 
@@ -150,7 +153,7 @@ class DirectSum:
         if self._peer == leader:
             secret = secrets.token_hex(16)
             self._store = await self._call(_store, self._host, 0, True)
-            where = {"host": self._host, "port": self._store.port, "secret": secret}
+            where = {"sum": self._number, "host": self._host, "port": self._store.port, "secret": secret}
             for peer in self._others:
                 await self._links.put(peer, Frame(messages.MEET, where))
             await self._until(lambda: len(self._at_store) == len(self._others))
@@ -159,7 +162,7 @@ class DirectSum:
             assert self._meeting is not None
             host, port, secret = self._meeting
             self._store = await self._call(_store, host, port, False)
-            await self._links.put(leader, Frame(messages.MEET))
+            await self._links.put(leader, Frame(messages.MEET, {"sum": self._number}))
         self._process_group = await self._call(self._build, self._store, secret)
 
     async def _call(self, call: Callable[..., T], *args: Any) -> T:

@@ -61,7 +61,7 @@ class Outputs:
 
     async def take(self, walk: Walk, place: Place, frame: Frame) -> bool:
         """What one member of the last stage has of a micro-batch; whether that was the last of it."""
-        micro = walk.new(need(frame.header, "micro", int), place.member)
+        micro = walk.new(place, frame.header)
         parts = walk.parts.setdefault(micro, {})
         parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
         rows = rows_of(place.stage, self._feed.size(walk.spec, micro))

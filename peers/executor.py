@@ -22,6 +22,7 @@ from meshcee.schedule.actions import Kind
 from meshcee.schedule.zero_bubble import StageView, choose
 from peers import messages, tensors
 from peers.buckets import Whole
+from peers.buddy import digests_of
 from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Collect, Inbox, TakeSnapshot
@@ -34,7 +35,7 @@ from peers.settlement import Settlement
 from peers.snapshot import Held
 from peers.spans import Spans
 from peers.stage import StageRunner
-from peers.state_frames import hash_state, state_frames
+from peers.state_frames import digest_of, state_frames
 from peers.transport.base import Frame
 
 __all__ = ["Executor"]
@@ -69,7 +70,7 @@ class Executor:
             place.arriving,
             compute,
             seed=place.seed,
-            stage=place.index,
+            stage=place.number,
             limit_bytes=place.limit_bytes,
             spans=self.spans,
         )
@@ -80,7 +81,7 @@ class Executor:
         self.links = Links(place.epoch)
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
-        self._whole: Whole | None = None  # of the running step, where a group sums
+        self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -113,7 +114,7 @@ class Executor:
         start_s = time.perf_counter()
         self.spans.start(walk.trace)
         runner.begin(walk.step)
-        async with self.settlement.summing(walk) as self._whole:
+        async with self.settlement.summing(walk) as self._wholes:
             await self._walk(walk)
             summed_s = time.perf_counter()
         self._waited(summed_s)
@@ -222,7 +223,7 @@ class Executor:
         """What F receives, and the generator's state or, in the first stage, its seed."""
         place = self._place
         if place.is_first:
-            return (), seed_of(place.seed, walk.step, micro)
+            return (), seed_of(place.seed, walk.step, walk.first + micro)
         size = place.micro_batch
         return self._boundaries.before.join(parts, place.rows(size), place.sources(size))
 
@@ -250,7 +251,7 @@ class Executor:
                 value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
                 raise NonFiniteLossError(
-                    f"the loss of step {walk.step}, micro-batch {micro} is {value}; the step was not applied. "
+                    f"the loss of step {walk.step}, micro-batch {walk.first + micro} is {value}; the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
             if self._place.fused:
@@ -313,11 +314,13 @@ class Executor:
 
         await self._send_partials(walk.walk, micro, await self._timed("w", micro, work))
 
-    def _finishing(self, walk: Step, micro: int) -> contextlib.AbstractContextManager[None]:
-        """Around a W: the last one makes gradients whole, which a group waits for. An emulated device has all at its end."""
-        if self._whole is None or micro + 1 < walk.num_micro or self._compute.pace is not None:
-            return contextlib.nullcontext()
-        return self._whole.hear()
+    def _finishing(self, walk: Step, micro: int) -> contextlib.ExitStack[bool | None]:
+        """Around a W: the last one makes gradients whole, which sums wait for. An emulated device has all at its end."""
+        hearing = contextlib.ExitStack()
+        if micro + 1 == walk.num_micro and self._compute.pace is None:
+            for whole in self._wholes:
+                hearing.enter_context(whole.hear())
+        return hearing
 
     async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
         """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
@@ -374,7 +377,8 @@ class Executor:
         changed = {name: state[name] for name in (*spec.trainable, *spec.mutated)}
         if wanted.state or not wanted.hash:
             return list(state_frames(changed if wanted.state else {}))
-        return [Frame(messages.STATE_END, {"hash": hash_state(changed)})]
+        digests = {name: digest_of(tensor.detach().cpu().contiguous()) for name, tensor in changed.items()}
+        return [Frame(messages.STATE_END, {}, digests_of(digests, {}))]
 
     async def _send_forward(
         self, targets: Sequence[Piece], walk: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]

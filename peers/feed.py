@@ -6,20 +6,20 @@ The idea: every step can be drawn again at any time from (seed, step), so nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from meshcee.capture import Capture, stack
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
-from meshcee.plan import Stage
+from meshcee.plan import Plan, Stage
 from meshcee.sampling import draw
 from peers.hyper import HyperSchedule
 from peers.messages import Step
 from peers.place import rows_of
 
-__all__ = ["Feed", "loss_shares"]
+__all__ = ["Feed", "Portion", "loss_shares"]
 
 
 def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[int, int], Any]) -> list[float]:
@@ -35,6 +35,13 @@ def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[in
     else:
         own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
     return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
+
+
+class Portion(NamedTuple):
+    """What one pipeline walks. `shares[k][m]` is what the loss that member k of its last stage has of micro-batch m counts for."""
+
+    step: Step
+    shares: tuple[tuple[float, ...], ...]
 
 
 class Feed:
@@ -104,12 +111,19 @@ class Feed:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
         return self._capture.inputs_of(self.samples(spec, micro))
 
-    def shares(self, spec: Step, stage: Stage) -> tuple[tuple[float, ...], ...]:
-        """For each member of the last stage, what the loss of its rows of each micro-batch counts for."""
+    def portions(self, spec: Step, plan: Plan) -> tuple[Portion, ...]:
+        """For each pipeline its part of the walk."""
+        found = []
+        for pipeline, (first, end) in zip(plan.pipelines, plan.shares_of(spec.num_micro)):
+            found.append(Portion(spec.part(first, end), self._shares(spec, pipeline.stages[-1], first, end)))
+        return tuple(found)
+
+    def _shares(self, spec: Step, stage: Stage, first: int, end: int) -> tuple[tuple[float, ...], ...]:
+        """For each member of a last stage, what the loss of its rows of each of these micro-batches counts for."""
         if len(stage.members) == 1:
-            return (spec.weights,)
+            return (spec.weights[first:end],)
         columns = []
-        for micro in range(spec.num_micro):
+        for micro in range(first, end):
             rows = rows_of(stage, self.size(spec, micro))
             columns.append([spec.weights[micro] * share for share in self.parts(spec, micro, rows)])
         return tuple(zip(*columns, strict=True))

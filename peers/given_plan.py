@@ -18,6 +18,7 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent
 from peers.coordinator import Planned
+from peers.plan_checks import check_pipelines
 
 __all__ = ["check_plan", "given_plan", "placed", "read_plan"]
 
@@ -65,11 +66,11 @@ def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
         raise PlanError(
             f"the plan has {plan.num_blocks} blocks and the job's model {captured.train.num_blocks}; `meshcee capture` lists them"
         )
-    if len(plan.pipelines) != 1:
-        raise PlanError("this version runs one pipeline; put all devices of the plan in one")
+    check_pipelines(captured.train, plan)
     if plan.global_batch != job.batch_size:
+        count = sum(pipeline.num_micro for pipeline in plan.pipelines)
         raise PlanError(
-            f"the plan makes {plan.pipelines[0].num_micro} micro-batches of {plan.micro_batch} samples and the job has "
+            f"the plan makes {count} micro-batches of {plan.micro_batch} samples and the job has "
             f"batch_size={job.batch_size}; their product must be the batch size"
         )
     if job.micro_batch_size not in (None, plan.micro_batch):

@@ -23,8 +23,8 @@ Key = tuple[int, int]  # (walk, micro)
 
 @dataclass(frozen=True)
 class Collect:
-    """The owner wants the stage's state once everything before it is applied; or only its hash, of a further member of
-    a group; or neither, after an evaluation, but to know that.
+    """The owner wants the stage's state once everything before it is applied; or only digests, of a member whose state
+    another one sends; or neither, after an evaluation, but to know that.
     """
 
     state: bool = True

@@ -114,8 +114,7 @@ class Session:
     def close(self) -> None:
         """Drop the links to the other stages, after the owner has heard the cause."""
         self.done.set()
-        if self._executor.settlement.sum is not None:
-            self._executor.settlement.sum.close()
+        self._executor.settlement.close()
         for outbox in self._executor.links.outboxes.values():
             outbox.stream.abort()
 
@@ -194,7 +193,7 @@ class Session:
         """A neighbour before us in plan order has opened a stream to us: serve it until the session ends."""
         peer, place = stream.peer_id, self._place
         if self._group is None or peer not in place.neighbours or peer in place.links_to:
-            raise ProtocolError(f"peer {peer} has nothing to say to stage {place.index} of this epoch")
+            raise ProtocolError(f"peer {peer} has nothing to say to stage {place.label_of(place.peer)} of this epoch")
         if peer in self._executor.links.outboxes:
             raise ProtocolError(f"peer {peer} is attached already")
         await self._use(peer, stream).put(Frame(messages.ATTACH))
@@ -217,17 +216,17 @@ class Session:
             await self._take(peer, frame)
 
     def _lost(self, peer: str, error: BaseException) -> PeerLostError:
-        lost = PeerLostError(f"stage {self._place.stage_of(peer)} on peer {peer} is gone: {error}")
+        lost = PeerLostError(f"stage {self._place.label_of(peer)} on peer {peer} is gone: {error}")
         lost.add_note(peer)
         return lost
 
     async def _take(self, peer: str, frame: Frame) -> None:
         """One frame from another member: its origin decides what it may be."""
         place, inbox, header = self._place, self._inbox, frame.header
-        if frame.kind in messages.SUMS and self._executor.settlement.sum is not None:
-            self._executor.settlement.sum.take(peer, frame)
+        if frame.kind in messages.SUMS:
+            self._executor.settlement.take(peer, frame)
             return
-        walk, apart = need(header, "walk", int), place.stage_of(peer) - place.index
+        walk, apart = need(header, "walk", int), place.apart(peer)
         if frame.kind == messages.COMMIT and peer == place.above:
             clip = header.get("clip")
             await self._executor.settlement.commit(walk, None if clip is None else need(header, "clip", float))

@@ -26,13 +26,13 @@ Purposes of streams, and the frames on them:
                                         SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
-                                        PART and SUM, or WHOLE and MEET, within a group
+                                        PART and SUM within a group and over pipelines, or WHOLE and MEET within a group
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgpack
@@ -103,6 +103,8 @@ def body_of(payload: Any, what: str) -> dict[str, Any]:
 class Step:
     """What a member must know before it walks a step: how many micro-batches, their weights, this step's options.
 
+    What a pipeline walks begins with micro-batch `first` of the whole; members count its micro-batches from 0.
+
     `walk` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
     `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
     multiplied by (of the member's rows of it, in a group); `hyper` holds the options of each parameter group that the
@@ -116,6 +118,12 @@ class Step:
     forward_only: bool = False
     tail: int | None = None
     trace: bool = False  # members tell what they did when, with their APPLIED
+    first: int = 0
+
+    def part(self, first: int, end: int) -> Step:
+        """What a pipeline walks of it: micro-batches [first, end)."""
+        tail = self.tail if end == self.num_micro else None
+        return replace(self, weights=self.weights[first:end], tail=tail, first=first)
 
     def samples(self, micro: int, micro_batch: int) -> int:
         """Samples of a micro-batch."""
@@ -135,6 +143,7 @@ class Step:
             "hyper": [dict(h) for h in self.hyper],
             "tail": self.tail,
             "trace": self.trace,
+            "first": self.first,
         }
 
     @classmethod
@@ -151,8 +160,8 @@ class Step:
         tail = None if header.get("tail") is None else need(header, "tail", int)
         if tail is not None and tail < 1:
             raise ProtocolError("a micro-batch has at least one sample")
-        walk, step = need(header, "walk", int), need(header, "step", int)
-        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail, need(header, "trace", bool))
+        walk, step, first = need(header, "walk", int), need(header, "step", int), need(header, "first", int)
+        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail, need(header, "trace", bool), first)
 
 
 def error_header(error: BaseException, **more: Any) -> dict[str, Any]:

@@ -19,49 +19,25 @@ from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_
 from meshcee.capture.draws import whole_draws
 from meshcee.codec import codec_of
 from meshcee.config import Limits
-from meshcee.errors import PlanError, ProtocolError, UsageError
+from meshcee.errors import PlanError, ProtocolError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan, Stage
 from peers import messages
 from peers.direct_sum import host_of
 from peers.messages import need
-from peers.place import Place, StageFlops
+from peers.place import Place, StageFlops, Sum
+from peers.plan_checks import check_pipelines
 from peers.recut import Boundaries
 from peers.snapshot import optimizer_layout
 from peers.stage import StageRunner
 from peers.transport.base import Frame
 
-__all__ = ["Offer", "Terms", "check_generators"]
+__all__ = ["Offer", "Terms"]
 
 RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
 MOST_SOURCES = 32  # that a member asks for copies
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
-
-
-def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
-    """Raise PlanError where stages that draw random numbers lie on unlike devices: a CPU's numbers are not a GPU's.
-
-    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere; but not a group on devices
-    of two kinds, as each applies the same gradients by itself and must end with the same weights.
-    """
-    for stage in plan.pipelines[0].stages:
-        if len(found := sorted({kinds[peer] for peer in stage.peers})) > 1:
-            raise PlanError(
-                f"the plan has a group of {' and '.join(found)} devices (blocks {stage.first}..{stage.end - 1}), whose copies of "
-                "the weights would drift apart; make groups of devices of one kind"
-            )
-    drawing = {
-        kinds[peer]: peer
-        for stage in plan.pipelines[0].stages
-        if program.slice(stage.first, stage.end).uses_random
-        for peer in stage.peers
-    }
-    if len(drawing) > 1:
-        raise PlanError(
-            f"the plan draws random numbers (dropout) on {' and '.join(sorted(drawing))} devices, which draw different ones; "
-            "lend devices of one kind, or fewer stages (--stages), or set dropout to 0"
-        )
 
 
 @dataclass(frozen=True)
@@ -176,12 +152,9 @@ class Offer:
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
-        if len(offer.plan.pipelines) != 1:
-            raise UsageError("this version runs one pipeline; upgrade with `pip install -U meshcee`")
+        check_pipelines(offer.train, offer.plan)
         for stage in offer.stages:
             codec_of(stage.codec_out), codec_of(stage.codec_back)
-        if peer_id not in offer.plan.peers:
-            raise PlanError(f"peer {peer_id} is not part of the plan that it was offered")
         offer.check()
         return offer
 
@@ -199,13 +172,18 @@ class Offer:
     def job(self) -> str:
         return self.terms.job
 
+    @cached_property
+    def pipeline(self) -> int:
+        return self.plan.where(self.peer_id)[0]
+
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return self.plan.pipelines[0].stages
+        """Of this member's pipeline."""
+        return self.plan.pipelines[self.pipeline].stages
 
     @cached_property
     def index(self) -> int:
-        return next(i for i, stage in enumerate(self.stages) if self.peer_id in stage.peers)
+        return self.plan.where(self.peer_id)[1]
 
     @property
     def blocks(self) -> str:
@@ -232,6 +210,28 @@ class Offer:
         return {name: tuple(at) for name, at in found.items() if len(at) > 1}
 
     @cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline.
+
+        The same on every member, order included; nothing where every parameter's gradient is whole by itself.
+        """
+        if not self.plan.sums_gradients:
+            return ()
+        holders: dict[str, list[str]] = {}
+        for pipeline in self.plan.pipelines:
+            owned: dict[str, Stage] = {}
+            for stage in pipeline.stages:
+                for name in self.train.slice(stage.first, stage.end).trainable:
+                    owned.setdefault(name, stage)
+            for name, stage in owned.items():
+                holders.setdefault(name, []).extend(stage.peers)
+        found: dict[tuple[str, ...], list[str]] = {}
+        for name, peers in holders.items():
+            if len(peers) > 1:
+                found.setdefault(tuple(peers), []).append(name)
+        return tuple(Sum(k, peers, tuple(names)) for k, (peers, names) in enumerate(found.items()))
+
+    @cached_property
     def place(self) -> Place:
         """This member's place: the earliest holder of a shared parameter sums its gradient and tells the others."""
         me = self.index
@@ -249,7 +249,7 @@ class Offer:
         others = {name: at for name, at in mine.items() if at[0] != me}
         return Place(
             peer=self.peer_id,
-            stages=self.stages,
+            plan=self.plan,
             epoch=self.epoch,
             seed=self.terms.seed,
             clip_norm=self.terms.clip_norm,
@@ -259,9 +259,15 @@ class Offer:
             partial_from=frozenset(partial_from),
             totals_to={peer: tuple(names) for peer, names in totals_to.items()},
             totals_from={name: self._partner(self.peer_id, at[0]) for name, at in others.items()},
+            sums=tuple(one for one in self.sums if self.peer_id in one.peers),
             limit_bytes=self.max_payload_bytes,
-            meeting_host=host_of(self.addresses.get(self.peer_id, ())) if self.terms.direct_sums else None,
+            meeting_host=host_of(self.addresses.get(self.peer_id, ())) if self._sums_directly else None,
         )
+
+    @property
+    def _sums_directly(self) -> bool:
+        """Only inside a group: other pipelines are in other regions, as a rule, where process groups do not reach."""
+        return self.terms.direct_sums and len(self.plan.pipelines) == 1
 
     def _partner(self, peer: str, index: int) -> str:
         """The member of an earlier stage that a later stage's member exchanges shared gradients with."""

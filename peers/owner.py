@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,16 +29,16 @@ from meshcee.plan import Plan
 from peers import messages, tensors
 from peers.evaluation import Outputs, averaged
 from peers.failures import LOST_HERE, Failures, reported
-from peers.feed import Feed
+from peers.feed import Feed, Portion
 from peers.keeping import Keeping
 from peers.kept import Kept
-from peers.link import Link, check_replicas
-from peers.messages import need
+from peers.link import Link, ReplicaReceiver, check_replicas
+from peers.messages import Step, need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
 from peers.pulse import SILENT, beat, unless_silent
 from peers.sharing import check_sharing
-from peers.state_frames import SLOWEST_BYTES_PER_S, ReplicaReceiver, StateReceiver
+from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.trace import Trace
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import CodecNews, Report, Walk
@@ -98,8 +98,8 @@ class Owner:
         self._outputs: Outputs | None = None
         self._walks: dict[int, Walk] = {}
         # What the stages may have begun, and a window on its way; any more would delay a change of plan.
-        ahead = max(stage.live_cap + stage.window for stage in plan.pipelines[0].stages) + 4
-        self._ahead = asyncio.Semaphore(ahead)
+        ahead = [max(stage.live_cap + stage.window for stage in pipeline.stages) + 4 for pipeline in plan.pipelines]
+        self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all walks
         self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)
         self.failures = Failures()
@@ -186,8 +186,8 @@ class Owner:
         raise _EpochFailed
 
     def _describe(self, peer_id: str) -> str:
-        stage = next((i for i, s in enumerate(self.plan.pipelines[0].stages) if peer_id in s.peers), None)
-        return f"{self._names.get(peer_id, '')} ({peer_id}, stage {stage})".strip()
+        stage = f", stage {self.plan.label(*self.plan.where(peer_id))}" if peer_id in self.plan.peers else ""
+        return f"{self._names.get(peer_id, '')} ({peer_id}{stage})".strip()
 
     # -- offering ------------------------------------------------------------------------------------------------------
 
@@ -258,27 +258,37 @@ class Owner:
                 next_step = spec.step + 1
             if self._trace is not None and not spec.forward_only:
                 spec = await self._trace.ask(spec, [link.outbox for link in self._links])
-            shares = await self._in_users_thread(feed.shares, spec, self.plan.pipelines[0].stages[-1])
-            walk = Walk(spec, len(self._links), shares)
+            walk = Walk(spec, len(self._links), await self._in_users_thread(feed.portions, spec, self.plan))
             self._walks[spec.walk] = walk
             await self._order.put(walk)
-            kind = messages.EVALUATE if spec.forward_only else messages.STEP
-            for link in self._links:
-                member = link.place.member if link.place.is_last else 0
-                await link.outbox.put(Frame(kind, replace(spec, weights=shares[member]).header()))
-            for micro in range(spec.num_micro):
-                await self._ahead.acquire()
-                inputs = await self._in_users_thread(feed.inputs, spec, micro)
-                for link in self._links:
-                    names = link.offer.raw_inputs(forward_only=spec.forward_only)
-                    first, end = link.place.rows(feed.size(spec, micro))
-                    if names and first < end:
-                        meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
-                        header = {"walk": spec.walk, "micro": micro, "names": list(names), "tensors": meta}
-                        await link.outbox.put(Frame(messages.INPUT, header, payloads))
+            async with asyncio.TaskGroup() as group:
+                for k, portion in enumerate(walk.portions):
+                    if portion.step.num_micro:  # an evaluation may be too small for all
+                        links = [link for link in self._links if link.place.pipeline == k]
+                        group.create_task(self._feed_pipeline(feed, spec, portion, links, self._ahead[k]))
         if self._keeping is not None:
             await self._keeping.end(next_step)
         await self._order.put(None)
+
+    async def _feed_pipeline(
+        self, feed: Feed, spec: Step, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
+    ) -> None:
+        """One pipeline's micro-batches of a walk, in its own time."""
+        kind = messages.EVALUATE if spec.forward_only else messages.STEP
+        for link in links:
+            member = link.place.member if link.place.is_last else 0
+            await link.outbox.put(Frame(kind, replace(portion.step, weights=portion.shares[member]).header()))
+        for own in range(portion.step.num_micro):
+            await ahead.acquire()
+            micro = portion.step.first + own
+            inputs = await self._in_users_thread(feed.inputs, spec, micro)
+            for link in links:
+                names = link.offer.raw_inputs(forward_only=spec.forward_only)
+                first, end = link.place.rows(feed.size(spec, micro))
+                if names and first < end:
+                    meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
+                    header = {"walk": spec.walk, "micro": own, "names": list(names), "tensors": meta}
+                    await link.outbox.put(Frame(messages.INPUT, header, payloads))
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -332,18 +342,18 @@ class Owner:
             raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
         is_last = link.place.is_last
         if frame.kind == messages.APPLIED:
-            walk.apply(link.peer_id, link.offer.index, header)
+            walk.apply(link.place, header)
             if walk.spec.trace and self._trace is not None:
                 self._trace.hear(link.peer_id, walk.spec.step, frame.payloads)
         elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
-            micro = walk.new(need(header, "micro", int), link.place.member)
+            micro = walk.new(link.place, header)
             walk.losses[micro, link.place.member] = need(header, "loss", float)
             if walk.heard_of(micro):
-                self._ahead.release()
+                self._ahead[link.place.pipeline].release()
         elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
             assert self._outputs is not None
             if await self._outputs.take(walk, link.place, frame):
-                self._ahead.release()
+                self._ahead[link.place.pipeline].release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
         walk.check()
@@ -371,7 +381,7 @@ class Owner:
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
-                limit=walk.limit(self.plan.pipelines[0].stages, self._names),
+                limit=walk.limit(self.plan, self._names),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
                 observed=walk.observed(),
@@ -406,11 +416,11 @@ class Owner:
         snapshots = self._keeping.snapshots if self._keeping is not None else None
         saved = snapshots is not None
         for link in self._links:
-            if not wanted or (saved and len(link.place.group) == 1):
+            if not wanted or (saved and not link.place.has_replicas):
                 link.receiver = StateReceiver({})
             elif saved or not link.leads:
-                link.receiver = ReplicaReceiver()
-            asked = {"state": wanted and not saved and link.leads, "hash": wanted and len(link.place.group) > 1}
+                link.receiver = ReplicaReceiver(link.offer.changed_state)
+            asked = {"state": wanted and not saved and link.leads, "hash": wanted and link.place.has_replicas}
             await link.outbox.put(Frame(messages.COLLECT, asked))
         trained: dict[str, torch.Tensor] = {}
         for link in self._links:

@@ -1,8 +1,8 @@
 """Where a member stands in a plan: its stage, its rows of every micro-batch, and all peers that it talks to.
 
 The idea: who sends what to whom is a function of the plan alone, so both ends of a link derive it by themselves and a
-frame from anybody else is refused. The first member of a stage leads it: votes go up through the leaders, the commit
-comes down.
+frame from anybody else is refused. The first member of a stage leads it: votes go up through the leaders, from the heads
+of further pipelines to that of the first one, and the commit comes down.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import cached_property
 
 import torch
 
-from meshcee.plan import Stage
+from meshcee.plan import Plan, Stage
 from peers import messages
 
-__all__ = ["Piece", "Place", "StageFlops", "rows_of"]
+__all__ = ["Piece", "Place", "StageFlops", "Sum", "rows_of"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class Piece:
     rows: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Sum:
+    """Parameters whose gradients these members add up, in plan order; `number` tells it from the plan's other sums."""
+
+    number: int
+    peers: tuple[str, ...]
+    names: tuple[str, ...]
+
+
 def rows_of(stage: Stage, samples: int) -> tuple[tuple[int, int], ...]:
     """Rows [first, end) of each member, in plan order; a micro-batch that is smaller than usual ends earlier."""
     ends = [sum(m.samples for m in stage.members[: i + 1]) for i in range(len(stage.members))]
@@ -57,13 +66,16 @@ def _common(rows: tuple[int, int], stage: Stage, samples: int) -> tuple[Piece, .
 class Place:
     """One member's place among the stages of its pipeline, and with whom it shares parameters.
 
+    Within a pipeline a parameter may lie on several stages: `partial_to` and what follows say how they become one gradient,
+    that of the first of them. `sums` are those that this member takes part in: over its group, over the pipelines, or both.
+
     `partial_to` maps a shared parameter to the peer of an earlier stage that adds its own use; `partial_from` names the
     (parameter, peer) whose later uses must arrive first; `totals_to` maps a peer to the parameters whose total it
     needs; `totals_from` maps a parameter to the peer that its total comes from.
     """
 
     peer: str
-    stages: tuple[Stage, ...]
+    plan: Plan
     epoch: tuple[int, int]
     seed: int
     clip_norm: float | None
@@ -73,12 +85,27 @@ class Place:
     partial_from: frozenset[tuple[str, str]] = frozenset()
     totals_to: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     totals_from: Mapping[str, str] = field(default_factory=dict)
+    sums: tuple[Sum, ...] = ()
     limit_bytes: int = 1 << 30  # the most that one frame of a neighbour may unfold to
     meeting_host: str | None = None  # our address, when the group sums through a process group; None: over streams
 
     @cached_property
+    def pipeline(self) -> int:
+        return self.plan.where(self.peer)[0]
+
+    @cached_property
     def index(self) -> int:
-        return next(i for i, stage in enumerate(self.stages) if self.peer in stage.peers)
+        return self.plan.where(self.peer)[1]
+
+    @property
+    def number(self) -> int:
+        """Of our stage among those of all pipelines."""
+        return sum(len(p.stages) for p in self.plan.pipelines[: self.pipeline]) + self.index
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Of our pipeline."""
+        return self.plan.pipelines[self.pipeline].stages
 
     @property
     def stage(self) -> Stage:
@@ -121,9 +148,9 @@ class Place:
     def _known(self) -> dict[tuple[int, int], tuple[Piece, ...]]:
         return {}
 
-    @cached_property
+    @property
     def micro_batch(self) -> int:
-        return sum(member.samples for member in self.stage.members)
+        return self.plan.micro_batch
 
     def rows(self, samples: int) -> tuple[int, int]:
         """Our rows of a micro-batch of so many samples."""
@@ -149,27 +176,44 @@ class Place:
     def leader(self) -> str:
         return self.group[0]
 
+    @property
+    def leads(self) -> bool:
+        """Whether our state and our norms count for all that hold the same blocks."""
+        return self.peer == self.leader and not self.pipeline
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other members hold what we hold, bit for bit."""
+        return len(self.group) > 1 or len(self.plan.pipelines) > 1
+
     @cached_property
     def votes(self) -> bool:
-        """Whether the commit waits for word from every member: for its norms, or that its group's sum is done.
+        """Whether the commit waits for word from every member: for its norms, or that its sums are done.
 
         Otherwise the last B of the first stage says enough: every gradient of the step exists, each with its only owner.
         """
-        return self.clip_norm is not None or any(len(stage.members) > 1 for stage in self.stages)
+        return self.clip_norm is not None or self.plan.sums_gradients
 
     @cached_property
     def above(self) -> str | None:
-        """Who hears our vote and tells us of the commit; None at the head of the pipeline."""
+        """Who hears our vote and tells us of the commit; None at the head of the first pipeline."""
         if self.peer != self.leader:
             return self.leader
-        return None if self.is_first else self.stages[self.index - 1].peers[0]
+        if self.is_first:
+            return self._heads[0] if self.pipeline else None
+        return self.stages[self.index - 1].peers[0]
 
     @cached_property
     def below(self) -> tuple[str, ...]:
         """Whose votes we wait for, and whom we tell of the commit."""
         if self.peer != self.leader:
             return ()
-        return (*self.group[1:], *(() if self.is_last else self.stages[self.index + 1].peers[:1]))
+        behind = () if self.is_last else self.stages[self.index + 1].peers[:1]
+        return (*self.group[1:], *behind, *(self._heads[1:] if self.above is None else ()))
+
+    @property
+    def _heads(self) -> tuple[str, ...]:
+        return tuple(pipeline.stages[0].peers[0] for pipeline in self.plan.pipelines)
 
     # -- links -------------------------------------------------------------------------------------------------------
 
@@ -178,16 +222,22 @@ class Place:
         """Every peer that we share a stream with, in plan order."""
         found = {piece.peer for piece in (*self.sources(self.micro_batch), *self.targets(self.micro_batch))}
         found |= {*self.group, *self.below, *self.partial_to.values(), *self.totals_to, *self.totals_from.values()}
-        found |= {peer for _, peer in self.partial_from}
+        found |= {peer for _, peer in self.partial_from} | {peer for one in self.sums for peer in one.peers}
         if self.above is not None:
             found.add(self.above)
-        return tuple(peer for stage in self.stages for peer in stage.peers if peer in found - {self.peer})
+        return tuple(peer for peer in self.plan.peers if peer in found - {self.peer})
 
     @cached_property
     def links_to(self) -> tuple[str, ...]:
         """The neighbours to which we open the stream; those before us in plan order open it to us."""
-        order = [peer for stage in self.stages for peer in stage.peers]
+        order = self.plan.peers
         return tuple(peer for peer in self.neighbours if order.index(peer) > order.index(self.peer))
 
-    def stage_of(self, peer: str) -> int:
-        return next(i for i, stage in enumerate(self.stages) if peer in stage.peers)
+    def label_of(self, peer: str) -> str:
+        """What people read of a member's stage."""
+        return self.plan.label(*self.plan.where(peer))
+
+    def apart(self, peer: str) -> int:
+        """How many stages behind ours a member is, fewer than 0 before it; 0 in another pipeline too."""
+        pipeline, index = self.plan.where(peer)
+        return index - self.index if pipeline == self.pipeline else 0

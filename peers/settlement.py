@@ -1,18 +1,19 @@
-"""The end of a step on one member: the sum over its group, totals of shared parameters, the norm, the commit.
+"""The end of a step on one member: its sums with others, totals of shared parameters, the norm, the commit.
 
-The idea: nothing is applied before every gradient of the step is safe. With one member a stage and no clipping, the
-last B of the first stage is the commit point. Otherwise votes travel up through the leaders of the stages, behind the
-group's sum and with the norms, and the head of the pipeline sends the commit down.
+The idea: nothing is applied before every gradient of the step is safe. With one pipeline, one member a stage and no
+clipping, the last B of the first stage is the commit point. Otherwise votes travel up through the leaders of the stages,
+behind the sums and with the norms, and the head of the first pipeline sends the commit down.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
 
+from meshcee.errors import ProtocolError
 from peers import messages
 from peers.buckets import Whole
 from peers.collective import GroupSum
@@ -20,8 +21,8 @@ from peers.compute import Compute
 from peers.direct_sum import DirectSum
 from peers.inbox import Inbox
 from peers.links import Links
-from peers.messages import Step
-from peers.place import Place
+from peers.messages import Step, need
+from peers.place import Place, Sum
 from peers.spans import Spans
 from peers.stage import StageRunner
 from peers.transport.base import Frame
@@ -48,27 +49,42 @@ class Settlement:
         self._compute = compute
         self._links = links
         self._wait = wait
+        self._spans = spans
         self.norm: float | None = None
-        self.sum: GroupSum | DirectSum | None = None
-        if len(place.group) > 1:
-            parameters = {name: runner.trainable[name] for name in runner.owned}
-            of = place.peer, place.group, parameters
-            if place.meeting_host is None:
-                self.sum = GroupSum(*of, compute, links, spans)
-            else:
-                self.sum = DirectSum(*of, compute.device, links, spans, host=place.meeting_host)
+        self._sums = {one.number: self._sum(one) for one in place.sums}
+
+    def _sum(self, one: Sum) -> GroupSum | DirectSum:
+        place, links, spans = self._place, self._links, self._spans
+        of = place.peer, one.peers, {name: self._runner.trainable[name] for name in one.names}
+        if place.meeting_host is None:
+            return GroupSum(*of, self._compute, links, spans, number=one.number)
+        return DirectSum(*of, self._compute.device, links, spans, host=place.meeting_host, number=one.number)
 
     @asynccontextmanager
-    async def summing(self, walk: Step) -> AsyncIterator[Whole | None]:
-        """Around the F's, B's and W's of a step: meanwhile the group sums what is whole, and all of it before this ends."""
-        if self.sum is None:
-            yield None
+    async def summing(self, walk: Step) -> AsyncIterator[Sequence[Whole]]:
+        """Around the F's, B's and W's of a step: meanwhile members sum what is whole, and all of it before this ends."""
+        if not self._sums:
+            yield ()
             return
-        whole = Whole(self.sum.buckets, self.sum.parameters)
+        wholes = [Whole(one.buckets, one.parameters) for one in self._sums.values()]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.sum.run(walk.walk, whole))
-            yield whole
-            whole.all()
+            for one, whole in zip(self._sums.values(), wholes):
+                group.create_task(one.run(walk.walk, whole))
+            yield wholes
+            for whole in wholes:
+                whole.all()
+
+    def take(self, peer: str, frame: Frame) -> None:
+        """A frame of a sum."""
+        one = self._sums.get(need(frame.header, "sum", int))
+        if one is None:
+            raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r} for a sum that is not ours")
+        one.take(peer, frame)
+
+    def close(self) -> None:
+        """The epoch is over."""
+        for one in self._sums.values():
+            one.close()
 
     async def run(self, walk: Step) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""
@@ -97,7 +113,7 @@ class Settlement:
         """Our norms and those below go up; at the head they make the global norm, and the commit."""
         place, inbox = self._place, self._inbox
         pairs: list[tuple[int, float]] = []
-        if place.clip_norm is not None and place.peer == place.leader:  # all members of a group hold the same sums
+        if place.clip_norm is not None and place.leads:  # all who hold the same blocks have the same sums
             own = await self._compute.run(self._runner.norm_values)
             pairs = [(place.norm_order[name], norm) for name, norm in own if name not in place.totals_from]
         while not set(place.below) <= inbox.norms.get(walk, {}).keys():

@@ -32,16 +32,16 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3, tor
 
 def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
     """Raises PlanError naming the blocks that cannot be shared by samples, or the loss that is no mean of its parts."""
-    stages = plan.pipelines[0].stages
-    widest = max(len(stage.members) for stage in stages)
-    if widest == 1:
-        return
-    samples = widest + 1
-    batch = stack([job.data[i % len(job.data)] for i in range(samples)])
-    tried = [_with_samples(stage, samples) for stage in stages]
-    for program in (captured.train, captured.evaluate):
-        if program is not None:
-            _check_program(job, captured, program, tried, batch, samples)
+    for pipeline in plan.pipelines:
+        widest = max(len(stage.members) for stage in pipeline.stages)
+        if widest == 1:
+            continue
+        samples = widest + 1
+        batch = stack([job.data[i % len(job.data)] for i in range(samples)])
+        tried = [_with_samples(stage, samples) for stage in pipeline.stages]
+        for program in (captured.train, captured.evaluate):
+            if program is not None:
+                _check_program(job, captured, program, tried, batch, samples)
 
 
 def why_not_shared(job: Job, captured: Capture) -> str:

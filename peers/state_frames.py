@@ -29,11 +29,9 @@ __all__ = [
     "GROUP_BYTES",
     "SLACK_BYTES",
     "SLOWEST_BYTES_PER_S",
-    "ReplicaReceiver",
     "StateReceiver",
     "StateSender",
     "digest_of",
-    "hash_state",
     "names_of",
     "state_frames",
 ]
@@ -125,11 +123,6 @@ def names_of(frame: Frame, part: int, known: Set[str]) -> list[str]:
     return names
 
 
-def hash_state(state: Mapping[str, torch.Tensor]) -> str:
-    """What STATE_END says after all of a state."""
-    return _hash({name: digest_of(tensor.detach().cpu().contiguous()) for name, tensor in state.items()})
-
-
 def digest_of(tensor: torch.Tensor) -> str:
     """SHA-256 over type, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)};".encode())
@@ -162,7 +155,7 @@ class StateReceiver:
         self._partial = partial
         self._recipes = recipes
         self._held = held
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.unequal: set[str] = set()
         self._told: dict[str, str] = {}  # digests of what is unequal
@@ -179,7 +172,7 @@ class StateReceiver:
             self._asked = True
             if missing:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
-            self.hash = _hash(self._digests)
+            self.hash = _hash(self.digests)
             if not self.unequal and messages.need(frame.header, "hash", str) != self.hash:
                 raise ProtocolError("the weights that arrived are not those that were sent: their hash differs")
             return True
@@ -211,7 +204,7 @@ class StateReceiver:
         for name, (digest, _) in self.lacking.items():
             if (tensor := find(digest)) is not None:
                 self._keep(name, tensor, digest)
-        self.hash = _hash(self._digests)
+        self.hash = _hash(self.digests)
 
     def _awaited(self, name: object) -> tuple[torch.dtype, tuple[int, ...]]:
         if not isinstance(name, str) or name not in self._expected or name in self.state:
@@ -220,7 +213,7 @@ class StateReceiver:
 
     def _keep(self, name: str, tensor: torch.Tensor, digest: str) -> None:
         self.state[name] = tensor
-        self._digests[name] = digest
+        self.digests[name] = digest
         self.unequal.discard(name)
 
     def _follow(self, data: bytes) -> None:
@@ -251,16 +244,3 @@ class StateReceiver:
                 self._told[name] = digest
             else:
                 self._keep(name, tensor, digest)
-
-
-class ReplicaReceiver(StateReceiver):
-    """Of a further member of a group: only the hash of its state, to be compared with the state that another sent."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def take(self, frame: Frame) -> bool:
-        if frame.kind != messages.STATE_END:
-            raise ProtocolError(f"expected the hash of weights, got a frame of kind {frame.kind!r}")
-        self.hash = messages.need(frame.header, "hash", str)
-        return True

@@ -56,9 +56,7 @@ class Trace:
 
     def begin(self, plan: Plan, names: Mapping[str, str], first_step: int, steps: int) -> None:
         """Of the steps first_step .. steps - 1 a few after the first two, or as many as there are."""
-        labels = [
-            (p, f"stage {i}, {names.get(p, p[-6:])}") for i, s in enumerate(plan.pipelines[0].stages) for p in s.peers
-        ]
+        labels = [(p, f"stage {plan.label(*plan.where(p))}, {names.get(p, p[-6:])}") for p in plan.peers]
         self._peers, self._clocks = labels, {peer: Clock() for peer, _ in labels}
         self._measured.clear()
         self._first = max(first_step, min(first_step + FIRST, steps - COUNT))

@@ -30,8 +30,8 @@ from peers.given_plan import given_plan
 from peers.home import Home, Run
 from peers.job_costs import costs_of, profile
 from peers.kept import Kept
-from peers.offer import check_generators
 from peers.owner import Owner, Report
+from peers.plan_checks import check_generators
 from peers.recovery import Recovery
 from peers.result import Result
 from peers.sharing import why_not_shared
@@ -125,7 +125,7 @@ class Training:
         self._agent = agent
         self._home = home
         self._lent = lent
-        self._job = replace(job, groups=job.groups or (plan is not None and plan.shares_samples))
+        self._job = replace(job, groups=job.groups or (plan is not None and plan.sums_gradients))
         self._captured = captured
         self._stages = stages
         self._given = plan
@@ -416,7 +416,7 @@ class Training:
         return planned._replace(plan=faster) if faster is not None else None
 
     def _rounds_as(self, plan: Plan) -> None:
-        self._shares |= plan.shares_samples
+        self._shares |= plan.sums_gradients
         self._coded |= bool(plan.codecs)
 
     def _compare(self, report: Report) -> None:

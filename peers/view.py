@@ -170,7 +170,7 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("stage", "blocks", "peers", "window", "codec"):
         table.add_column(column)
-    for pipeline in plan.pipelines:
+    for number, pipeline in enumerate(plan.pipelines):
         back = [stage.codec_back for stage in pipeline.stages[1:]]
         codecs = [
             s.codec_out if s.codec_out == b else f"{s.codec_out}, back {b}" for s, b in zip(pipeline.stages, back)
@@ -179,7 +179,7 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
         for i, stage in enumerate(pipeline.stages):
             members = ", ".join(f"{names.get(m.peer, m.peer[-8:])} x{m.samples}" for m in stage.members)
             codec = codecs[i] + (", recomputes" if stage.recompute else "")
-            table.add_row(str(i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
+            table.add_row(plan.label(number, i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
     for left in plan.left_out:
         table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {named(left.why, names)}")
     return table

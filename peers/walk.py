@@ -15,9 +15,11 @@ import structlog
 
 from meshcee.codec import Measured
 from meshcee.errors import ProtocolError, UsageError
-from meshcee.plan import Plan, Stage
+from meshcee.plan import Plan
 from peers import messages
+from peers.feed import Portion
 from peers.messages import Step, need
+from peers.place import Place
 
 __all__ = ["CodecNews", "Report", "Walk"]
 
@@ -45,36 +47,43 @@ class Report:
     limit: str  # what bounds the speed, in words
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction, "0->1" or "1->0"
+    codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
     observed: Observed = Observed()
 
 
 @dataclass
 class Walk:
-    """What has come back of one step or evaluation. `shares[k][m]` is what the loss that member k of the last stage has
-    of micro-batch m counts for.
-    """
+    """What has come back of one step or evaluation, of all its pipelines' portions. Micro-batches count through all of them."""
 
     spec: Step
     members: int
-    shares: Sequence[Sequence[float]]
+    portions: Sequence[Portion]
     losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
     parts: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    codecs: dict[tuple[int, int], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
+    codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def new(self, micro: int, member: int) -> int:
-        """The index of a micro-batch of this walk of which nothing has come back yet from this member."""
+    def __post_init__(self) -> None:
+        # By micro-batch: what the loss of each member of the last stage counts for.
+        self._shares: list[tuple[float, ...]] = [
+            row for portion in self.portions for row in zip(*portion.shares, strict=True)
+        ]
+
+    def new(self, place: Place, header: Mapping[str, Any]) -> int:
+        """The micro-batch that a member of a last stage answers for, of which nothing has come back yet from it."""
+        own, portion = need(header, "micro", int), self.portions[place.pipeline].step
+        micro, member = portion.first + own, place.member
         heard = (micro, member) in self.losses or micro in self.outputs or member in self.parts.get(micro, {})
-        if not 0 <= micro < self.spec.num_micro or heard:
-            raise ProtocolError(f"it answered for micro-batch {micro} of walk {self.spec.walk}, which is not awaited")
+        if not 0 <= own < portion.num_micro or heard:
+            raise ProtocolError(f"it answered for micro-batch {own} of walk {self.spec.walk}, which is not awaited")
         return micro
 
-    def apply(self, peer_id: str, stage: int, header: Mapping[str, Any]) -> None:
+    def apply(self, place: Place, header: Mapping[str, Any]) -> None:
         """A member has applied the step; what it measured is checked."""
-        for kind, target in ((messages.F, stage + 1), (messages.B, stage - 1)):
+        stage, *others = (place.plan.label(place.pipeline, place.index + n) for n in (0, 1, -1))
+        for kind, target in zip((messages.F, messages.B), others):
             measured = need(header, "codecs", dict).get(kind)
             if measured is not None:
                 try:
@@ -90,7 +99,7 @@ class Walk:
             figures += [rate for rate in pair if rate is not None]
         if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
-        self.applied[peer_id] = header
+        self.applied[place.peer] = header
 
     def observed(self) -> Observed:
         """Once it is complete."""
@@ -107,43 +116,43 @@ class Walk:
         return Observed(compute_s, rates)
 
     def heard_of(self, micro: int) -> bool:
-        """Whether every member of the last stage has told its loss of this micro-batch."""
-        return all((micro, k) in self.losses for k in range(len(self.shares)))
+        """Whether every member of its last stage has told its loss of this micro-batch."""
+        return all((micro, k) in self.losses for k in range(len(self._shares[micro])))
 
     def check(self) -> None:
         if self.spec.forward_only:
             done = len(self.outputs) == self.spec.num_micro
         else:
-            done = len(self.losses) == self.spec.num_micro * len(self.shares) and len(self.applied) == self.members
+            done = len(self.losses) == sum(map(len, self._shares)) and len(self.applied) == self.members
         if done:
             self.complete.set()
 
     def loss(self) -> float:
-        return sum(
-            self.losses[m, k] * share[m] for m in range(self.spec.num_micro) for k, share in enumerate(self.shares)
-        )
+        return sum(self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
 
-    def limit(self, stages: Sequence[Stage], names: Mapping[str, str]) -> str:
+    def limit(self, plan: Plan, names: Mapping[str, str]) -> str:
         """What bounded the step: the busiest member, or that none is busy; then links or the window do."""
         found = []
-        for index, stage in enumerate(stages):
-            for peer in stage.peers:
-                seconds = self.applied[peer].get("seconds", {})
-                total = float(seconds.get("total", 0)) or 1.0
-                found.append((1 - float(seconds.get("wait", 0)) / total, index, names.get(peer) or peer[-6:]))
-        busy, index, name = max(found, key=lambda one: one[0])
+        for peer in plan.peers:
+            seconds = self.applied[peer].get("seconds", {})
+            total = float(seconds.get("total", 0)) or 1.0
+            found.append((1 - float(seconds.get("wait", 0)) / total, peer))
+        busy, peer = max(found, key=lambda one: one[0])
+        label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
         if busy >= 0.7:
-            return f"compute of {name} (stage {index}, {busy:.0%} busy)"
-        return f"links: the busiest stage, {index} on {name}, waits {1 - busy:.0%}"
+            return f"compute of {name} (stage {label}, {busy:.0%} busy)"
+        return f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
 
 
 class CodecNews:
     """A guard that has stepped back is told once."""
 
     def __init__(self, plan: Plan) -> None:
-        self._known: dict[tuple[int, int], str] = {}  # (stage, target) -> the codec in use, as last heard
-        for stage, of in enumerate(plan.pipelines[0].stages):
-            self._known |= {(stage, stage + 1): of.codec_out, (stage, stage - 1): of.codec_back}
+        self._known: dict[tuple[str, str], str] = {}  # (stage, target) -> the codec in use, as last heard
+        for i, pipeline in enumerate(plan.pipelines):
+            for j, of in enumerate(pipeline.stages):
+                before, here, behind = (plan.label(i, j + n) for n in (-1, 0, 1))
+                self._known |= {(here, behind): of.codec_out, (here, before): of.codec_back}
 
     def hear(self, walk: Walk) -> None:
         for where, found in walk.codecs.items():

@@ -48,6 +48,7 @@ def remarks(plan: Plan) -> tuple[str, ...]:
         found.append(
             f"some boundaries travel as {used}, which rounds; with --codec none all numbers are the plain loop's"
         )
-    if plan.shares_samples:
-        found.append("groups share samples, so sums have another order than the plain loop's: losses agree to 1e-5")
+    if plan.sums_gradients:
+        who = "pipelines add up their gradients" if len(plan.pipelines) > 1 else "groups share samples"
+        found.append(f"{who}, so sums have another order than the plain loop's: losses agree to 1e-5")
     return tuple(found)

@@ -46,7 +46,7 @@ def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
     """Peer -> bytes when its live cap is reached."""
     return {
         m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
-        + workload.sum_bytes(s.first, s.end, len(s.members))
+        + workload.sum_bytes(s.first, s.end, len(s.members) * len(plan.pipelines))
         for p in plan.pipelines
         for s in p.stages
         for m in s.members

@@ -35,7 +35,7 @@ def page(plan: Plan, cluster: Cluster, workload: Workload, text: str, title: str
 
 def _cluster(plan: Plan, cluster: Cluster) -> str:
     stage_of = {
-        peer: f"{p}.{j}" if len(plan.pipelines) > 1 else str(j)
+        peer: plan.label(p, j)
         for p, pipeline in enumerate(plan.pipelines)
         for j, stage in enumerate(pipeline.stages)
         for peer in stage.peers

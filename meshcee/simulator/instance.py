@@ -5,7 +5,7 @@ The idea: all look-ups (times, paths, codecs, overlaps of samples) happen once, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from meshcee.errors import PlanError
@@ -56,7 +56,7 @@ class Node:
 
 @dataclass
 class Ring:
-    """The holders of a block, who reduce its gradients; or a group, whose `block` is the last one to finish its W."""
+    """The holders of a block, who reduce its gradients; or of several in one piece: `block` is the last to finish its W."""
 
     block: int
     nodes: tuple[int, ...]
@@ -93,9 +93,11 @@ def build(
 
 class _Builder:
     def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, fused: bool, forward_first: bool) -> None:
+        if len(plan.pipelines) > 1 and workload.group_sum == "process group":
+            workload = replace(workload, group_sum="streams")  # as the executor does it
         self.plan, self.cluster, self.workload = plan, cluster, workload
         self.fused, self.forward_first = fused, forward_first
-        self.votes = workload.clips or (plan.shares_samples and workload.group_sum != "ring")
+        self.votes = workload.clips or (plan.sums_gradients and workload.group_sum != "ring")
         self.nodes: list[Node] = []
         self.heads: list[int] = []
         self.line_of: dict[tuple[str, str], int] = {}
@@ -158,9 +160,9 @@ class _Builder:
                 at += member.samples
                 self.nodes.append(self.node(p, j, pipeline, stage, member.peer, member.samples))
             if self.votes:
-                self._lead([n for n, _, _ in now], before[0][0] if before else None)
+                self._lead([n for n, _, _ in now], before[0][0] if before else next(iter(self.heads), None))
             if last is None:
-                self.heads += [n for n, _, _ in (now[:1] if self.votes else now)]
+                self.heads += [n for n, _, _ in now] if not self.votes else [] if self.heads else [now[0][0]]
             else:
                 forward = self.workload.boundary_bytes[last.end - 1]
                 back = self.workload.boundary_back_bytes[last.end - 1]
@@ -172,7 +174,9 @@ class _Builder:
             self._tie(start, first, end, size)
 
     def _lead(self, group: list[int], above: int | None) -> None:
-        """Votes go up through the first member of each stage, and the commit comes down that way."""
+        """Votes go up through the first member of each stage, the heads of further pipelines to the first one's; the commit
+        comes down that way.
+        """
         pairs = [(group[0], n) for n in group[1:]] + ([] if above is None else [(above, group[0])])
         for a, b in pairs:
             down, up = self.edge(a, b, 0.0, "none"), self.edge(b, a, 0.0, "none")
@@ -201,25 +205,22 @@ class _Builder:
             self.nodes[a].gradients += 1
 
     def sums(self) -> list[Ring]:
-        """As the executor does it: a stage's gradients in one piece, once all its members have run their last W."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for n, node in enumerate(self.nodes):
-            groups.setdefault((node.pipeline, node.stage), []).append(n)
+        """As the executor does it: in one piece what the same members hold, once all of them have run their last W."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for block in range(self.plan.num_blocks):
+            holders = tuple(n for n, node in enumerate(self.nodes) if node.first <= block < node.end)
+            groups.setdefault(holders, []).append(block)
         found = []
-        for group in groups.values():
-            count, first = len(group), self.nodes[group[0]].first
-            size = sum(self.workload.gradient_bytes[first : self.nodes[group[0]].end])
+        for group, blocks in groups.items():
+            count, size = len(group), sum(self.workload.gradient_bytes[block] for block in blocks)
             if count < 2 or not size:
                 continue
             share, rounds = self.workload.sum_costs(count)
-            pairs = (
-                [*permutations(group, 2)]
-                if self.workload.group_sum == "streams"
-                else [*zip(group, group[1:] + group[:1])]
-            )
+            streams = self.workload.group_sum == "streams"
+            pairs = [*permutations(group, 2)] if streams else [*zip(group, group[1:] + group[:1])]
             edges = [self.edge(a, b, share * size * count / len(pairs), "none") for a, b in pairs]
             latency_s = rounds * max(e.latency_s for e in edges)
-            found.append(Ring(first, tuple(group), tuple(e.lines for e in edges), latency_s))
+            found.append(Ring(blocks[0], group, tuple(e.lines for e in edges), latency_s))
         return found
 
     def rings(self) -> list[Ring]:

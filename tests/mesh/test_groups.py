@@ -82,3 +82,41 @@ def test_the_run_goes_on_without_a_member_of_a_group_that_is_killed(tmp_path: Pa
             members = [member["peer"] for stage in next(plans)["pipelines"][0]["stages"] for member in stage["members"]]
             assert members == [mesh.ids["peer-0"]]
             assert any(line.startswith('{"report"') for line in process.stdout)
+
+
+@pytest.mark.slow
+def test_two_pipelines_of_processes_train_what_one_process_would(five_peers: Peers, tmp_path: Path) -> None:
+    """One of two stages, and one that is cut elsewhere and has a group."""
+    job = make(steps=4)
+    blocks = capture(job).train.num_blocks
+    rows = [
+        [(0, 1, {"peer-0": MICRO}), (1, blocks, {"peer-1": MICRO})],
+        [(0, blocks - 1, {"peer-2": 1, "peer-3": MICRO - 1}), (blocks - 1, blocks, {"peer-4": MICRO})],
+    ]
+    counts = [job.batch_size // MICRO - 1, 1]
+    pipelines = [
+        {
+            "num_micro": count,
+            "stages": [
+                {
+                    "blocks": [first, end],
+                    "members": [{"peer": peer, "samples": samples} for peer, samples in members.items()],
+                    "window": 3,
+                    "live_cap": 5,
+                }
+                for first, end, members in row
+            ],
+        }
+        for count, row in zip(counts, rows)
+    ]
+    path, out = tmp_path / "plan.json", tmp_path / "out.safetensors"
+    path.write_text(json.dumps({"micro_batch": MICRO, "pipelines": pipelines}))
+    arguments = ("train", str(write_job(tmp_path, steps=4)), "--join", five_peers.token, "--plan", str(path))
+    done = meshcee(*arguments, "--out", str(out), "--json", home=tmp_path, cwd=ROOT)
+    assert done.code == 0, done.err
+    expected = reference(job)
+    losses = [line["report"]["loss"] for line in done.lines if "report" in line]
+    wanted = [sum(map(float, step)) * MICRO / job.batch_size for step in expected.losses]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for name, tensor in safetensors.torch.load_file(out).items():
+        torch.testing.assert_close(tensor, expected.state[name], rtol=1e-4, atol=1e-5, msg=name)

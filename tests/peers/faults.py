@@ -39,7 +39,7 @@ from peers.member import Member
 from peers.owner import Owner, Report
 from peers.stage import StageRunner
 from peers.transport.memory import Impairment, MemoryNetwork
-from tests.peers.mesh_fixture import even_plan, grouped
+from tests.peers.mesh_fixture import beside, even_plan, grouped
 from tests.virtual_time import run
 
 MICRO, MICROS, STEPS, STRUCK = 4, 2, 4, 2  # samples, micro-batches a step, steps, the step that the fault strikes in
@@ -92,6 +92,13 @@ def plan_of(*shares: tuple[int, ...]) -> Plan:
     """Stages on groups of these shares of a micro-batch, members named p0, p1, ... in order."""
     blocks = captured_job().train.num_blocks
     return grouped(even_plan(blocks, len(shares), MICRO * MICROS, MICRO), shares)
+
+
+def beside_plan() -> Plan:
+    """Two pipelines of two stages, cut differently: p0 p1 and p2 p3, with a micro-batch of every step each."""
+    each = (MICRO,)
+    blocks = captured_job().train.num_blocks
+    return beside(plan_of(each), (1, [(1, each), (blocks, each)]), (1, [(blocks - 1, each), (blocks, each)]))
 
 
 ALONE = ((MICRO,), (MICRO,), (MICRO,))

@@ -65,6 +65,26 @@ def grouped(plan: Plan, shares: Sequence[Sequence[int]]) -> Plan:
     return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
 
+def beside(plan: Plan, *rows: tuple[int, Sequence[tuple[int, Sequence[int]]]]) -> Plan:
+    """Pipelines of (micro-batches, stages as (end block, shares of each member)); peers "p0", "p1", ... in order."""
+    names = (f"p{i}" for i in itertools.count())
+    pipelines = []
+    for num_micro, stages in rows:
+        firsts = [0, *(end for end, _ in stages)]
+        built = (
+            Stage(
+                first,
+                end,
+                tuple(PlanMember(next(names), n) for n in samples),
+                window=len(stages) - j + 1,
+                live_cap=len(stages) - j + 3,
+            )
+            for j, (first, (end, samples)) in enumerate(zip(firsts, stages))
+        )
+        pipelines.append(Pipeline(num_micro, tuple(built)))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
 @dataclass
 class Trained:
     """What one run left."""

@@ -20,7 +20,7 @@ from meshcee.errors import PlanError, UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.profile import DeviceProfile
 from peers.agent import Agent
-from peers.offer import check_generators
+from peers.plan_checks import check_generators
 from tests import zoo
 from tests.peers.chain import Chain, split_blocks
 from tests.peers.mesh_fixture import even_plan, grouped
@@ -44,7 +44,7 @@ def test_a_group_of_unlike_devices_is_refused() -> None:
     program = capture(zoo.make("cnn")).train
     plan = grouped(even_plan(program.num_blocks, 2, 8, 2), ((1, 1), (2,)))
     check_generators(program, plan, {"p0": "cuda", "p1": "cuda", "p2": "cpu"})
-    with pytest.raises(PlanError, match="a group of cpu and cuda devices"):
+    with pytest.raises(PlanError, match=r"blocks 0\.\.\d+ on cpu and cuda devices, whose copies"):
         check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
 
 

@@ -11,8 +11,9 @@ import pytest
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
 from peers.given_plan import check_plan, placed, read_plan
-from tests.peers.mesh_fixture import even_plan, grouped
+from tests.peers.mesh_fixture import beside, even_plan, grouped
 from tests.peers.test_groups import mixing_job
+from tests.peers.test_training import make_job
 
 NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}
 PLAN = grouped(even_plan(3, 2, 6, 6), ((4, 2), (6,)))
@@ -52,10 +53,17 @@ def test_a_plan_must_fit_its_job() -> None:
         check_plan(PLAN, replace(job, batch_size=12), captured)
     with pytest.raises(PlanError, match="micro_batch_size 3"):
         check_plan(PLAN, replace(job, micro_batch_size=3), captured)
-    names = iter("abcdef")
-    twice = tuple(
-        replace(p, stages=tuple(replace(s, members=(replace(s.members[0], peer=next(names)),)) for s in p.stages))
-        for p in even_plan(3, 2, 6, 6).pipelines * 2
-    )
-    with pytest.raises(PlanError, match="one pipeline"):
-        check_plan(replace(PLAN, pipelines=twice), job, captured)
+
+
+def test_several_pipelines_divide_the_batch_and_share_no_statistics() -> None:
+    job = mixing_job("", batch_size=12)
+    each = (1, [(1, (6,)), (3, (6,))])
+    plan = beside(PLAN, each, each)
+    check_plan(plan, job, capture(job))
+    with pytest.raises(PlanError, match=r"2 micro-batches of 6 samples .* batch_size=6"):
+        check_plan(plan, replace(job, batch_size=6), capture(job))
+    job = make_job(batch_size=12)
+    captured = capture(job)
+    each = (1, [(captured.train.num_blocks, (6,))])
+    with pytest.raises(PlanError, match=r"several pipelines: its buffer .* holds statistics"):
+        check_plan(beside(PLAN, each, each), job, captured)

@@ -21,15 +21,17 @@ from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Plan
-from meshcee.planner.live import JobCosts
+from meshcee.plan import Plan, Predicted
+from meshcee.planner.live import JobCosts, situation
+from meshcee.simulator import period_s
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace
 from peers.coordinator import PlanRequest
+from peers.given_plan import placed
 from peers.home import Home
 from peers.job_costs import costs_of, sizes_of
 from peers.sharing import why_not_shared
-from peers.training import Result
+from peers.training import Result, question
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests import zoo
@@ -95,11 +97,13 @@ async def train(
     home: Mapping[str, int] | None = None,
     dies: tuple[int, str] = (-1, ""),
     folder: Path | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Result, dict[str, str], float]:
     """What it leaves, the peers' names, and the virtual seconds of a step once the first two are done.
 
     home   peer -> region; None: all in one
     dies   which peer, when the step with this number is told of
+    plan   by names, instead of the coordinator's; then priced by what is known of the mesh
     """
     network = MemoryNetwork(impairment=LINK)
     known = {name: Identity.generate() for name in paces}
@@ -110,8 +114,15 @@ async def train(
         for name, speed in paces.items():
             await here.start(name, identity=known[name], pace=Pace(speed))
         mesh = await here.own("owner", None if folder is None else Home(folder))
-        names, ends_s = mesh.agent.names(), []
-        async for report in mesh.train(job, captured=await asyncio.to_thread(capture, job)):
+        captured, ends_s = await asyncio.to_thread(capture, job), []
+        if plan is not None:
+            request = await question(mesh.agent, job, captured, None)
+            known_of = replace(mesh.agent.measured(), times=request.times)
+            plan = placed(plan, mesh.agent.names())
+            expected_s = period_s(plan, *situation(known_of, request.job))
+            plan = replace(plan, predicted=Predicted(expected_s, job.batch_size / expected_s, 0.0))
+        names = mesh.agent.names()
+        async for report in mesh.train(job, captured=captured, plan=plan):
             ends_s.append(now())
             if report.step == dies[0]:
                 here.crash(dies[1])

@@ -1,0 +1,51 @@
+"""Plans that no mesh can train exactly: refused in words before anything is offered.
+
+The idea: whoever holds the same parameters must end every step with the same bits, and whoever draws random numbers must
+draw those of one machine. Plan, graph and devices tell beforehand where that cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshcee.capture import Program
+from meshcee.errors import PlanError
+from meshcee.plan import Plan
+
+__all__ = ["check_generators", "check_pipelines"]
+
+
+def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
+    """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's.
+
+    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere; but not the same blocks on
+    devices of two kinds, as each applies the same gradients by itself and must end with the same weights.
+    """
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    for stage in stages:
+        alike = [other for other in stages if other.first < stage.end and stage.first < other.end]
+        if len(found := sorted({kinds[peer] for other in alike for peer in other.peers})) > 1:
+            raise PlanError(
+                f"the plan has blocks {stage.first}..{stage.end - 1} on {' and '.join(found)} devices, whose copies of the "
+                "weights would drift apart; give blocks that several devices hold to devices of one kind"
+            )
+    drawing = {
+        kinds[peer]: peer
+        for stage in stages
+        if program.slice(stage.first, stage.end).uses_random
+        for peer in stage.peers
+    }
+    if len(drawing) > 1:
+        raise PlanError(
+            f"the plan draws random numbers (dropout) on {' and '.join(sorted(drawing))} devices, which draw different ones; "
+            "lend devices of one kind, or fewer stages (--stages), or set dropout to 0"
+        )
+
+
+def check_pipelines(program: Program, plan: Plan) -> None:
+    """Raise PlanError where several pipelines would each keep statistics of their own micro-batches."""
+    if len(plan.pipelines) > 1 and (written := program.slice(0, plan.num_blocks).mutated):
+        raise PlanError(
+            f"the model cannot be in several pipelines: its buffer {written[0]!r} holds statistics of all micro-batches in "
+            "their order, and each pipeline would have only its own; put all devices of the plan in one pipeline"
+        )
