@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,10 +24,12 @@ from meshcee.planner.live import JobCosts, Measured, choose, situation
 from meshcee.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.scenario import Scenario
 from meshcee.simulator import period_s
+from meshcee.timing import BlockTimes
 from meshcee.workload import Workload
 from peers import adaptation
 from peers.adaptation import Adaptation, Change
 from peers.coordinator import PlanRequest
+from peers.newcomers import Newcomers
 from peers.owner import Report
 from peers.transport.base import Frame
 from peers.walk import Observed
@@ -65,10 +67,10 @@ def costs() -> JobCosts:
     return JobCosts([block] * (work.LAYERS + 1), work.MICRO * work.MICROS, work.MICRO)
 
 
-def mesh(factor: float, at: float = 0.0) -> Measured:
+def mesh(factor: float, at: float = 0.0, present: Collection[str] = tuple(SPEEDS)) -> Measured:
     """What peers have measured of one another, with this share of the bandwidth between near and far."""
-    devices = {name: DeviceProfile("cpu", "paced", 1 << 33, speed) for name, speed in SPEEDS.items()}
-    return Measured(devices, {pair: link_of(pair, factor, at) for pair in itertools.permutations(SPEEDS, 2)}, {}, {})
+    devices = {name: DeviceProfile("cpu", "paced", 1 << 33, SPEEDS[name]) for name in present}
+    return Measured(devices, {pair: link_of(pair, factor, at) for pair in itertools.permutations(present, 2)}, {}, {})
 
 
 def link_of(pair: tuple[str, str], factor: float, at: float) -> LinkProfile:
@@ -101,8 +103,9 @@ class Planner:
         self._found: dict[Any, tuple[Choice, Cluster, Workload]] = {}
 
     def choose(self, mesh: Measured, job: JobCosts, stages: int | None = None) -> tuple[Choice, Cluster, Workload]:
-        key = tuple(
-            (pair, round(math.log2(link.bandwidth_bytes_per_s), 1)) for pair, link in sorted(mesh.links.items())
+        key = (
+            tuple(mesh.devices),
+            *((pair, round(math.log2(link.bandwidth_bytes_per_s), 1)) for pair, link in sorted(mesh.links.items())),
         )
         if key not in self._found:
             self._found[key] = choose(mesh, job, stages)
@@ -117,9 +120,9 @@ def step_s(plan: Plan, factor: float) -> float:
     return period_s(plan, *situation(mesh(factor), costs()))
 
 
-def fresh(factor: float) -> Plan:
-    """The plan of a run that starts under this network."""
-    return PLANNER.choose(mesh(factor), costs())[0].best
+def fresh(factor: float, present: Collection[str] = tuple(SPEEDS)) -> Plan:
+    """The plan of a run that starts under this network, with these devices."""
+    return PLANNER.choose(mesh(factor, present=present), costs())[0].best
 
 
 @dataclass
@@ -132,6 +135,7 @@ class Played:
     changes: list[int] = field(default_factory=list)
     searches: int = 0
     sounded: int = 0  # times that a peer was asked to probe a link
+    profiled: int = 0  # times that devices which had come were asked for a profile
 
     @property
     def total_s(self) -> float:
@@ -149,10 +153,11 @@ class _Mesh:
     def __init__(self, played: Played) -> None:
         self.now_s = 0.0
         self.factor = 1.0
-        self._known = dict(mesh(1.0).links)
+        self.present = set(SPEEDS)
+        self._known = dict(mesh(played.factors[0]).links)
         self._asked: list[tuple[str, str]] = []
         self._played = played
-        self.transport = self
+        self.transport = self.directory = self
 
     def clock(self) -> float:
         return 1e9 + self.now_s
@@ -166,11 +171,26 @@ class _Mesh:
     def addresses_of(self, peers: Collection[str]) -> dict[str, tuple[str, ...]]:
         return dict.fromkeys(peers, ())
 
+    @property
+    def peers(self) -> Mapping[str, DeviceProfile]:
+        return mesh(1.0, present=sorted(self.present)).devices
+
+    def devices(self, free: Collection[str]) -> Mapping[str, DeviceProfile]:
+        return self.peers
+
     def links(self, free: Collection[str]) -> Mapping[tuple[str, str], LinkProfile]:
-        return self._known
+        return {pair: link for pair, link in self._known.items() if self.present.issuperset(pair)}
 
     def measured(self, free: Collection[str]) -> Measured:
-        return Measured(mesh(1.0).devices, self._known, {}, {})
+        return Measured(self.peers, self.links(free), {}, {})
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work)
+
+    async def profiles(self) -> dict[str, BlockTimes]:
+        """Nobody answers: devices deliver here what they claim."""
+        self._played.profiled += 1
+        return {}
 
     async def open(self, source: str, purpose: str, addresses: Sequence[str]) -> Any:
         async def send(frame: Frame) -> None:
@@ -196,15 +216,25 @@ class _Mesh:
 
 
 async def rehearse(
-    factors: Sequence[float], *, steps: int = 1000, leftover: float = 1.0, search_s: float = 0.0
+    factors: Sequence[float],
+    *,
+    steps: int = 1000,
+    leftover: float = 1.0,
+    search_s: float = 0.0,
+    comes: tuple[str, int] | None = None,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
-    showed this share of what they have; a search takes its owner so many seconds."""
+    showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
+    it joins."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played)
-    plan, begins = fresh(factors[0]), 0
+    here.present -= {comes[0]} if comes is not None else set()
+    plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
-    adapter = Adaptation(cast(Any, here), PlanRequest(costs()), plan, changes)
+    newcomers = Newcomers(cast(Any, here), here.profiles, {})
+    adapter = Adaptation(
+        cast(Any, here), PlanRequest(costs()), plan, changes, newcomers, check=lambda plan, kinds: None
+    )
     here.now_s += CHANGE_S
 
     def search(*asked: Any) -> tuple[Choice, Cluster, Workload]:
@@ -219,10 +249,13 @@ async def rehearse(
                 plan, following = following, None
                 played.changes.append(step)
                 here.now_s += CHANGE_S
+            if comes is not None and step == comes[1]:
+                here.present.add(comes[0])
             seconds = step_s(plan, here.factor)
             played.plans.append(plan)
             played.steps_s.append(seconds)
             here.pass_by(seconds)
+            await asyncio.sleep(0)
             if leftover < 1:
                 here.probe(leftover)
             if following is None:

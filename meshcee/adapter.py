@@ -122,6 +122,7 @@ class Decision:
     gain: float  # present step over the new one's, as priced; 1 when nothing changes
     moving_s: float
     step_s: tuple[float, ...]
+    before: int = 0  # which of these it is decided in
 
 
 Price = Callable[[Plan], float]  # a plan's period now; infinite when it cannot run
@@ -173,6 +174,7 @@ class Adapter:
             self._periods[before] / self._periods[after],
             self._moving_s[before][after],
             tuple(self._periods),
+            before,
         )
 
 

@@ -1,8 +1,9 @@
 """A running job's own figures, and what they make it do: the adapter's rule on a live mesh.
 
 The idea: every step tells, for free, how long its members computed and how fast its large frames crossed each link. What
-has shifted for several steps on end is put in the place of what the plan was made from; plans are searched and priced
-under that, by the same code as the first one, and the work function (meshcee/adapter.py) says when to go over.
+has shifted for several steps on end is put in the place of what the plan was made from, and devices that have come meanwhile
+are put beside it; plans are searched and priced under that, by the same code as the first one, and the work function
+(meshcee/adapter.py) says when to go over.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import structlog
 
@@ -23,6 +26,7 @@ from meshcee.profile import LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
+from peers.newcomers import Newcomers
 from peers.senses import HELD, Pair, Senses
 from peers.sounding import sound
 from peers.view import named
@@ -39,6 +43,7 @@ MOST_SOUNDED = 6  # links at a time
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
 RUNNERS_UP = 2  # kept of each search
+SHOWN = 5  # alternatives, best first, in a line of the log
 
 
 @dataclass
@@ -57,12 +62,22 @@ class Change:
 class Adaptation:
     """One job's: make it when its plan begins, call `hear` with every step, `moved` when another plan begins.
 
-    What it changes is written to `changes`.
+    What it changes is written to `changes`. `check` raises PlanError for a plan that cannot run on such kinds of devices.
     """
 
-    def __init__(self, agent: Agent, request: PlanRequest, plan: Plan, changes: list[Change]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        request: PlanRequest,
+        plan: Plan,
+        changes: list[Change],
+        newcomers: Newcomers,
+        check: Callable[[Plan, Mapping[str, str]], None],
+    ) -> None:
         self._agent = agent
         self._changes = changes
+        self._newcomers = newcomers
+        self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses({pair: link.bandwidth_bytes_per_s for pair, link in agent.links(plan.peers).items()})
         self._plan = plan
@@ -74,6 +89,7 @@ class Adaptation:
         self._probed_at: dict[Pair, float] = {}  # of the last figure that was heard, by the clock of records
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
         self._cause: list[str] = []  # of the last search
+        self._vetoed: Plan | None = None  # would pay, but not before the job ends
         self._begin()
 
     def _begin(self) -> None:
@@ -106,15 +122,33 @@ class Adaptation:
         except MeshceeError as error:  # the job runs; a mesh that cannot be judged is no reason to end it
             log.warning("no other plan was looked for", error=str(error))
             return None
-        if decision is None or left_s * (1 - 1 / decision.gain) <= decision.moving_s:
+        if decision is None:
             return None
-        names = self._agent.names()
-        cause = tuple(named(text, names) for text in self._cause)
-        level, priced = decision.level.name.lower(), len(decision.step_s)
-        self._changes.append(Change(report.step, cause, level, priced, decision.gain, recent_s))
-        gain, takes_s = round(decision.gain, 2), round(decision.moving_s, 1)
-        log.warning("the plan changes", cause=cause, level=level, gain=gain, takes_s=takes_s, alternatives=priced - 1)
+        if left_s * (1 - 1 / decision.gain) <= decision.moving_s:
+            if decision.plan is not self._vetoed:
+                self._vetoed = decision.plan
+                log.info("the plan stays: the job ends before a change would pay", **self._told(decision))
+            return None
+        told = self._told(decision)
+        self._changes.append(
+            Change(report.step, told["cause"], told["level"], len(decision.step_s), decision.gain, recent_s)
+        )
+        log.warning("the plan changes", **told)
         return decision.plan
+
+    def _told(self, decision: Decision) -> dict[str, Any]:
+        """Of a decision, for the log: its cause, what it gains, and what a step takes now and would under other plans."""
+        names = self._agent.names()
+        others = sorted(seconds for p, seconds in enumerate(decision.step_s) if p != decision.before)
+        return {
+            "cause": tuple(named(text, names) for text in self._cause),
+            "level": decision.level.name.lower(),
+            "gain": round(decision.gain, 2),
+            "takes_s": round(decision.moving_s, 1),
+            "step_s": round(decision.step_s[decision.before], 3),
+            "alternatives": len(others),
+            "alternatives_s": [round(seconds, 3) for seconds in others[:SHOWN]],
+        }
 
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed, steps = report.observed, 1
@@ -131,12 +165,14 @@ class Adaptation:
             self._probed_at |= {p: k.measured_at for p, k in fresh.items()}
             told += self._senses.probed({p: k.bandwidth_bytes_per_s for p, k in fresh.items()})
         if told:
-            self._shifts += told
             self._shifted_at = self._agent.clock()
             steps += LATE
+        told += self._newcomers.look(self._plan.peers)
+        self._shifts += told
         pays = self._changing_s < CHANGE_SHARE * left_s
         searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s
-        if searches or (told and self._adapter is not None):
+        looks = searches or (bool(told) and self._adapter is not None)
+        if looks:
             self._cause = list(self._shifts)
             mesh = self._measured()
             began_s = self._agent.monotonic()
@@ -148,7 +184,11 @@ class Adaptation:
         if self._adapter is None:
             return None
         decision = self._adapter.observe(steps)
-        return decision if decision.plan is not self._plan else None
+        if decision.plan is not self._plan:
+            return decision
+        if looks:
+            log.info("the plan stays", **self._told(decision))
+        return None
 
     def _place(self, mesh: Measured) -> None:
         cluster, _ = situation(mesh, self._request.job)
@@ -183,7 +223,7 @@ class Adaptation:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""
         mesh = self._agent.measured(self._plan.peers)
         slow = self._senses.slow
-        times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._request.times.items() if p in mesh.devices}
+        times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._newcomers.times.items() if p in mesh.devices}
         return replace(mesh, links=self._links(mesh), times=times)
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
@@ -222,8 +262,10 @@ class Adaptation:
 
         def price(plan: Plan) -> float:
             try:
-                return period_s(plan, cluster, workload)
-            except PlanError:  # a peer of it has gone
+                seconds = period_s(plan, cluster, workload)
+                self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
+                return seconds
+            except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
                 return math.inf
 
         if self._adapter is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -168,6 +168,13 @@ class Agent:
             for task in self._tasks:
                 task.cancel()
             await self._group.__aexit__(kind, error, trace)
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this until it is done, cancelled, or the agent ends."""
+        task = self._group.create_task(work)
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+        return task
 
     async def _announce(self) -> None:
         if self.options.observes:

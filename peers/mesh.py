@@ -18,13 +18,14 @@ from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent
+from peers.asking import ask_plan, question
 from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.given_plan import given_plan
 from peers.home import Home
 from peers.owner import Report
 from peers.trace import Trace
-from peers.training import REPLANS, Result, Training, ask_plan, next_incarnation, own, question
+from peers.training import REPLANS, Result, Training, next_incarnation, own
 
 __all__ = ["Mesh", "Result"]
 

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,27 +20,29 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.timing import BlockTimes
 from peers.adaptation import Adaptation
 from peers.agent import Agent
+from peers.asking import ask_plan, question
 from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore
-from peers.coordinator import Planned, PlanRequest, request_plan
+from peers.coordinator import Planned, PlanRequest
 from peers.copies import Copied, Copies, buddies, chunk_seconds
 from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
-from peers.job_costs import costs_of, profile
+from peers.job_costs import profile
 from peers.kept import Kept
+from peers.newcomers import Newcomers
 from peers.owner import Owner, Report
 from peers.plan_checks import check_generators
 from peers.recovery import Recovery
 from peers.result import Result
-from peers.sharing import why_not_shared
 from peers.trace import Trace
 from peers.turn import Turn
 from peers.view import report_json
 
-__all__ = ["REPLANS", "Result", "Training", "ask_plan", "next_incarnation", "own", "question"]
+__all__ = ["REPLANS", "Result", "Training", "next_incarnation", "own"]
 
 log = structlog.get_logger()
 
@@ -47,25 +50,6 @@ REPLANS = 3  # when the coordinator changes between planning and offering
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
-
-
-async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
-    """The coordinator's plan, whose peers are all known here."""
-    planned = await request_plan(agent, request)
-    await agent.wait_for_peers(planned.plan.peers)
-    return planned
-
-
-async def question(
-    agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
-) -> PlanRequest:
-    """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
-    await agent.see_the_mesh(lent)
-    costs = await asyncio.to_thread(costs_of, job, captured)
-    if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
-        log.warning("no stage will be shared by a group", why=why)
-        costs = replace(costs, groups=False)
-    return PlanRequest(costs, await profile(agent, job, captured, costs), stages, lent)
 
 
 def own(
@@ -148,6 +132,7 @@ class Training:
         self._request: PlanRequest
         self._stopping = False
         self._adaptation: Adaptation | None = None
+        self._newcomers: Newcomers | None = None
         self._next: Planned | None = None  # to go over to at the next step's end
 
     def stop(self) -> bool:
@@ -178,6 +163,8 @@ class Training:
             raise
         finally:
             self._owner = None
+            if self._newcomers is not None:
+                self._newcomers.close()
             await self._turn.end()
         await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
 
@@ -247,6 +234,13 @@ class Training:
                 plan, term, self.result.notes = await self._plan(captured)
             else:
                 plan, term, self.result.notes = await self._go_on_without(lost, plan)
+
+    async def _profile(self) -> Mapping[str, BlockTimes]:
+        """Of the job's blocks on the devices that are idle now; whoever was asked before remembers."""
+        assert self._captured is not None
+        found = await profile(self._agent, self._job, self._captured, self._request.job)
+        self._request = replace(self._request, times={**self._request.times, **found})
+        return found
 
     async def _first_plan(self, captured: Capture) -> Planned:
         """Once it is this job's turn."""
@@ -332,7 +326,9 @@ class Training:
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
         elif self._adaptation is None or not self._adaptation.moved(plan):
-            self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes)
+            new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
+            check = partial(check_generators, captured.train)
+            self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
         async def hear(report: Report) -> None:
             await self._hear(report, Planned(plan, term, self.result.notes), epoch)

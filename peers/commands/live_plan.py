@@ -16,12 +16,12 @@ from meshcee.plan import Plan
 from meshcee.planner.live import choose, situation
 from meshcee.profile import Cluster
 from meshcee.workload import Workload
+from peers.asking import question
 from peers.assemble import JoinOptions, join
 from peers.commands.session import configure_logging, run_async
 from peers.coordinator import request_plan
 from peers.home import Home
 from peers.jobfile import load_job
-from peers.training import question
 
 __all__ = ["LivePlan", "plan_live"]
 

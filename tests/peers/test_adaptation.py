@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
-from benchmarks.rehearsal import POOR, flaps, fresh, hindsight_s, rehearse, step_s
+from benchmarks.rehearsal import POOR, SPEEDS, flaps, fresh, hindsight_s, rehearse, step_s
 from meshcee.adapter import Level
 from meshcee.capture import capture
 from meshcee.eager import eager
@@ -170,6 +171,29 @@ async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every:
     assert played.total_s <= 1.25 * hindsight_s(factors, [fresh(1.0), fresh(POOR)])
 
 
+async def test_a_device_that_joins_is_profiled_and_taken_in_where_it_pays() -> None:
+    alone = sorted(SPEEDS.keys() - {"far"})
+    with capture_logs() as logged:
+        played = await rehearse([1.0] * 60, comes=("far", 10))
+    assert played.plans[9].peers == fresh(1.0, alone).peers
+    assert step_s(fresh(1.0, alone), 1.0) > 1.5 * step_s(fresh(1.0), 1.0), "there is something to gain"
+    assert within(played.plans, 1.0) >= 0.95
+    assert (len(played.changes), played.profiled) == (1, 1)
+    (change,) = [entry for entry in logged if entry["event"] == "the plan changes"]
+    assert change["cause"] == ("far has joined",)
+    assert change["alternatives_s"][0] < change["step_s"]
+    (since,) = [entry for entry in logged if entry["event"] == "since the plan changed"]
+    assert since["gain"] > 1.5
+
+
+async def test_a_device_that_is_no_help_is_told_of_and_left_out() -> None:
+    with capture_logs() as logged:
+        played = await rehearse([POOR] * 40, comes=("far", 10))
+    assert (played.changes, played.searches, played.profiled) == ([], 1, 1)
+    (stays,) = [entry for entry in logged if entry["event"] == "the plan stays"]
+    assert stays["cause"] == ("far has joined",)
+
+
 STEPS, MICRO = 60, 8
 WELL, SAGGED = 1e8, 1e6  # bytes per second
 
@@ -243,6 +267,28 @@ async def test_a_link_that_sags_is_planned_around_and_no_number_changes(tmp_path
     assert change.gain > 1.5
     assert change.after_s is not None
     assert change.after_s < change.before_s
+    losses, model = eager(wide_job(), STEPS, MICRO)
+    assert result.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(result.state_dict[name], tensor), name
+
+
+@pytest.mark.slow
+async def test_a_peer_that_joins_a_running_job_is_given_blocks_and_no_number_changes(tmp_path: Path) -> None:
+    options = JoinOptions(pace=Pace(4e8))
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.001, bandwidth_bytes_per_s=WELL))
+    async with InProcess(options, network, timeouts=QUICK) as here, asyncio.TaskGroup() as group:
+        for i in range(2):
+            await here.start(f"p{i}")
+        mesh = await here.own("owner", Home(tmp_path))
+        job = wide_job()
+        async for report in mesh.train(job, captured=capture(job)):
+            if report.step == 3:
+                group.create_task(here.start("late"))
+        result, late = mesh.result, here.agents["late"].peer_id
+    assert result.plan is not None
+    assert late in result.plan.peers
+    assert result.changes[0].cause == ("late has joined",)
     losses, model = eager(wide_job(), STEPS, MICRO)
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
