@@ -1,23 +1,28 @@
 """What befell other systems' elections and directories, told again here: each says which line keeps it from happening.
 
-The stories are from bug reports (exo #2197, #2059; parallax #166; hivemind #246). Every test was seen to fail with its line gone.
+The stories are from bug reports (exo #2197, #2059; parallax #166; hivemind #246). The last test takes the lines away, one by one,
+and each story ends badly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
+from dht.election import Election, Elector
 from dht.records import LeaseRecord, PeerRecord
+from dht.roster import Roster
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import Terms
 from meshcee.errors import StaleTermError
 from tests.dht.test_directory import TIMES, Peer, names, now, shared
 from tests.dht.world import CONFIRM_S, EVERY_S, REPLACED_S, World, quiet_world
+from tests.mutation import breaks, changed
 from tests.virtual_time import virtual_time
 
 
@@ -180,3 +185,75 @@ async def test_ghosts_who_leaves_and_rejoins_many_times_is_one_peer() -> None:
             await names(here, "a", "w")
             await asyncio.sleep(2 * TIMES.record_ttl_s)
             assert len(here.peers) == 2
+
+
+STALE = "return {p: h.record for p, h in self._heard.items() if h.silent_s(mono_s) < limit_s}"
+GIVES_WAY = "before_us = other.term > claim.term and (other.confirmed or other.counter > claim.counter)"
+SEEDS = [(seed,) for seed in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("story", "arguments", "function", "line", "instead"),
+    [
+        (
+            test_wedge_a_holder_restarts_at_once_without_its_terms,
+            SEEDS,
+            Election._looked,
+            "(*others.values(), *([own] if own else []))",
+            "others.values()",
+        ),
+        (test_wedge_a_claimant_dies_before_it_confirms, SEEDS, Roster.absorb, STALE, STALE.partition(" if")[0] + "}"),
+        (
+            test_flap_a_claim_is_seen_after_the_election,
+            [()],
+            Election._defend,
+            GIVES_WAY,
+            "before_us = other.term > claim.term",
+        ),
+        (
+            test_split_two_halves_lead_themselves_and_one_of_them_gives_way,
+            SEEDS,
+            Election._defend,
+            GIVES_WAY,
+            "before_us = False",
+        ),
+        (
+            test_split_what_the_old_coordinator_planned_is_refused,
+            [()],
+            Elector.accept,
+            "if term < self.accepted:",
+            "if False:",
+        ),
+        (
+            test_storm_a_hundred_lose_their_coordinator,
+            SEEDS,
+            Election._follow,
+            "any(not c.confirmed for c in others.values())",
+            "False",
+        ),
+        (
+            test_storm_comings_and_goings_are_no_reason_to_elect,
+            SEEDS,
+            Election._follow,
+            "best is not None or",
+            "",
+        ),
+        (
+            test_ghosts_who_leaves_and_rejoins_many_times_is_one_peer,
+            [()],
+            Roster.absorb,
+            STALE,
+            STALE.partition(" if")[0] + "}",
+        ),
+    ],
+    ids=lambda value: value.__name__.removeprefix("test_") if hasattr(value, "__name__") else "",
+)
+def test_without_its_line_a_story_ends_badly(
+    story: Callable[..., None],
+    arguments: list[tuple[int, ...]],
+    function: Callable[..., object],
+    line: str,
+    instead: str,
+) -> None:
+    with changed(function, line, instead):
+        assert any(breaks(partial(story, *one)) for one in arguments)
