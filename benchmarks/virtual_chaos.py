@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -306,17 +306,21 @@ class Storm:
         self.here.network.impair(other, one, how)
 
     def _partition(self, last_s: float) -> str:
-        """Network and store: each side goes on by itself."""
         names = [*self.lending, "owner"]
         other = self.chance.sample(names, self.chance.randrange(1, len(names)))
+        self.part(other)
+        asyncio.get_running_loop().call_later(last_s, self.heal)
+        return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
+
+    def part(self, other: Collection[str]) -> None:
+        """Network and store: these and the rest each go on by themselves."""
+        names = [*self.lending, "owner"]
         sides = [[self.here.agents[n].peer_id for n in names if (n in other) == side] for side in (False, True)]
         self.here.network.partition(*sides)
         self._apart = SharedMemory(now)
         self._apart.merge(self.here.memory)
         for name in other:
             self.here.stores[name].shared = self._apart
-        asyncio.get_running_loop().call_later(last_s, self.heal)
-        return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
 
     def heal(self) -> None:
         """The network is whole again, and whoever was apart meets what the others have written."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import virtual_chaos
+from benchmarks.virtual_chaos import quick_planning, stormy
 from meshcee.errors import PlanError
 from meshcee.job import Job
 from peers.home import Home
@@ -17,6 +19,7 @@ from peers.mesh import Mesh
 from peers.owner import Report
 from tests.peers.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of
 from tests.peers.test_training import Pairs
+from tests.virtual_time import virtual_time
 
 
 class Gated(Pairs):
@@ -30,6 +33,40 @@ class Gated(Pairs):
     def __getitem__(self, i: int) -> tuple[int, int]:
         assert self.gate.wait(30)
         return super().__getitem__(i)
+
+
+@virtual_time
+async def test_who_waits_begins_when_the_owner_before_it_has_died(tmp_path: Path) -> None:
+    """It says no last word: its records end, and its members give it up."""
+    jobs = [replace(virtual_chaos.job_of(), name=name) for name in ("first", "second")]
+    told: list[Report] = []
+    waited: list[str] = []
+    running, dying = asyncio.Event(), asyncio.Event()
+
+    def hear(report: Report) -> None:
+        (running if report.step < 3 else dying).set()
+
+    with quick_planning():
+        async with stormy(0, tmp_path) as storm, asyncio.TaskGroup() as group, asyncio.timeout(600):
+            other = Mesh(await storm.here.start("other", lends=False), group, Home(tmp_path / "other"))
+            first = group.create_task(virtual_chaos.train(storm, hear, jobs[0]))
+            await running.wait()
+
+            async def wait_and_own() -> None:
+                training = other.train(jobs[1], captured=virtual_chaos.captured_job(), stages=3, on_wait=waited.append)
+                async for report in training:
+                    told.append(report)
+
+            second = group.create_task(wait_and_own())
+            await dying.wait()
+            assert len(waited) == 1
+            storm.here.crash("owner")
+            first.cancel()
+            began_s = virtual_chaos.now()
+            await second
+    assert waited[0].startswith("waiting: 'first' of owner")
+    assert [report.loss for report in told] == virtual_chaos.expected()[0]
+    assert virtual_chaos.now() - began_s < 300
 
 
 async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None:
