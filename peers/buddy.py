@@ -16,6 +16,7 @@ import msgpack
 
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
+from meshcee.planner.memory import OWN_COPIES
 from meshcee.tensor_files import Layout
 from peers import messages
 from peers.fetch import DIGEST_BYTES, Fetch, Shape
@@ -27,7 +28,6 @@ from peers.transport.base import Frame, Stream, Transport
 
 __all__ = ["Buddy", "digests_in", "digests_of", "layouts_of"]
 
-OWN_COPIES = 4  # of its stage that a member may hold: the last, the new one, those that the owner and the buddy read
 MOST_WAITING = 256
 
 

@@ -20,6 +20,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.planner.live import has_room_for_copies
 from meshcee.timing import BlockTimes
 from peers.adaptation import Adaptation
 from peers.agent import Agent
@@ -338,6 +339,8 @@ class Training:
             measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
+        devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
+        roomy = await asyncio.to_thread(has_room_for_copies, plan, devices, self._request.job)
         self._owner = own(
             self._agent,
             self._job,
@@ -353,7 +356,7 @@ class Training:
                 self._cadence,
                 len(self.result.losses),
                 holders,
-                self._copies,
+                self._copies if roomy else None,
                 buddies(plan, chunk_seconds(self._agent.links(plan.peers))),
             ),
         )

@@ -14,7 +14,7 @@ from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.planner.codecs import BETWEEN_REGIONS, with_codec
 from meshcee.planner.job import Choice, Runs, plans
-from meshcee.planner.memory import STATE_FACTOR
+from meshcee.planner.memory import COPIES, STATE_FACTOR, shortages
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.search import Effort
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
@@ -26,10 +26,12 @@ from meshcee.workload import KindTimes, Workload
 __all__ = [
     "DEFAULT_LINK",
     "EFFORT",
+    "NO_ROOM",
     "RUNS",
     "JobCosts",
     "Measured",
     "choose",
+    "has_room_for_copies",
     "plan_job",
     "situation",
     "workload_of",
@@ -41,6 +43,7 @@ __all__ = [
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
+NO_ROOM = "the peers' memory has no room for copies of the state beside the stages: after a loss the job goes back to a checkpoint"
 STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies of the state may take 5 %, probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 BACKWARD = 1.0  # B and W each cost as many operations as F
@@ -81,8 +84,12 @@ class Measured:
     hints: Mapping[str, str]  # regions, as people said
 
 
-def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
-    """The cluster and the workload; `cluster.notes` says what was set aside or filled in."""
+def situation(mesh: Measured, job: JobCosts, *, copies: bool = False) -> tuple[Cluster, Workload]:
+    """The cluster and the workload; `cluster.notes` says what was set aside or filled in.
+
+    With `copies`, what members keep of one another's stages counts as state. It lies where the stage lies unless that is a
+    GPU, and how much the machine around a GPU has nobody knows: so only where all devices are processors.
+    """
     if not job.blocks:
         raise PlanError("the job has no blocks; capture it first")
     if not mesh.devices:
@@ -113,6 +120,8 @@ def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
     work = workload_of(
         devices, kinds, job.blocks, job.batch_size, job.micro_batch, times=known, element_bytes=job.element_bytes
     )
+    if copies and all(device.kind == "cpu" for device in mesh.devices.values()):
+        work = replace(work, state_bytes=tuple(round((1 + COPIES) * size) for size in work.state_bytes))
     return cluster, replace(
         work,
         message_bytes=job.message_bytes,
@@ -126,8 +135,26 @@ def situation(mesh: Measured, job: JobCosts) -> tuple[Cluster, Workload]:
 def choose(
     mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
 ) -> tuple[Choice, Cluster, Workload]:
-    """The best plans that the members can run, and what they were made from."""
-    cluster, workload = situation(mesh, job)
+    """The best plans that the members can run, and what they were made from: with room for copies of the state, if any has."""
+    try:
+        return _choose(mesh, job, stages, effort, copies=True)
+    except PlanError:
+        found = _choose(mesh, job, stages, effort, copies=False)
+        found[1].notes.append(NO_ROOM)
+        return found
+
+
+def has_room_for_copies(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts) -> bool:
+    """Whether the members of this plan can keep copies of their own and of others' stages beside what they compute with."""
+    members = {peer: devices[peer] for peer in plan.peers}
+    cluster, workload = situation(Measured(members, {}, {}, {}), job, copies=True)
+    return not shortages(plan, cluster, workload)
+
+
+def _choose(
+    mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None, *, copies: bool
+) -> tuple[Choice, Cluster, Workload]:
+    cluster, workload = situation(mesh, job, copies=copies)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
     if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}

@@ -13,9 +13,24 @@ from meshcee.plan import Plan
 from meshcee.profile import BlockCost, Cluster
 from meshcee.workload import Workload
 
-__all__ = ["STATE_FACTOR", "Shortage", "activation_bytes", "needs", "shortages", "stage_bytes", "state_bytes"]
+__all__ = [
+    "COPIES",
+    "OTHERS_COPIES",
+    "OWN_COPIES",
+    "STATE_FACTOR",
+    "Shortage",
+    "activation_bytes",
+    "needs",
+    "shortages",
+    "stage_bytes",
+    "state_bytes",
+]
 
 STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
+OWN_COPIES = 3  # of its stage that a member may hold: the last, one that the owner reads, one that the buddy reads
+OTHERS_COPIES = 2  # of another one's: the last, and the one in the making
+COPY_SHARE = 0.75  # of a stage's state: not its gradients
+COPIES = COPY_SHARE * (OWN_COPIES + OTHERS_COPIES)  # times its own state, where stages are about equal
 
 
 def state_bytes(costs: Sequence[BlockCost]) -> int:

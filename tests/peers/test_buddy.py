@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgpack
 import pytest
@@ -324,6 +325,13 @@ def test_a_dead_stage_comes_back_from_its_buddy(tmp_path: Path, stage: int) -> N
     (base,) = began_at(logged)
     assert base >= 6
     assert from_peers(logged) == [base]
+
+
+def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> None:
+    with mock.patch("peers.training.has_room_for_copies", return_value=False):
+        logged = told(tmp_path, 5, lambda storm: storm.kill(storm.members()[1]))
+    assert not [entry for entry in logged if entry["event"] == "copies"]
+    assert began_at(logged) == [5]
 
 
 def test_holder_and_buddy_die_at_once_and_the_disk_is_what_is_left(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.plan import Plan
 from meshcee.planner.explain import explain
+from meshcee.planner.live import NO_ROOM, Measured, choose, has_room_for_copies, plan_job, situation
 from meshcee.planner.live import JobCosts as Costs
-from meshcee.planner.live import Measured, choose, plan_job, situation
 from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
@@ -115,6 +115,25 @@ def test_stages_that_do_not_fit_are_refused_with_the_missing_bytes() -> None:
     assert len(plan(measured(small)).pipelines[0].stages) > 1
     with pytest.raises(PlanError, match="no plan of exactly 1 stages fits"):
         plan(measured(small), stages=1)
+
+
+def test_plans_leave_room_for_copies_of_the_state_where_they_can() -> None:
+    """The state of all blocks takes 32 MB; with three copies of a stage and two of another one beside it 152."""
+
+    def planned(kind: str, memory_bytes: int) -> tuple[Plan, list[str], bool]:
+        devices = {p: replace(d, kind=kind, memory_bytes=memory_bytes) for p, d in DEVICES.items()}
+        found, notes = plan_job(measured(devices, dict.fromkeys(LINKS, LinkProfile(1.0, 1e5))), JOB, None, QUICK)
+        return found, notes, has_room_for_copies(found, devices, JOB)
+
+    roomy, notes, room = planned("cpu", 60 * 10**6)
+    assert (len(roomy.peers) >= 3, room) == (True, True)
+    assert NO_ROOM not in notes
+    tight, notes, room = planned("cpu", 25 * 10**6)
+    assert (len(tight.peers) < len(roomy.peers), room) == (True, False)
+    assert NO_ROOM in notes
+    gpus, notes, room = planned("cuda", 60 * 10**6)
+    assert (len(gpus.peers) < len(roomy.peers), room) == (True, True), "their copies lie elsewhere"
+    assert NO_ROOM not in notes
 
 
 def test_one_device_is_a_mesh() -> None:
