@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import virtual_chaos
 from benchmarks.virtual_chaos import watched_frames
+from peers.compute import Pace
 from peers.transport.memory import Impairment
 from tests.peers.faults import (
     ALONE,
@@ -91,3 +94,21 @@ def test_a_member_that_is_fed_slowly_is_not_taken_for_a_silent_one(tmp_path: Pat
         told, took_s = run(fed())
     assert took_s > 2 * TIMES.silent_s
     assert sorted(told.losses[0]) == [0]
+
+
+@pytest.mark.slow
+def test_a_device_that_computes_for_longer_than_silence_may_last_is_slow_and_not_dead(tmp_path: Path) -> None:
+    activations = virtual_chaos.Activations()
+    told_s: list[float] = []
+
+    async def story() -> str:
+        async with virtual_chaos.stormy(0, tmp_path) as storm:
+            slow = await storm.here.start("slow", pace=Pace(virtual_chaos.PACE.speed_flops_per_s / 400))
+            peers = [storm.here.agents["p0"].peer_id, slow.peer_id, storm.here.agents["p1"].peer_id]
+            plan = even_plan(virtual_chaos.captured_job().train.num_blocks, 3, 8, virtual_chaos.MICRO, peers=peers)
+            return await virtual_chaos.train(storm, lambda report: told_s.append(virtual_chaos.now()), plan=plan)
+
+    with quiet(), virtual_chaos.quick_planning(), activations.watched():
+        assert run(story()) == "equal"
+    assert min(b - a for a, b in pairwise(told_s)) > 3 * virtual_chaos.TIMES.silent_s
+    assert len(activations.plans) == 1

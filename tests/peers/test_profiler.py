@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from itertools import permutations
+from typing import Any, cast
 
 import pytest
 
+from meshcee.config import Timeouts
+from meshcee.profile import LinkProfile
 from peers import messages
+from peers.agent import PROBE_SHARE
+from peers.assemble import InProcess, JoinOptions
 from peers.compute import Compute, Pace
 from peers.profiler import measure_device, probe_link, serve_probe
 from peers.transport.base import Frame, Transport
@@ -79,3 +84,28 @@ async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
         assert (await measure_device(compute)).speed_flops_per_s == 1000.0
         assert compute.pace is not None
         assert compute.pace.seconds(800.0) == 1.0
+
+
+@virtual_time
+async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_s, idle_s = 1.5, 900.0
+    probed: list[tuple[str, str]] = []
+
+    async def probe(transport: Transport, target: str, *rest: Any, **more: Any) -> LinkProfile:
+        probed.append((transport.peer_id, target))
+        await asyncio.sleep(probe_s)
+        return LinkProfile(0.01, 1e7, now())
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.agent.probe_link", probe)
+    async with InProcess(JoinOptions(), timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        peers = {(await here.start(name)).peer_id for name in "abc"}
+        await asyncio.sleep(30)
+        assert set(probed) == set(permutations(peers, 2))
+        first = len(probed)
+        await asyncio.sleep(idle_s)
+    for peer in peers:
+        again = sum(source == peer for source, _ in probed[first:])
+        assert 5 < again <= PROBE_SHARE * idle_s / probe_s + 1
