@@ -3,7 +3,7 @@
     python -m benchmarks.adapter [--testbeds cee-small three-cities] [--json FILE]
 
 One link of a testbed changes its bandwidth over 400 steps, in eleven ways. Every strategy pays the simulated period of its plan
-in each step, and for every change the time to move blocks plus four steps. Figures are total time over the optimum's, which
+in each step, and for every change the time to move blocks plus two steps. Figures are total time over the optimum's, which
 knows the future.
 """
 
