@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from meshcee.job import Job, Optimizer
 from tests.zoo import class_loss, flat_cross_entropy
 
-__all__ = ["SIZED"]
+__all__ = ["LARGE", "SIZED"]
 
 MICRO_BATCHES = 4
 
 
-def _job(name: str, model: torch.nn.Module, loss: Any, data: list[tuple[Any, Any]], micro_batch: int) -> Job:
+def _job(
+    name: str, model: torch.nn.Module, loss: Any, data: list[tuple[Any, Any]], micro_batch: int, precision: str = "fp32"
+) -> Job:
     return Job(
         model=model,
         loss=loss,
@@ -32,6 +34,7 @@ def _job(name: str, model: torch.nn.Module, loss: Any, data: list[tuple[Any, Any
         micro_batch_size=micro_batch,
         steps=1000,
         clip_norm=1.0,
+        precision=precision,
         name=name,
     )
 
@@ -44,12 +47,24 @@ def gpt2() -> Job:
     """4 layers, width 256, 64 tokens; dropout as the configuration has it."""
     import transformers as hf
 
-    torch.manual_seed(0)
     sizes = {"n_positions": 64, "n_embd": 256, "n_layer": 4, "n_head": 4}
-    config = hf.GPT2Config(vocab_size=2048, bos_token_id=0, eos_token_id=0, **sizes)
-    rows = torch.randint(0, 2048, (64, 65))
+    return _gpt2("gpt2", hf.GPT2Config(vocab_size=2048, bos_token_id=0, eos_token_id=0, **sizes), 2)
+
+
+def gpt2_medium() -> Job:
+    """24 layers, width 1024, 512 tokens, in bf16: for a GPU."""
+    import transformers as hf
+
+    return _gpt2("gpt2-medium", hf.GPT2Config(n_positions=512, n_embd=1024, n_layer=24, n_head=16), 8, "bf16")
+
+
+def _gpt2(name: str, config: Any, micro_batch: int, precision: str = "fp32") -> Job:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    rows = torch.randint(0, config.vocab_size, (64, config.n_positions + 1))
     data = [(row[:-1], row[1:]) for row in rows]
-    return _job("gpt2", hf.GPT2LMHeadModel(config), flat_cross_entropy, data, 2)
+    return _job(name, hf.GPT2LMHeadModel(config), flat_cross_entropy, data, micro_batch, precision)
 
 
 def vit() -> Job:
@@ -73,3 +88,4 @@ def resnet() -> Job:
 
 
 SIZED: dict[str, Callable[[], Job]] = {"gpt2": gpt2, "vit": vit, "resnet": resnet}
+LARGE: dict[str, Callable[[], Job]] = {"gpt2-medium": gpt2_medium}

@@ -101,7 +101,7 @@ class Trained:
 
 @asynccontextmanager
 async def members(
-    network: MemoryNetwork, count: int, limits: Limits, device: str = "cpu"
+    network: MemoryNetwork, count: int, limits: Limits, device: str = "cpu", memory_bytes: int = 1 << 30
 ) -> AsyncIterator[list[Member]]:
     async with AsyncExitStack() as stack:
         found = []
@@ -112,7 +112,7 @@ async def members(
                 Member(
                     transport,
                     compute,
-                    memory_bytes=1 << 30,
+                    memory_bytes=memory_bytes,
                     timeouts=Timeouts(),
                     limits=limits,
                     accept=lambda owner, term: None,
@@ -133,6 +133,7 @@ async def train(
     device: str = "cpu",
     captured: Capture | None = None,
     keep: Callable[[Plan], Kept] = lambda plan: Kept(),
+    memory_bytes: int = 1 << 30,
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
     network = network or MemoryNetwork()
@@ -146,7 +147,8 @@ async def train(
         if after_step is not None and report.step == after_step[0]:
             after_step[1]()
 
-    async with members(network, len(plan.peers), limits, device) as found, network.transport("owner") as transport:
+    count = len(plan.peers)
+    async with members(network, count, limits, device, memory_bytes) as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
             job,
