@@ -228,6 +228,16 @@ def test_tight_memory_makes_stages_recompute_but_never_the_last() -> None:
     assert choice.best.predicted.step_s == pytest.approx(period_s(choice.best, cluster, workload))
 
 
+def test_a_stage_too_small_for_a_wide_window_gets_a_narrow_one() -> None:
+    heavy = replace(JOB, blocks=[replace(c, activation_bytes=4 * 10**7) for c in COSTS], micro_batch=1)
+    room = {p: replace(d, memory_bytes=10**8 if p == "a" else 10**11) for p, d in DEVICES.items()}
+    choice, cluster, workload = choose(measured(room), heavy, 5, QUICK)
+    stages = {stage.peers[0]: stage for stage in choice.best.pipelines[0].stages}
+    assert stages["a"].window <= stages["a"].live_cap == 2  # a block's state, and two micro-batches of 40 MB
+    assert max(stage.window for stage in stages.values()) > 2
+    assert not shortages(choice.best, cluster, workload)
+
+
 def test_a_job_that_recomputes_does_so_everywhere_but_in_the_last_stage() -> None:
     stages = plan(measured(), replace(JOB, recompute=True), 3).pipelines[0].stages
     assert [s.recompute for s in stages] == [True, True, False]
