@@ -233,7 +233,7 @@ class Storm:
 
     async def strike(self, kind: str) -> None:
         """One blow. Whatever it breaks for a while is whole again after `last_s`; two peers or more stay, and until the
-        first plan as many as the job asks for."""
+        first plan the owner can reach as many as the job asks for."""
         what = await self._strike(kind)
         self.done.append(f"{now() - 1000:.2f} s: {what}")
 
@@ -308,6 +308,9 @@ class Storm:
     def _partition(self, last_s: float) -> str:
         names = [*self.lending, "owner"]
         other = self.chance.sample(names, self.chance.randrange(1, len(names)))
+        beside_owner = [n for n in self.lending if (n in other) == ("owner" in other)]
+        if self.mesh.result.plan is None and len(beside_owner) < STAGES:
+            other = self.chance.sample(self.lending, len(self.lending) - STAGES)
         self.part(other)
         asyncio.get_running_loop().call_later(last_s, self.heal)
         return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
