@@ -218,10 +218,11 @@ class Offer:
         if not self.plan.sums_gradients:
             return ()
         holders: dict[str, list[str]] = {}
-        for pipeline in self.plan.pipelines:
+        for k, pipeline in enumerate(self.plan.pipelines):
+            slices = (self.train.slice(stage.first, stage.end) for stage in pipeline.stages)
             owned: dict[str, Stage] = {}
-            for stage in pipeline.stages:
-                for name in self.train.slice(stage.first, stage.end).trainable:
+            for stage, spec in zip(pipeline.stages, self.specs if k == self.pipeline else slices):
+                for name in spec.trainable:
                     owned.setdefault(name, stage)
             for name, stage in owned.items():
                 holders.setdefault(name, []).extend(stage.peers)

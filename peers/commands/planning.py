@@ -113,11 +113,11 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 def _short(best: Plan, text: str) -> str:
     """The first lines of the explanation, and who does what."""
     head = text.splitlines()[:1]
-    for pipeline in best.pipelines:
+    for p, pipeline in enumerate(best.pipelines):
         for j, stage in enumerate(pipeline.stages):
             shared = len(stage.members) > 1
             who = ", ".join(f"{m.peer} ({m.samples} samples)" if shared else m.peer for m in stage.members)
-            head.append(f"  stage {j}: blocks {stage.first} to {stage.end - 1} on {who}")
+            head.append(f"  stage {best.label(p, j)}: blocks {stage.first} to {stage.end - 1} on {who}")
     if best.left_out:
         head.append(f"  left out: {', '.join(x.peer for x in best.left_out)} (--explain says why)")
     return "\n".join(head)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 import torch
 
 from meshcee.capture import capture
@@ -257,8 +258,12 @@ async def test_a_step_takes_as_long_as_was_simulated() -> None:
 async def test_the_run_goes_on_without_a_member_of_a_pipeline(tmp_path: Path) -> None:
     """Its blocks are read from the other pipeline's copies; the coordinator plans for those who are left."""
     job, plan = given()
-    job = replace(job, steps=12, checkpoint_every=2, adapt=False)
-    result, names, _ = await train_live(job, dict.fromkeys(HOME, 1e8), HOME, dies=(6, "a0"), folder=tmp_path, plan=plan)
+    job = replace(job, steps=18, checkpoint_every=100, adapt=False)  # copies are made every second, and fed steps ahead
+    with structlog.testing.capture_logs() as told:
+        dies = 14, "a0"
+        result, names, _ = await train_live(job, dict.fromkeys(HOME, 1e8), HOME, dies=dies, folder=tmp_path, plan=plan)
+    (found,) = [line for line in told if line["event"] == "the state to go on from"]
+    assert found["with_peers"]
     assert result.plan is not None
     assert "a0" not in {names[peer] for peer in result.plan.peers}
     assert Home(tmp_path).run("last").info["rounds"] == [True, False], "whoever resumes it expects other roundings"
