@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -105,21 +106,38 @@ class Copied:
         kept = {n: d for stage in self.stages for n, d in stage.optimizer.items() if n.rpartition("/")[0] in mine}
         return weights, kept
 
+    def to_json(self) -> dict[str, Any]:
+        stages = [[dict(s.weights), dict(s.optimizer), sorted(s.holders)] for s in self.stages]
+        return {"next_step": self.next_step, "stages": stages}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Copied:
+        """What `to_json` gave; ValueError, KeyError or TypeError for anything else."""
+        stages = [_StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
+        return cls(int(data["next_step"]), tuple(stages))
+
     def sources(self, names: Collection[str]) -> tuple[str, ...]:
         """Who holds some of these weights."""
         return tuple(sorted({p for s in self.stages if any(n in names for n in s.weights) for p in s.holders}))
 
 
 class Copies:
-    """All that there are of one job, over its epochs."""
+    """All that there are of one job, over its epochs. `tell` is called with those that count when there are others."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Sequence[Copied]], None] = lambda found: None) -> None:
         self.cadence = Cadence()
         self._found: list[Copied] = []  # whole ones, oldest first
+        self._tell = tell
 
     def add(self, copied: Copied) -> None:
         """It is whole; one older one is kept, which counts until the steps before this one have been reported."""
         self._found = [*[c for c in self._found if c.next_step < copied.next_step][-1:], copied]
+        self._tell(self._found)
+
+    def restore(self, found: Sequence[Copied], alive: Collection[str]) -> None:
+        """What an owner that has died knew; of its holders these are there."""
+        self._found = list(found)
+        self.newest(0, set().union(*(copied.holders for copied in found)).difference(alive))
 
     def newest(self, done: int, gone: Collection[str] = ()) -> Copied | None:
         """The newest of no step after `done`, of which these who are gone do not hold the last copies.

@@ -34,6 +34,7 @@ from peers.given_plan import given_plan
 from peers.home import Home, Run
 from peers.job_costs import profile
 from peers.kept import Kept
+from peers.ledger import Ledger, noted
 from peers.newcomers import Newcomers
 from peers.owner import Owner, Report
 from peers.plan_checks import check_generators
@@ -129,7 +130,9 @@ class Training:
         self._turn = Turn(agent, job.name, on_wait)
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
-        self._copies = Copies()
+        self._ledger = Ledger(agent)
+        self._copies = Copies(self._ledger.note)
+        self._noted: list[Copied] = []  # what an owner that has died knew of them
         self._request: PlanRequest
         self._stopping = False
         self._adaptation: Adaptation | None = None
@@ -192,9 +195,13 @@ class Training:
         self._captured = replace(captured, state=base.weights(captured.state))
         for line in run.reports():
             self._known[line["step"]] = line["loss"]
-            if line.get("metrics") and line["step"] < base.next_step:
+        told = next(s for s in itertools.count(base.next_step) if s not in self._known)
+        self._noted = [] if step else noted(run.folder, self._agent.peer_id, base.next_step, told)
+        done = max([base.next_step, *(copied.next_step for copied in self._noted)])
+        for line in run.reports():
+            if line.get("metrics") and line["step"] < done:
                 self.result.metrics.append((line["step"], line["metrics"]))
-        self.result.losses = [self._known.get(s, math.nan) for s in range(base.next_step)]
+        self.result.losses = [self._known.get(s, math.nan) for s in range(done)]
         self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
         self._shares, self._coded = run.info.get("rounds", (False, False))
         self._run = run
@@ -207,6 +214,9 @@ class Training:
         assert captured is not None
         stale = 0
         plan, term, self.result.notes = await self._first_plan(captured)
+        if self._noted:
+            self._copies.restore(self._noted, self._agent.directory.peers.keys())
+            self._base = self._copies.newest(len(self.result.losses)) or self._base
         while True:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
@@ -375,7 +385,7 @@ class Training:
             self._run = self._home.new_run(self._job.name, **info)
         else:
             self._run.take_over(**info)
-        self.result.run = self._run.id
+        self.result.run, self._ledger.folder = self._run.id, self._run.folder
         folder, devices = self._run.checkpoints, sorted(self._kinds)
         store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices)
         if self._base is not None:

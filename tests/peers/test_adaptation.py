@@ -288,7 +288,7 @@ async def test_a_peer_that_joins_a_running_job_is_given_blocks_and_no_number_cha
         result, late = mesh.result, here.agents["late"].peer_id
     assert result.plan is not None
     assert late in result.plan.peers
-    assert result.changes[0].cause == ("late has joined",)
+    assert "late has joined" in {cause for change in result.changes for cause in change.cause}
     losses, model = eager(wide_job(), STEPS, MICRO)
     assert result.losses == losses
     for name, tensor in model.state_dict().items():

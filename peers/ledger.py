@@ -1,0 +1,61 @@
+"""Which copies of a run's state peers hold, on the owner's disk: so a run whose owner has died goes on where its peers are.
+
+The idea: a line of digests for each stage is all that the next owner needs; the bits are with the peers for a while yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from peers.agent import Agent
+from peers.copies import Copied
+from peers.home import write_atomic
+
+__all__ = ["FILE", "Ledger", "noted"]
+
+log = structlog.get_logger()
+
+FILE = "copies.json"
+
+
+class Ledger:
+    """One job's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.folder: Path | None = None  # of the run; without one nothing is written
+        self._agent = agent
+        self._next: dict[str, Any] | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def note(self, found: Sequence[Copied]) -> None:
+        self._next = {"owner": self._agent.peer_id, "copies": [copied.to_json() for copied in found]}
+        if self.folder is not None and (self._writing is None or self._writing.done()):
+            self._writing = self._agent.beside(self._write(self.folder))
+
+    async def _write(self, folder: Path) -> None:
+        while (what := self._next) is not None:
+            self._next = None
+            try:
+                await asyncio.to_thread(_save, folder, what)
+            except OSError as error:  # the run goes on; only a resumed one would go back further
+                log.warning("where copies are was not written down", error=str(error))
+
+
+def _save(folder: Path, what: dict[str, Any]) -> None:
+    write_atomic(folder / FILE, json.dumps(what).encode())
+
+
+def noted(folder: Path, owner: str, after: int, done: int) -> list[Copied]:
+    """Of steps beyond `after`, up to `done`; none for another owner, as members know whose copies they keep."""
+    try:
+        data = json.loads((folder / FILE).read_text())
+        found = [Copied.from_json(copied) for copied in data["copies"]] if data["owner"] == owner else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [copied for copied in found if after < copied.next_step <= done]
