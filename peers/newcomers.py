@@ -47,7 +47,7 @@ class Newcomers:
         now_s = self._agent.monotonic()
         self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known}
         if self._asking is None:
-            if found := {p for p, since_s in self._seen_s.items() if self._is_due(p, since_s, members)}:
+            if self._seen_s and (found := self._due(members)):
                 self._asked = found
                 self._asking = self._agent.beside(self._profile())
             return []
@@ -57,10 +57,14 @@ class Newcomers:
         self._known |= self._asked
         return [f"{peer} has joined" for peer in sorted(self._asked & present)]
 
-    def _is_due(self, peer: str, since_s: float, members: Collection[str]) -> bool:
-        links = self._agent.links(members)
-        measured = all((peer, member) in links and (member, peer) in links for member in members)
-        return measured or self._agent.monotonic() - since_s >= LINKS_S
+    def _due(self, members: Collection[str]) -> set[str]:
+        """Of those who are new: whose links to all members are known, or who has had long enough to measure them."""
+        links, now_s = self._agent.links(members), self._agent.monotonic()
+        return {
+            peer
+            for peer, since_s in self._seen_s.items()
+            if now_s - since_s >= LINKS_S or all({(peer, m), (m, peer)} <= links.keys() for m in members)
+        }
 
     async def _profile(self) -> None:
         with contextlib.suppress(MeshceeError):  # its claimed speed stands in

@@ -278,8 +278,7 @@ async def test_a_peer_that_joins_a_running_job_is_given_blocks_and_no_number_cha
     options = JoinOptions(pace=Pace(4e8))
     network = MemoryNetwork(impairment=Impairment(latency_s=0.001, bandwidth_bytes_per_s=WELL))
     async with InProcess(options, network, timeouts=QUICK) as here, asyncio.TaskGroup() as group:
-        for i in range(2):
-            await here.start(f"p{i}")
+        await here.start("p0")
         mesh = await here.own("owner", Home(tmp_path))
         job = wide_job()
         async for report in mesh.train(job, captured=capture(job)):
