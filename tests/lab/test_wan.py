@@ -1,20 +1,24 @@
 """The comparison's own arithmetic: cuts, shares, pace, bounds, and what is kept of a run."""
 
+import asyncio
 import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.lab import Lab
 from benchmarks.lab.network import Network
+from benchmarks.rivals import launch
 from benchmarks.rivals.data_parallel import shares
-from benchmarks.rivals.launch import Run
+from benchmarks.rivals.launch import Bed, Run, Site, System
 from benchmarks.rivals.pace import PacedDevice, paced
 from benchmarks.rivals.pipeline import cuts
 from benchmarks.rivals.rows import counted_steps
@@ -150,3 +154,30 @@ def test_a_worker_trains_row_after_row_as_many_steps_as_it_is_told(
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [e.get("step", next(iter(e))) for e in said] == ["ready", 0, 1, 2, "over", "ready", 0, "over"]
     assert story == ["begin x", "end x", "begin y", "end y"]
+
+
+async def test_rows_that_share_a_start_end_with_the_first_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @asynccontextmanager
+    async def site(bed: Bed, mtu: int) -> AsyncIterator[Site]:
+        yield Site(bed, Lab(Network.of(bed.scenario)), tmp_path)
+
+    async def start(place: Site) -> str:
+        (place.folder / "a.log").write_text("first\nthe last word\n")
+        return "started"
+
+    async def measure(place: Site, started: str, system: System) -> Run:
+        assert started == "started"
+        if system.label == "slow":
+            await asyncio.sleep(60)
+        return Run(expected=1)
+
+    monkeypatch.setattr(launch, "site", site)
+    told: list[tuple[str, Run | Exception]] = []
+    systems = [System(label, "ddp", ()) for label in ("good", "slow", "never")]
+    bed = bed_of("last-mile", FLOPS)
+    await launch.in_turn(bed, systems, lambda s, r: told.append((s.label, r)), 0.05, 4000, start, measure)
+    assert [label for label, _ in told] == ["good", "slow"]
+    assert isinstance(told[0][1], Run)
+    assert str(told[1][1]) == "not done in 0 s; a: the last word"
