@@ -2,9 +2,9 @@
 
 The idea: every row is one system on one network of `wan_testbeds.json`, run several times in the lab, each device paced to its
 profile; a row counts only if its losses are the plain loop's. Rows of one kind share a start. Two cores have no time for all
-that meshcee does in a second, so it runs in slow motion, and hivemind with it; torch's rows, which do the same work in three
-to fourteen times the time, run half as slow. How busy the cores were is kept with each row. Rows are kept in a JSON file, so
-that a benchmark that was stopped goes on where it was; the table is drawn from the file.
+that meshcee does in a second, so it runs in slow motion; the others, which do the same work in three to fourteen times the time,
+run half as slow, and hivemind has time-outs of its own, which no motion stretches. How busy the cores were is kept with each row.
+Rows are kept in a JSON file, so that a benchmark that was stopped goes on where it was; the table is drawn from the file.
 
     python -m benchmarks.wan [--out FILE] [--network NAME ...] [--system LABEL ...] [--repetitions N] [--table]
     python -m benchmarks.wan --slower 4 ...            on a busier machine: devices, bandwidths and latencies, all 4 times slower
@@ -214,10 +214,8 @@ async def _measure(
         jobs = [(system, steps_for(bed, system, options.steps, data)) for system in those]
         await run_jobs(bed, jobs, told, options.limit, MTU)
         return
-    if systems[0].name != "hivemind":
-        bed = replace(bed, slower=bed.slower / 2)
     window_s = WINDOW_S if bed.scenario.trace else 0.0
-    await run_rivals(bed, systems, told, options.limit, MTU, window_s=window_s)
+    await run_rivals(replace(bed, slower=bed.slower / 2), systems, told, options.limit, MTU, window_s=window_s)
 
 
 def _keep(
@@ -324,7 +322,7 @@ def main() -> None:
         "--slower",
         type=float,
         default=SLOWER,
-        help="slow motion: seconds of this machine to one second of the figures; torch: half",
+        help="slow motion: seconds of this machine to one second of the figures; but for meshcee: half",
     )
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that a start, or a row, may take")
     parser.add_argument("--again", action="store_true", help="try again what failed")
