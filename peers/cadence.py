@@ -33,10 +33,15 @@ class Cadence:
     _made_s: float = 0.0
     _read_s: float = 0.0
     _last_step: int = 0
+    _complete: bool = True  # one was, in the last epoch, or there was none yet
 
     def start(self, next_step: int, now_s: float) -> None:
-        """An epoch begins at this step: its state is known."""
-        self._last_step, self._began_s = next_step, now_s
+        """An epoch begins at this step: its state is known. The time of epochs that ended before their first goes on to
+        count, or a run that keeps losing members would never have one.
+        """
+        if self._complete:
+            self._began_s = now_s
+        self._last_step, self._complete = next_step, False
 
     def is_due(self, next_step: int, now_s: float) -> bool:
         if self.every:
@@ -49,7 +54,7 @@ class Cadence:
 
     def ended(self, *, read_s: float, made_s: float) -> None:
         """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""
-        self._read_s, self._made_s = read_s, made_s
+        self._read_s, self._made_s, self._complete = read_s, made_s, True
 
 
 class Stride:

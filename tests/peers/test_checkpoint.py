@@ -225,6 +225,17 @@ def test_snapshots_are_due_by_steps_or_by_their_cost() -> None:
     assert by_cost.is_due(3, 50.1)
 
 
+def test_losses_that_come_faster_than_snapshots_are_due_do_not_put_them_off_for_ever() -> None:
+    cadence = Cadence()
+    cadence.start(0, 0.0)
+    cadence.begun(3, 1.0)
+    cadence.ended(read_s=1.0, made_s=0.0)  # one in twenty seconds
+    for at_s in (10.0, 18.0, 26.0):
+        cadence.start(3, at_s)
+    assert not cadence.is_due(4, 29.0)
+    assert cadence.is_due(4, 30.1)
+
+
 @given(st.data())
 def test_an_image_is_the_file_that_safetensors_reads(data: st.DataObject) -> None:
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16])
