@@ -29,6 +29,7 @@ __all__ = ["Copied", "Copies", "Copying", "buddies", "chunk_seconds"]
 
 log = structlog.get_logger()
 
+TRIES = 2  # epochs that may begin with copies which are not found
 NEAR = 3.0  # a link that takes at most so many times as long as the quickest one is as good
 
 
@@ -81,7 +82,7 @@ class Copied:
 
     next_step: int
     stages: tuple[_StageCopy, ...]
-    lost: bool = False  # somebody who needed it did not find all of it
+    missed: int = 0  # epochs that did not find all of it: a link may have failed, or it is gone
 
     @property
     def holders(self) -> set[str]:
@@ -147,7 +148,7 @@ class Copies:
         for copied in self._found:
             for stage in copied.stages:
                 stage.holders.difference_update(gone)
-        whole = [c for c in self._found if not c.lost and c.is_whole]
+        whole = [c for c in self._found if c.missed < TRIES and c.is_whole]
         return next((c for c in reversed(whole) if c.next_step <= done), None)
 
     def forget_before(self, step: int) -> None:

@@ -30,6 +30,7 @@ class Offering:
         self._captured = captured
         self._kept = kept
         self._limits = limits
+        self._missed = kept.base.missed + 1 if isinstance(kept.base, Copied) else 0  # if a member does not find all
         self._making = asyncio.Lock()  # frames of weights
 
     async def send(self, stream: Stream, offer: Offer) -> Frame:
@@ -57,7 +58,7 @@ class Offering:
         if reply.kind == messages.AGAIN:
             asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
             if isinstance(base, Copied) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
-                base.lost = True
+                base.missed = self._missed
                 raise PeerLostError(f"no peer has all of the state before step {base.next_step} any more")
             for kind, names in asked.items():
                 await self._send_all(stream, senders[kind].frames(names))
