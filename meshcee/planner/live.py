@@ -7,6 +7,7 @@ default, never silently.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,7 @@ __all__ = [
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
+ROOM_IS_WORTH = 1.25  # times the seconds of a step
 NO_ROOM = "the peers' memory has no room for copies of the state beside the stages: after a loss the job goes back to a checkpoint"
 STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies of the state may take 5 %, probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
@@ -135,13 +137,22 @@ def situation(mesh: Measured, job: JobCosts, *, copies: bool = False) -> tuple[C
 def choose(
     mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
 ) -> tuple[Choice, Cluster, Workload]:
-    """The best plans that the members can run, and what they were made from: with room for copies of the state, if any has."""
-    try:
-        return _choose(mesh, job, stages, effort, copies=True)
-    except PlanError:
-        found = _choose(mesh, job, stages, effort, copies=False)
-        found[1].notes.append(NO_ROOM)
+    """The best plans that the members can run, and what they were made from.
+
+    Where the best one leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long; no more, as
+    copies only shorten the way back after a loss.
+    """
+    found = _choose(mesh, job, stages, effort, copies=False)
+    choice, cluster, workload = found
+    if len(choice.best.peers) == 1 or has_room_for_copies(choice.best, mesh.devices, job):
         return found
+    with contextlib.suppress(PlanError):  # no plan has room
+        roomy = _choose(mesh, job, stages, effort, copies=True)
+        step_s, roomy_s = (period_s(c.best, cluster, workload) for c in (choice, roomy[0]))
+        if roomy_s <= ROOM_IS_WORTH * step_s:
+            return roomy
+    cluster.notes.append(NO_ROOM)
+    return found
 
 
 def has_room_for_copies(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts) -> bool:
