@@ -16,6 +16,7 @@ import structlog
 from peers.agent import Agent
 from peers.copies import Copied
 from peers.home import write_atomic
+from peers.strict_json import dumps
 
 __all__ = ["FILE", "Ledger", "noted"]
 
@@ -48,7 +49,7 @@ class Ledger:
 
 
 def _save(folder: Path, what: dict[str, Any]) -> None:
-    write_atomic(folder / FILE, json.dumps(what).encode())
+    write_atomic(folder / FILE, dumps(what).encode())
 
 
 def noted(folder: Path, owner: str, after: int, done: int) -> list[Copied]:

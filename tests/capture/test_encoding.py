@@ -145,10 +145,10 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_the_decoder_refuses(what: str) -> None:
     data = changed(REFUSED[what])
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.thread_time()  # of the processor: others may have it meanwhile
     with pytest.raises(GraphError):
         decode_program(data)
-    elapsed_s = time.perf_counter() - began
+    elapsed_s = time.thread_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert elapsed_s < 1

@@ -38,7 +38,10 @@ def goes_on(run: Run) -> None:
 def test_a_killed_peer_costs_no_step(tmp_path: Path) -> None:
     job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
     job_file.write_text(JOB)
-    with peers(home.folder, 3) as mesh, training(mesh, job_file, "--stages", "3", cwd=ROOT) as owner:
+    with (
+        peers(home.folder, 3) as mesh,
+        training(mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT) as owner,
+    ):
         run = home.run("last")
         goes_on(run)
         mesh.kill("peer-1")
@@ -55,7 +58,7 @@ def test_peers_are_killed_stopped_and_replaced_and_no_step_is_lost(tmp_path: Pat
     job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
     job_file.write_text(JOB)
     with peers(home.folder, 3) as mesh:
-        with training(mesh, job_file, "--stages", "3", cwd=ROOT) as owner:
+        with training(mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT) as owner:
             run = home.run("last")
 
             goes_on(run)
