@@ -66,7 +66,7 @@ class Past:
 def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id."""
     past, asked, kept = Past(), 0, 0
-    whole: list[tuple[int, list[set[str]]]] = []  # step, who holds each stage's copy; the last two
+    whole: list[tuple[int, list[set[str]]]] = []  # step, who holds which tensors; the last two
     for entry in entries:
         event = entry["event"]
         if event == "copies are asked for":

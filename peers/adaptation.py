@@ -241,6 +241,7 @@ class Adaptation:
             line = self._line(pair)
             if pair not in seen and line in shares and link.measured_at < self._shifted_at:
                 rate = median(shares[line]) * self._senses.best(pair, link.bandwidth_bytes_per_s)
+                self._senses.assume(pair, rate)
             # How busy it is now makes it no other region's: its range keeps what it was.
             low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
             span = min(low, rate), max(high, rate)

@@ -89,16 +89,19 @@ class Copied:
         return set().union(*(stage.holders for stage in self.stages))
 
     @property
+    def keepers(self) -> list[list[str]]:
+        """Of every tensor those who hold it, in order and each set of them once: stages may share tensors, or have none."""
+        found: dict[tuple[int, str], set[str]] = {}
+        for stage in self.stages:
+            for kind, names in enumerate((stage.weights, stage.optimizer)):
+                for name in names:
+                    found.setdefault((kind, name), set()).update(stage.holders)
+        return [list(peers) for peers in sorted({tuple(sorted(peers)) for peers in found.values()})]
+
+    @property
     def is_whole(self) -> bool:
-        """Whether somebody holds everything; what a stage has lost, one of another pipeline may have."""
-        if all(stage.holders for stage in self.stages):
-            return True
-        here = [(stage.weights.keys(), stage.optimizer.keys()) for stage in self.stages if stage.holders]
-        return all(
-            all(any(name in found[kind] for found in here) for name in names)
-            for stage in self.stages
-            for kind, names in enumerate((stage.weights, stage.optimizer))
-        )
+        """Whether somebody holds everything."""
+        return all(self.keepers)
 
     def digests(self, names: Collection[str], trainable: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Of these weights, as far as training changes them, and of what the optimizer keeps for these parameters."""
@@ -221,7 +224,7 @@ class Copying:
             self._making = None
             self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
             self._copies.add(making)
-            log.debug("copies", next_step=making.next_step, holders=[sorted(s.holders) for s in making.stages])
+            log.debug("copies", next_step=making.next_step, holders=making.keepers)
 
     def _copied(self, link: Link, frame: Frame, making: Copied, stage: _StageCopy) -> None:
         weights, optimizer = digests_in(frame, layouts_of(link.offer))

@@ -66,6 +66,12 @@ class Senses:
         """The most that is known to have crossed a link, in bytes per second."""
         return self._best.get(pair, otherwise)
 
+    def assume(self, pair: Pair, bandwidth: float) -> None:
+        """What a link has by others that go the same way: what it showed before is older than that."""
+        self._known[pair] = self.rates[pair] = min(bandwidth, FAST)
+        if bandwidth >= FAST:
+            del self.rates[pair]
+
     def share(self, pair: Pair) -> float:
         """What a link has of its best bandwidth, as far as is known."""
         return self._known[pair] / self._best[pair] if pair in self._best else 1.0

@@ -102,6 +102,20 @@ def test_probes_tell_of_links_that_no_step_crosses() -> None:
     assert senses.probed({("a", "b"): 1e5}) == ["the link from a to b has 0.20 times its bandwidth"]
 
 
+def test_what_others_show_of_a_line_takes_the_place_of_an_older_probe() -> None:
+    """A plan that begins to cross a link which was last probed while the line was poor is not priced by that."""
+    senses = Senses({("a", "b"): 1e6})
+    for _ in range(2):
+        senses.probed({("a", "b"): 2.5e5})
+    assert senses.rates == {("a", "b"): 2.5e5}
+    senses.assume(("a", "b"), 9e5)
+    assert senses.rates == {("a", "b"): 9e5}
+    assert senses.share(("a", "b")) == 0.9
+    assert [told for _ in range(2 * HELD) for told in senses.hear(step())] == [], "it has what was assumed, nearly"
+    senses.assume(("a", "b"), 1e9)
+    assert senses.rates == {}, "what was probed says more"
+
+
 def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None:
     senses = Senses({})
     for _ in range(HELD + 1):
