@@ -213,8 +213,10 @@ def most_in(steps: Sequence[int], width: int) -> int:
 def after(found: Mapping[str, Any], change: int) -> tuple[float, float, int | None]:
     """(a step before the network changed, a step LATEST steps later, steps until the plan changed)"""
     steps_s = found["steps_s"]
-    before = statistics.median(steps_s[max(WARM, change - 10) - 1 : change - 1])
-    later = statistics.median(steps_s[change + LATEST - 1 : change + LATEST + WINDOW - 1])
+    before = statistics.fmean(
+        steps_s[max(WARM, change - 10) - 1 : change - 1]
+    )  # throughput: no median, as steps may alternate
+    later = statistics.fmean(steps_s[change + LATEST - 1 : change + LATEST + WINDOW - 1])
     switches = [step - change for step in changes(found) if step >= change]
     return before, later, switches[0] if switches else None
 
