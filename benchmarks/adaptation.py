@@ -211,11 +211,12 @@ def most_in(steps: Sequence[int], width: int) -> int:
 
 
 def after(found: Mapping[str, Any], change: int) -> tuple[float, float, int | None]:
-    """(a step before the network changed, a step LATEST steps later, steps until the plan changed)"""
+    """(a step before the network changed, a step LATEST steps later, steps until the plan changed)
+
+    Means: throughput is asked for, and steps may be short and long in turns.
+    """
     steps_s = found["steps_s"]
-    before = statistics.fmean(
-        steps_s[max(WARM, change - 10) - 1 : change - 1]
-    )  # throughput: no median, as steps may alternate
+    before = statistics.fmean(steps_s[max(WARM, change - 10) - 1 : change - 1])
     later = statistics.fmean(steps_s[change + LATEST - 1 : change + LATEST + WINDOW - 1])
     switches = [step - change for step in changes(found) if step >= change]
     return before, later, switches[0] if switches else None

@@ -170,7 +170,7 @@ class Arena:
         return self.names.get(term[1]) if term is not None else None
 
     def copies(self) -> list[list[str]]:
-        """Who holds the same tensors of the newest copies; empty before there are any."""
+        """Who holds the newest copies of each stage; empty before there are any."""
         stages = next((entry["holders"] for entry in reversed(self.log()) if entry["event"] == "copies"), [])
         return [[self.names[peer] for peer in holders] for holders in stages]
 

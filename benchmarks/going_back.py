@@ -73,17 +73,17 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             past.every = max(past.every, entry["next_step"] - asked)
             asked = entry["next_step"]
         elif event == "copies":
-            holders = [{names.get(peer, peer) for peer in stage} for stage in entry["holders"]]
-            whole = [*[c for c in whole if c[0] < entry["next_step"]][-1:], (entry["next_step"], holders)]
+            keepers = [{names.get(peer, peer) for peer in peers} for peers in entry["keepers"]]
+            whole = [*[c for c in whole if c[0] < entry["next_step"]][-1:], (entry["next_step"], keepers)]
         elif event == "checkpoint":
             kept = entry["next_step"]
         elif event == "a member was lost":
-            for _, holders in whole:
-                for stage in holders:
-                    stage.difference_update(names.get(peer, peer) for peer in entry["gone"])
+            for _, keepers in whole:
+                for peers in keepers:
+                    peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
         elif event == "the state to go on from":
             done = entry["done"]
-            usable = [step for step, holders in whole if step <= done and all(holders)]
+            usable = [step for step, keepers in whole if step <= done and all(keepers)]
             back = Back(done, entry["next_step"], entry["with_peers"], usable[-1] if usable else None, kept)
             past.every = max(past.every, done - asked)
             past.backs.append(back)

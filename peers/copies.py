@@ -224,7 +224,8 @@ class Copying:
             self._making = None
             self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
             self._copies.add(making)
-            log.debug("copies", next_step=making.next_step, holders=making.keepers)
+            holders = [sorted(stage.holders) for stage in making.stages]
+            log.debug("copies", next_step=making.next_step, holders=holders, keepers=making.keepers)
 
     def _copied(self, link: Link, frame: Frame, making: Copied, stage: _StageCopy) -> None:
         weights, optimizer = digests_in(frame, layouts_of(link.offer))

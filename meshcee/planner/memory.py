@@ -15,7 +15,6 @@ from meshcee.workload import Workload
 
 __all__ = [
     "COPIES",
-    "OTHERS_COPIES",
     "OWN_COPIES",
     "STATE_FACTOR",
     "Shortage",

@@ -16,8 +16,8 @@ def asked(step: int) -> dict[str, Any]:
 
 
 def whole(step: int, *stages: str) -> dict[str, Any]:
-    """Each stage by the letters of its holders."""
-    return {"event": "copies", "next_step": step, "holders": [[f"id-{peer}" for peer in stage] for stage in stages]}
+    """Each set of tensors by the letters of those who hold it."""
+    return {"event": "copies", "next_step": step, "keepers": [[f"id-{peer}" for peer in stage] for stage in stages]}
 
 
 def saved(step: int) -> dict[str, Any]:
