@@ -420,7 +420,7 @@ class Member:
         buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
         session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, buddy)
         hashes = {"state": weights.hash, "optimizer": optimizer.hash}
-        header = {"epoch": list(offer.place.epoch), "plan": offer.plan.hash(), **hashes}
+        header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
         return session
 

@@ -45,7 +45,11 @@ class Offering:
                 "constant tensors in buffers of the model"
             )
         await stream.send(frame)
-        hashes = {"plan": offer.plan.hash()}
+        acknowledged: dict[str, object] = {
+            "plan": offer.plan.hash(),
+            "epoch": list(offer.epoch),
+            "term": list(offer.term),
+        }
         begin = await asyncio.to_thread(state_for, offer, self._captured, base)
         stream.max_payload_bytes = SLACK_BYTES + sum(len(n) for part in begin.values() for n in part.names)  # for AGAIN
         senders = {kind: StateSender(part.values, part.digests) for kind, part in begin.items()}
@@ -53,7 +57,7 @@ class Offering:
             for kind, part in begin.items():
                 held = offer.resumes and offer.peer_id in self._kept.holders  # then only what it lacks is sent
                 await self._send_all(stream, senders[kind].frames(part.names, recipes=True, held=held))
-                hashes[kind] = senders[kind].hash
+                acknowledged[kind] = senders[kind].hash
         reply = await _answer(stream)
         if reply.kind == messages.AGAIN:
             asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
@@ -64,8 +68,9 @@ class Offering:
                 await self._send_all(stream, senders[kind].frames(names))
             stream.max_payload_bytes = 0
             reply = await _answer(stream)
-        if reply.kind == messages.READY and any(reply.header.get(kind) != own for kind, own in hashes.items()):
-            raise ProtocolError("it acknowledged another plan or other weights")
+        wrong = [what for what, own in acknowledged.items() if reply.header.get(what) != own]
+        if reply.kind == messages.READY and wrong:
+            raise ProtocolError(f"it is ready for another {', '.join(wrong)} than was offered")
         return reply
 
     async def _send_all(self, stream: Stream, frames: Iterator[Frame]) -> None:

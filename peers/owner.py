@@ -197,6 +197,8 @@ class Owner:
 
         async def offer_to(offer: Offer) -> None:
             link = await self._offer(offer, offering)
+            if self.failures.cause is not None:  # of one that was ready before: the group of the epoch is ending
+                raise _EpochFailed
             for task in (self._send(link), self._read(link)):
                 group.create_task(task)
             beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
@@ -337,6 +339,8 @@ class Owner:
         if frame.kind == messages.LEAVING:
             self.leaving.add(link.peer_id)
             return
+        if frame.kind not in messages.ANSWERS:
+            raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
         walk = self._walks.get(need(header, "walk", int))
         if walk is None:
             raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")

@@ -1,0 +1,66 @@
+"""A member that acknowledges something else than it was offered is refused: its epoch does not begin, and the next one may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from meshcee.errors import ProtocolError
+from peers import messages
+from peers.transport.base import Frame
+from peers.transport.stream import FramedStream
+from tests.peers.faults import ALONE, STEPS, job_of, plan_of, undisturbed, world
+from tests.virtual_time import run
+
+ANOTHER: dict[str, Any] = {"plan": "0" * 64, "state": "0" * 64, "epoch": [1, 2], "term": [2, "p0"]}
+
+
+@contextmanager
+def lying(lie: dict[str, Any], times: int = 1) -> Iterator[list[str]]:
+    """The member that is ready first acknowledges something else, or so many times; yields the kinds of all frames sent."""
+    send, sent = FramedStream.send, list[str]()
+
+    async def lies(stream: FramedStream, frame: Frame) -> None:
+        first = frame.kind == messages.READY and messages.READY not in sent
+        sent.append(frame.kind)
+        told = Frame(frame.kind, {**frame.header, **lie}, frame.payloads) if first else frame
+        for _ in range(times if first else 1):
+            await send(stream, told)
+
+    with mock.patch.object(FramedStream, "send", lies):
+        yield sent
+
+
+def refused(folder: Path, match: str, lie: dict[str, Any], times: int = 1) -> list[str]:
+    """What was sent in an epoch that a lie ended; the same members and owner then run one to its end."""
+    sent, losses = run(after_a_lie(folder, match, lie, times))
+    assert losses == [{}, undisturbed(ALONE, 0.5).losses[0]]
+    assert len(losses[1]) == STEPS
+    return sent
+
+
+async def after_a_lie(
+    folder: Path, match: str, lie: dict[str, Any], times: int
+) -> tuple[list[str], list[dict[int, float]]]:
+    async with world(job_of(), plan_of(*ALONE), folder) as here, here.network.transport("owner") as owner:
+        with lying(lie, times) as sent, pytest.raises(ProtocolError, match=match):
+            await here.epoch(owner)
+        await here.idle()
+        await here.epoch(owner)
+    return sent, here.told.losses
+
+
+@pytest.mark.parametrize("what", ANOTHER)
+def test_a_member_that_acknowledges_another_is_named_and_no_step_begins(tmp_path: Path, what: str) -> None:
+    match = rf"^peer \(p\d, stage \d\): it is ready for another {what} than was offered$"
+    sent = refused(tmp_path, match, {what: ANOTHER[what]})
+    assert messages.STEP not in sent
+
+
+def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
+    refused(tmp_path, r"^peer \(p\d, stage \d\): it sent a frame of kind 'ready'", {}, times=2)
