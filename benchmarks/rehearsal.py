@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -35,14 +35,17 @@ from peers.transport.base import Frame
 from peers.walk import Observed
 
 __all__ = [
+    "FLOPS",
     "POOR",
     "REGIONS",
     "SPEEDS",
     "Played",
+    "costs",
     "flaps",
     "fresh",
     "hindsight_s",
     "mesh",
+    "profiles",
     "rehearse",
     "scenario",
     "step_s",
@@ -65,6 +68,15 @@ def costs() -> JobCosts:
     size = 4 * work.WIDTH * (work.WIDTH + 1)
     block = BlockCost("layer", BLOCK_FLOPS, size, size, 2 * BOUNDARY_BYTES, BOUNDARY_BYTES, BOUNDARY_BYTES)
     return JobCosts([block] * (work.LAYERS + 1), work.MICRO * work.MICROS, work.MICRO)
+
+
+def profiles(off: Mapping[str, float]) -> dict[str, BlockTimes]:
+    """What these devices would have measured of a block, were they so many times as slow as they are."""
+
+    def seconds(name: str) -> tuple[float, float, float]:
+        return (off[name] * BLOCK_FLOPS * work.MICRO / SPEEDS[name],) * 3
+
+    return {n: BlockTimes((0,), (work.MICRO,), (((seconds(n),),),) * 3, (0.0,)) for n in off}
 
 
 def mesh(factor: float, at: float = 0.0, present: Collection[str] = tuple(SPEEDS)) -> Measured:
@@ -105,6 +117,7 @@ class Planner:
     def choose(self, mesh: Measured, job: JobCosts, stages: int | None = None) -> tuple[Choice, Cluster, Workload]:
         key = (
             tuple(mesh.devices),
+            *((peer, round(math.log2(t.seconds[0][0][0][1]), 2)) for peer, t in sorted(mesh.times.items())),
             *((pair, round(math.log2(link.bandwidth_bytes_per_s), 1)) for pair, link in sorted(mesh.links.items())),
         )
         if key not in self._found:
@@ -222,19 +235,19 @@ async def rehearse(
     leftover: float = 1.0,
     search_s: float = 0.0,
     comes: tuple[str, int] | None = None,
+    off: Mapping[str, float] | None = None,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
-    it joins."""
+    it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise)."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played)
     here.present -= {comes[0]} if comes is not None else set()
     plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
-    newcomers = Newcomers(cast(Any, here), here.profiles, {})
-    adapter = Adaptation(
-        cast(Any, here), PlanRequest(costs()), plan, changes, newcomers, check=lambda plan, kinds: None
-    )
+    job = replace(costs(), alike=(0,) * (work.LAYERS + 1)) if off else costs()
+    newcomers = Newcomers(cast(Any, here), here.profiles, profiles(off or {}))
+    adapter = Adaptation(cast(Any, here), PlanRequest(job), plan, changes, newcomers, check=lambda plan, kinds: None)
     here.now_s += CHANGE_S
 
     def search(*asked: Any) -> tuple[Choice, Cluster, Workload]:

@@ -9,6 +9,7 @@ are put beside it; plans are searched and priced under that, by the same code as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
 from peers.newcomers import Newcomers
+from peers.paces import Paces
 from peers.senses import HELD, Pair, Senses
 from peers.sounding import sound
 from peers.view import named
@@ -80,6 +82,7 @@ class Adaptation:
         self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses({pair: link.bandwidth_bytes_per_s for pair, link in agent.links(plan.peers).items()})
+        self._paces = Paces()
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[str] = []
@@ -156,7 +159,7 @@ class Adaptation:
         self._crossed = set(observed.rates)
         if not self._regions:
             self._place(self._agent.measured(self._plan.peers))
-        await self._sound(report.step)
+        self._sound(report.step)
         if self._agent.monotonic() >= self._probes_at_s:
             self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
             links = self._agent.links(self._plan.peers).items()
@@ -174,9 +177,9 @@ class Adaptation:
         looks = searches or (bool(told) and self._adapter is not None)
         if looks:
             self._cause = list(self._shifts)
-            mesh = self._measured()
+            known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, mesh, search=searches)
+            await asyncio.to_thread(self._look, *known, search=searches)
             if searches:
                 self._shifts = []
                 now_s = self._agent.monotonic()
@@ -212,18 +215,17 @@ class Adaptation:
                 found.append(pair)
         return found
 
-    async def _sound(self, step: int) -> None:
+    def _sound(self, step: int) -> None:
         """Have links measured that no step crosses and that have sagged, or have recovered lately and may sag again."""
         doubtful, now_s = self._doubtful(), self._agent.monotonic()
         if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
             self._sound_at_s = now_s + SOUND_S
-            await sound(self._agent, doubtful[:MOST_SOUNDED])
+            self._agent.beside(sound(self._agent, doubtful[:MOST_SOUNDED]))  # the report of this step waits for nobody
 
     def _measured(self) -> Measured:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""
         mesh = self._agent.measured(self._plan.peers)
-        slow = self._senses.slow
-        times = {p: t.scaled(slow.get(p, 1.0)) for p, t in self._newcomers.times.items() if p in mesh.devices}
+        times = {p: t for p, t in self._newcomers.times.items() if p in mesh.devices}
         return replace(mesh, links=self._links(mesh), times=times)
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
@@ -248,10 +250,13 @@ class Adaptation:
             links[pair] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
         return links
 
-    def _look(self, mesh: Measured, *, search: bool) -> None:
+    def _look(self, mesh: Measured, compute_s: Mapping[str, float], slow: Mapping[str, float], *, search: bool) -> None:
         """Price everything anew under the present figures, and, if asked, search for what is better."""
         found: list[Plan] = []
         try:
+            with contextlib.suppress(PlanError):  # a member has gone
+                self._paces.hear(self._plan, *situation(mesh, self._request.job), compute_s, slow)
+            mesh = self._paces.applied(mesh, slow)
             if search:
                 choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
                 found = [choice.best, *choice.runners_up[:RUNNERS_UP]]

@@ -50,6 +50,7 @@ class Compute:
         self.pace = pace
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
+        self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
 
     async def __aenter__(self) -> Compute:
@@ -71,9 +72,11 @@ class Compute:
         loop, start_s = asyncio.get_running_loop(), time.perf_counter()
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         result = await loop.run_in_executor(self._pool, call, *args)
+        self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
             begun_s = self._paced_until_s if asked_s - self._paced_until_s < _TIMER_S else asked_s
+            self.last_s = max(self.last_s, self.pace.seconds(flops))
             self._paced_until_s = begun_s + self.pace.seconds(flops)
             left_s = self._paced_until_s - loop.time()
             if left_s > 0:

@@ -54,6 +54,12 @@ class Senses:
         self._warm = False
 
     @property
+    def compute_s(self) -> dict[str, float]:
+        """Seconds that a step of the running plan takes each member to compute, once that is known."""
+        rows = self._compute_s
+        return {p: median(rows[p]) if len(rows[p]) == HELD else usual for p, usual in self._usual_s.items()}
+
+    @property
     def doubtful(self) -> set[Pair]:
         """Links that were much better once, or have been so for few steps: whether they are now can change at any time."""
         for pair, rate in self._known.items():

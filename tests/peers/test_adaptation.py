@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,15 +13,29 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from benchmarks.rehearsal import POOR, SPEEDS, flaps, fresh, hindsight_s, rehearse, step_s
+from benchmarks.rehearsal import (
+    FLOPS,
+    POOR,
+    SPEEDS,
+    costs,
+    flaps,
+    fresh,
+    hindsight_s,
+    mesh,
+    profiles,
+    rehearse,
+    step_s,
+)
 from meshcee.adapter import Level
 from meshcee.capture import capture
 from meshcee.eager import eager
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
+from meshcee.planner.live import Measured, situation
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.compute import Pace
 from peers.home import Home
+from peers.paces import Paces
 from peers.senses import DOUBTFUL, HELD, Senses
 from peers.sounding import sound
 from peers.training import Result
@@ -162,6 +177,30 @@ async def test_a_drop_and_a_recovery_are_followed_within_15_steps() -> None:
     assert played.sounded > 0, "no step crosses the link: somebody has to look"
     assert within(played.plans, 1.0) >= 0.95
     assert len(played.changes) == 2
+
+
+async def test_plans_are_priced_by_how_long_devices_compute_and_not_by_profiles_that_are_off() -> None:
+    """The far device alone takes 1.69 s a step, the near two 1.52; by their profiles it would be the other way round."""
+    played = await rehearse([1.0] * 15 + [POOR] * 15, off={"near-0": 1.04, "near-1": 1.04, "far": 0.88})
+    assert len(played.changes) == 1
+    assert set(played.plans[-1].peers) == {"near-0", "near-1"}
+    assert within(played.plans, POOR) >= 0.95
+
+
+def test_a_device_that_has_not_worked_is_taken_to_be_off_as_most_are() -> None:
+    plan, paces = fresh(POOR), Paces()
+    flops = {s.peers[0]: FLOPS * (s.end - s.first) / plan.num_blocks for s in plan.pipelines[0].stages}
+    compute_s = {peer: 1.1 * found / SPEEDS[peer] for peer, found in flops.items()}
+    here = Measured(mesh(1.0).devices, mesh(1.0).links, profiles(dict.fromkeys(SPEEDS, 1.0)), {})
+    assert paces.applied(here, {}).times == here.times, "nothing is known yet"
+    job = replace(costs(), alike=(0,) * plan.num_blocks)
+    slow = {"near-0": 2.0}
+    paces.hear(plan, *situation(here, job), {**compute_s, "near-0": 2 * compute_s["near-0"]}, slow)
+    found = paces.applied(here, slow).times
+    off = {p: t.seconds[0][0][0][1] / here.times[p].seconds[0][0][0][1] for p, t in found.items()}
+    assert off == pytest.approx({"near-0": 2.2, "near-1": 1.1, "far": 1.1}), (
+        "that one has become slow is its own affair"
+    )
 
 
 async def test_a_probe_beside_the_traffic_of_steps_says_nothing() -> None:

@@ -78,6 +78,18 @@ async def test_a_paced_device_measures_its_pace() -> None:
     )
 
 
+async def test_short_calls_of_a_paced_device_are_not_measured_by_its_timer() -> None:
+    """Which is late by up to a millisecond, and makes up for it in the next call: neither may count as the block's."""
+    job, captured = captured_job()
+    request = request_of(job, captured, sizes=(2,), pair=1)
+    speed = 2 * max(request.flops) / 0.004  # the largest block takes 4 ms
+    async with Compute(pace=Pace(speed)) as compute:
+        times = await profiler(compute, budget_s=0.3).measure(captured.train, request)
+    largest = request.flops.index(max(request.flops))
+    for (row,) in times.seconds:
+        assert row[largest][0] == pytest.approx(0.004, rel=0.01)
+
+
 @virtual_time
 async def test_what_the_budget_does_not_allow_is_scaled_up() -> None:
     job, captured = captured_job()
