@@ -33,7 +33,7 @@ from peers.compute import Compute
 from peers.coordinator import PlanService
 from peers.gossip import GossipService
 from peers.member import Member
-from peers.profiler import measure_device, probe_link, serve_probe
+from peers.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, serve_probe
 from peers.sounding import Wishes
 from peers.transport.base import Stream, StreamClosed, Transport
 from peers.transport.handshake import PROTOCOL_VERSION
@@ -229,6 +229,7 @@ class Agent:
         rest_until_s = 0.0
         while True:
             target, known = self._stalest_link(may_repeat=self.monotonic() >= rest_until_s)
+            asked = target is None
             if target is None and (target := self._wishes.take()) is None:
                 await self._wishes.wait(self.timeouts.directory_poll_s)
                 continue
@@ -237,9 +238,12 @@ class Agent:
             self._tried[target] = now
             try:
                 async with asyncio.timeout(self.timeouts.join_s):
-                    self._measured[target] = await probe_link(
-                        self.transport, target, record.addresses, now, clock=self.monotonic
-                    )
+                    where = self.transport, target, record.addresses
+                    target_s = LIGHT_S if asked else TARGET_S
+                    probed = await probe_link(*where, now, clock=self.monotonic, target_s=target_s)
+                    self._measured[target] = probed.link
+                    if asked:
+                        self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
             except (MeshceeError, StreamClosed, TimeoutError) as error:
                 log.debug("link not measured", peer=record.name, error=str(error))
                 await asyncio.sleep(self.timeouts.directory_poll_s)

@@ -1,8 +1,8 @@
 """What this peer measures: its device's speed and memory, and its links to the others.
 
 The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work; a link by a
-few empty round trips and payloads sized so that each takes about a tenth of a second. Each end measures the direction in
-which it sends.
+few empty round trips and payloads sized so that each takes about a tenth of a second, or half of that beside training. Each end
+measures the direction in which it sends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -22,14 +23,15 @@ from peers.compute import Compute
 from peers.messages import need
 from peers.transport.base import Frame, Stream, Transport
 
-__all__ = ["measure_device", "probe_link", "resolve_device", "serve_probe"]
+__all__ = ["LIGHT_S", "TARGET_S", "Probed", "measure_device", "probe_link", "resolve_device", "serve_probe"]
 
 MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
 PING_COUNT = 7
 PAYLOAD_COUNT = 3
 FIRST_PAYLOAD_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 4 << 20  # a probe never sends more than this at once
-TARGET_S = 0.1
+TARGET_S = 0.1  # that a payload takes
+LIGHT_S = 0.05  # where steps may need the link
 RAMP = 1.5  # times faster than before: a connection that had idled (TCP begins slowly again) had not got going before
 
 
@@ -115,33 +117,46 @@ async def _ping(stream: Stream, payload: bytes, clock: Callable[[], float]) -> f
     return elapsed_s
 
 
+class Probed(NamedTuple):
+    """What a probe has shown, and how much it sent for that."""
+
+    link: LinkProfile
+    sent_bytes: int
+
+
 async def probe_link(
     transport: Transport,
     peer_id: str,
     addresses: tuple[str, ...],
     now: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> LinkProfile:
-    """Latency is half an empty round trip; bandwidth what a payload took beyond the median one. Raises JoinError."""
+    target_s: float = TARGET_S,
+) -> Probed:
+    """Latency is half an empty round trip; bandwidth what a payload took beyond the median one. Raises JoinError.
+
+    target_s  that a payload is to take: short ones need less of the link, and show less of it
+    """
     stream = await transport.open(peer_id, "probe", addresses)
     stream.max_payload_bytes = 0  # answers have none
     try:
         await _ping(stream, b"", clock)  # whatever a first use costs
         pings_s = [await _ping(stream, b"", clock) for _ in range(PING_COUNT)]
         round_trip_s = statistics.median(pings_s)
-        size = FIRST_PAYLOAD_BYTES
+        size, sent = int(FIRST_PAYLOAD_BYTES * target_s / TARGET_S), 0
         rates: list[float] = []
         while len(rates) < PAYLOAD_COUNT:
             elapsed_s = max(await _ping(stream, bytes(size), clock) - round_trip_s, 1e-6)
-            if elapsed_s >= TARGET_S / 2 or size >= MAX_PAYLOAD_BYTES:
+            sent += size
+            if elapsed_s >= target_s / 2 or size >= MAX_PAYLOAD_BYTES:
                 if rates and size / elapsed_s > RAMP * max(rates):
                     rates.clear()
                 rates.append(size / elapsed_s)
             else:
-                size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * TARGET_S / elapsed_s)))
+                size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * target_s / elapsed_s)))
             await asyncio.sleep(0)
         (low_s, high_s), (least, most) = _range([p / 2 for p in pings_s]), _range(rates)
-        return LinkProfile(round_trip_s / 2, statistics.median(rates), now, (low_s, high_s), (least, most))
+        spans = (low_s, high_s), (least, most)
+        return Probed(LinkProfile(round_trip_s / 2, statistics.median(rates), now, *spans), sent)
     finally:
         await stream.aclose()
 

@@ -1,7 +1,8 @@
 """Links that somebody asks about: measured again at once, where probes would rest because a peer trains.
 
 The idea: a plan that does without a link never shows when that link is well again. So the owner of the job asks an end of
-it; that peer probes the link next, and the figure reaches the owner like every other, by gossip.
+it; that peer probes the link next, with little and seldom enough that training goes on beside it, and the figure reaches the
+owner like every other, by gossip.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from peers.transport.base import Frame, Stream, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["Wishes", "sound"]
+__all__ = ["SHARE", "Wishes", "sound"]
 
 ASK_S = 1.0
-REST_S = 2.0  # between two probes of one link that were asked for
+REST_S = 2.0  # between two probes of one link that were asked for, at least
+SHARE = 0.05  # of a link's time, at most, goes into them
 
 
 class Wishes:
@@ -31,7 +33,7 @@ class Wishes:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._peers: dict[str, None] = {}  # in the order in which they were asked for
-        self._probed_s: dict[str, float] = {}
+        self._rests_until_s: dict[str, float] = {}
         self._news = asyncio.Event()
         agent.transport.serve("sound", self._serve)
 
@@ -50,13 +52,18 @@ class Wishes:
         """The next one, if any; each is given once, and not again for a while."""
         self._news.clear()
         now_s = self._agent.monotonic()
+        self._rests_until_s = {p: s for p, s in self._rests_until_s.items() if s > now_s}
         while self._peers:
             peer = next(iter(self._peers))
             del self._peers[peer]
-            if peer in self._agent.directory.peers and now_s - self._probed_s.get(peer, -REST_S) >= REST_S:
-                self._probed_s = {p: s for p, s in self._probed_s.items() if now_s - s < REST_S} | {peer: now_s}
+            if peer in self._agent.directory.peers and peer not in self._rests_until_s:
+                self._rests_until_s[peer] = now_s + REST_S
                 return peer
         return None
+
+    def probed(self, peer: str, busy_s: float) -> None:
+        """The link to it was measured and in use for so long, so it rests."""
+        self._rests_until_s[peer] = self._agent.monotonic() + max(REST_S, busy_s / SHARE)
 
     async def wait(self, seconds: float) -> None:
         """Until there is one, or for so long."""

@@ -14,7 +14,8 @@ from peers import messages
 from peers.agent import PROBE_SHARE
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Compute, Pace
-from peers.profiler import measure_device, probe_link, serve_probe
+from peers.profiler import LIGHT_S, Probed, measure_device, probe_link, serve_probe
+from peers.sounding import SHARE, sound
 from peers.transport.base import Frame, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.virtual_time import virtual_time
@@ -29,8 +30,8 @@ async def test_each_direction_has_its_own_bandwidth_and_half_the_round_trip() ->
         network.impair("b", "a", Impairment(latency_s=0.05, bandwidth_bytes_per_s=2e7))
         for transport in (a, b):
             transport.serve("probe", serve_probe)
-        up = await probe_link(a, "b", (), 7.0, clock)
-        down = await probe_link(b, "a", (), 8.0, clock)
+        up, _ = await probe_link(a, "b", (), 7.0, clock)
+        down, _ = await probe_link(b, "a", (), 8.0, clock)
     assert up.latency_s == pytest.approx(0.04, rel=0.02)
     assert down.latency_s == pytest.approx(0.04, rel=0.02)
     assert up.bandwidth_bytes_per_s == pytest.approx(2e5, rel=0.05)
@@ -44,7 +45,7 @@ async def test_jitter_shows_in_the_range() -> None:
     async with network.transport("a") as a, network.transport("b") as b:
         network.impair("a", "b", Impairment(latency_s=0.02, jitter_s=0.05, bandwidth_bytes_per_s=1e6))
         b.serve("probe", serve_probe)
-        link = await probe_link(a, "b", (), 0.0, asyncio.get_running_loop().time)
+        link, _ = await probe_link(a, "b", (), 0.0, asyncio.get_running_loop().time)
     assert link.latency_range_s is not None
     assert link.bandwidth_range_bytes_per_s is not None
     low_s, high_s = link.latency_range_s
@@ -74,7 +75,8 @@ async def test_a_connection_that_had_idled_counts_once_it_has_got_going() -> Non
         async def open(self, *where: object) -> Slow:
             return Slow()
 
-    link = await probe_link(cast(Transport, Net()), "b", (), 0.0, lambda: now_s)
+    link, sent_bytes = await probe_link(cast(Transport, Net()), "b", (), 0.0, lambda: now_s)
+    assert sent_bytes == sum(sent)
     assert link.bandwidth_bytes_per_s == pytest.approx(3.2e6)
     assert link.bandwidth_range_bytes_per_s == pytest.approx((3.2e6, 3.2e6))
 
@@ -91,10 +93,10 @@ async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pyte
     probe_s, idle_s = 1.5, 900.0
     probed: list[tuple[str, str]] = []
 
-    async def probe(transport: Transport, target: str, *rest: Any, **more: Any) -> LinkProfile:
+    async def probe(transport: Transport, target: str, *rest: Any, **more: Any) -> Probed:
         probed.append((transport.peer_id, target))
         await asyncio.sleep(probe_s)
-        return LinkProfile(0.01, 1e7, now())
+        return Probed(LinkProfile(0.01, 1e7, now()), 1 << 20)
 
     def now() -> float:
         return asyncio.get_running_loop().time()
@@ -109,3 +111,35 @@ async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pyte
     for peer in peers:
         again = sum(source == peer for source, _ in probed[first:])
         assert 5 < again <= PROBE_SHARE * idle_s / probe_s + 1
+
+
+@pytest.mark.parametrize("bandwidth", [2e5, 8e5, 1e7])
+@virtual_time
+async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_their_time(
+    monkeypatch: pytest.MonkeyPatch, bandwidth: float
+) -> None:
+    sent, found, watched_s = 0, list[float](), 120.0
+
+    async def probe(*args: Any, target_s: float, **more: Any) -> Probed:
+        nonlocal sent
+        probed = await probe_link(*args, target_s=target_s, **more)
+        if target_s == LIGHT_S:
+            sent += probed.sent_bytes
+            found.append(probed.link.bandwidth_bytes_per_s)
+        return probed
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.agent.probe_link", probe)
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=bandwidth))
+    async with InProcess(JoinOptions(), network, timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        a, b = [await here.start(name) for name in "ab"]
+        await asyncio.sleep(30)  # they have measured each other
+        begun_s = now()
+        while now() < begun_s + watched_s:
+            await sound(b, [(a.peer_id, b.peer_id)])
+            await asyncio.sleep(0.5)
+    assert len(found) >= watched_s / 20, "it is still looked at"
+    assert found == pytest.approx([bandwidth] * len(found), rel=0.2)
+    assert sent / bandwidth <= 1.1 * SHARE * watched_s
