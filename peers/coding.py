@@ -1,13 +1,15 @@
 """Boundary values on their way out and in: encoded and decoded beside the device's thread, never on the event loop.
 
 The idea: a frame that needs encoding is queued as a promise of a frame, so the stage goes on computing while its outbox
-waits for the bytes; frames still leave in the order in which they were queued. Without codecs nothing here costs a hop.
+waits for the bytes; frames still leave in the order in which they were queued. On a CPU without codecs nothing here costs a
+hop; what a GPU sends and receives is copied here too (`peers/staging.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from peers.spans import Spans, micro_of
 from peers.transport.base import Frame
 
 __all__ = ["Coding"]
+
+_ON_DEVICE = {messages.F, messages.B, messages.SHARED, messages.TOTAL}  # norms are numbers for the host
 
 
 class Coding:
@@ -56,19 +60,11 @@ class Coding:
         Gradients are rounded by chance, so that their errors cancel over micro-batches and steps instead of adding up;
         `step` and the header's micro-batch seed it.
         """
-        coder = self._coders.get(kind)
-        if coder is None:
-
-            def plain() -> Frame:
-                meta, payloads = tensors.pack(values)
-                return Frame(kind, {**header, "tensors": meta}, payloads)
-
-            # A copy from a GPU waits for its kernels.
-            waits = any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values)
-            return self._compute.beside(plain) if waits else plain()
+        coder, staging = self._coders.get(kind), self._compute.staging
+        to_host = torch.Tensor.cpu if staging is None else staging.to_host
 
         def encode(index: int, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-            if index >= len(coded) or not coded[index]:
+            if coder is None or index >= len(coded) or not coded[index]:
                 return None
             micro = header["micro"]
             seed = noise_seed(self._seed, step, micro, self._stage, index) if kind == messages.B else None
@@ -76,27 +72,39 @@ class Coding:
 
         def work() -> Frame:
             start_s = time.perf_counter()
-            meta, payloads = tensors.pack(values, encode)
-            self._tell("encode", kind, header, start_s)
+            meta, payloads = tensors.pack(values, encode if coder is not None else None, to_host)
+            if coder is not None:
+                self._tell("encode", kind, header, start_s)
             return Frame(kind, {**header, "tensors": meta}, payloads)
 
-        return self._compute.beside(work)
+        if staging is not None:
+            return self._compute.beside(staging.leave, staging.mark(), work)
+        waits = coder is not None or self._compute.device.type != "cpu"  # a copy from any device waits for its kernels
+        return self._compute.beside(work) if waits else work()
 
     async def values(self, frame: Frame) -> list[Any]:
         """The values of a frame from another stage; ProtocolError if it is not what the plan lets it be."""
         meta = need(frame.header, "tensors", list)
-        codecs = self._accepted.get(frame.kind)
-        if codecs is None:
+        codecs, staging = self._accepted.get(frame.kind), self._compute.staging
+        moves = staging is not None and frame.kind in _ON_DEVICE
+        if codecs is None and not moves:
             return tensors.unpack(meta, frame.payloads)
+        stays = len(meta) - 1 if frame.kind == messages.F else None  # the state of a generator, which the host reads
+        limit_bytes = None if codecs is None else self._limit_bytes
+
+        def bring(index: int, flat: torch.Tensor) -> torch.Tensor:
+            if index == stays:
+                return flat
+            return flat.to(self._compute.device) if staging is None else staging.to_device(flat)
 
         def work() -> list[Any]:
             start_s = time.perf_counter()
-            device = self._compute.device
-            values = tensors.unpack(meta, frame.payloads, codecs=codecs, limit_bytes=self._limit_bytes, device=device)
-            self._tell("decode", frame.kind, frame.header, start_s)
+            values = tensors.unpack(meta, frame.payloads, codecs=codecs or (), limit_bytes=limit_bytes, bring=bring)
+            if codecs is not None:
+                self._tell("decode", frame.kind, frame.header, start_s)
             return values
 
-        return await self._compute.beside(work)
+        return await self._compute.beside(work if staging is None else partial(staging.arrive, work))
 
     def _tell(self, what: str, kind: str, header: Mapping[str, Any], start_s: float) -> None:
         end_s = time.perf_counter()

@@ -1,9 +1,10 @@
 """One thread per device: everything that touches the device runs here, so the event loop never waits for a kernel.
 
 The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. What may run beside
-the device's work (encoding, decoding) has one thread of its own, `compute.beside(fn, ...)`. For emulation a
-device can be paced: the small real computation is done, then the thread's result is held until the emulated time has
-passed.
+the device's work (encoding, decoding, a GPU's copies) has one thread of its own, `compute.beside(fn, ...)`. A call on a GPU
+is over when its kernels are, so what comes next is chosen when the device is free, and times are the device's. For
+emulation a device can be paced: the small real computation is done, then the thread's result is held until the emulated time
+has passed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from peers.staging import Staging
 
 __all__ = ["Compute", "Pace", "one_thread"]
 
@@ -48,6 +52,7 @@ class Compute:
     def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
         self.device = torch.device(device)
         self.pace = pace
+        self.staging = Staging(self.device) if self.device.type == "cuda" else None
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
@@ -71,6 +76,8 @@ class Compute:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""
         loop, start_s = asyncio.get_running_loop(), time.perf_counter()
         asked_s = loop.time()  # the loop's clock, which sleep goes by
+        if self.staging is not None:
+            call = partial(self._settled, self.staging, call)
         result = await loop.run_in_executor(self._pool, call, *args)
         self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
@@ -82,4 +89,10 @@ class Compute:
             if left_s > 0:
                 await asyncio.sleep(left_s)
         self.busy_s += time.perf_counter() - start_s
+        return result
+
+    @staticmethod
+    def _settled(staging: Staging, call: Callable[..., T], *args: Any) -> T:
+        result = call(*args)
+        staging.mark().synchronize()
         return result

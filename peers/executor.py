@@ -20,7 +20,7 @@ from meshcee.errors import NonFiniteLossError
 from meshcee.job import seed_of
 from meshcee.schedule.actions import Kind
 from meshcee.schedule.zero_bubble import StageView, choose
-from peers import messages, tensors
+from peers import messages
 from peers.buckets import Whole
 from peers.buddy import digests_of
 from peers.coding import Coding
@@ -79,7 +79,7 @@ class Executor:
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch)
-        self.settlement = Settlement(runner, place, inbox, compute, self.links, self._wait, self.spans)
+        self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
         self.max_live = 0  # most micro-batches between F and W, ever
@@ -327,7 +327,8 @@ class Executor:
         for peer in sorted(set(self._place.partial_to.values())):
             names = [name for name, to in self._place.partial_to.items() if to == peer]
             values = [partials.get(n) for n in names]
-            await self.links.send(peer, messages.SHARED, values, walk=walk, micro=micro, names=names)
+            header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "names": names}
+            await self.links.put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
 
     def _partials(self, walk: int, micro: int) -> dict[str, torch.Tensor]:
         """By parameter; where several members of a group send one, their sum in plan order."""
@@ -354,9 +355,8 @@ class Executor:
             sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
             await self._send_forward(targets, walk.walk, micro, spec.sent, sent)
             if place.is_last:
-                meta, payloads = tensors.pack(outputs)
-                header = {"walk": walk.walk, "micro": micro, "tensors": meta}
-                await self._owner.put(Frame(messages.OUTPUT, header, payloads))
+                header = {"walk": walk.walk, "micro": micro}
+                await self._owner.put(self.coding.frame(messages.OUTPUT, header, outputs, (), walk.step))
         self._inbox.finish(walk.walk)
 
     def _evaluated(

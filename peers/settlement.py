@@ -16,6 +16,7 @@ import torch
 from meshcee.errors import ProtocolError
 from peers import messages
 from peers.buckets import Whole
+from peers.coding import Coding
 from peers.collective import GroupSum
 from peers.compute import Compute
 from peers.direct_sum import DirectSum
@@ -40,6 +41,7 @@ class Settlement:
         inbox: Inbox,
         compute: Compute,
         links: Links,
+        coding: Coding,
         wait: Callable[[], Awaitable[None]],
         spans: Spans,
     ) -> None:
@@ -48,6 +50,7 @@ class Settlement:
         self._inbox = inbox
         self._compute = compute
         self._links = links
+        self._coding = coding
         self._wait = wait
         self._spans = spans
         self.norm: float | None = None
@@ -102,7 +105,8 @@ class Settlement:
             for peer, names in place.totals_to.items():
                 # Copies: clipping writes to the gradients while these may still be on their way.
                 copies = [totals[n].clone() if n in totals else None for n in names]
-                await self._links.send(peer, messages.TOTAL, copies, walk=walk, micro=0, names=list(names))
+                header = {"epoch": list(place.epoch), "walk": walk, "micro": 0, "names": list(names)}
+                await self._links.put(peer, self._coding.frame(messages.TOTAL, header, copies, (), self._runner.step))
         while not place.totals_from.keys() <= self._inbox.totals.get(walk, {}).keys():
             await self._wait()
         if place.totals_from:

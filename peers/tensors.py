@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from meshcee.codec import Codec, is_coded
 from meshcee.errors import ProtocolError
 from peers.transport.base import Buffer
 
-__all__ = ["Encode", "Expected", "Value", "pack", "unpack"]
+__all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 
 Value = torch.Tensor | int | float | bool | None
 Expected = tuple[torch.dtype, Sequence[int]] | type | None  # dtype and shape, a number's type, or anything
 Encode = Callable[[int, torch.Tensor], tuple[str, torch.Tensor] | None]  # codec and payload; None: as it is
+Bring = Callable[[int, torch.Tensor], torch.Tensor]  # the numbers or the code of a value, to where it is wanted
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -43,8 +45,12 @@ _MAX_ENTRIES = 4096
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
-def pack(values: Sequence[Value], encode: Encode | None = None) -> tuple[list[Any], list[Buffer]]:
-    """Meta for a frame's header, and one payload per tensor.
+def pack(
+    values: Sequence[Value],
+    encode: Encode | None = None,
+    to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+) -> tuple[list[Any], list[Buffer]]:
+    """Meta for a frame's header, and one payload per tensor, which `to_host` copies from its device.
 
     A dense CPU tensor that is not encoded is not copied: do not write to it before `send` has returned.
     """
@@ -55,7 +61,7 @@ def pack(values: Sequence[Value], encode: Encode | None = None) -> tuple[list[An
             coded = encode(index, value) if encode is not None else None
             entry, payload = _pack_tensor(value) if coded is None else _pack_coded(value, *coded)
             meta.append(entry)
-            payloads.append(payload)
+            payloads.append(to_host(payload).numpy().data if payload.numel() else b"")
         elif value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value in _INT64):
             meta.append(value)
         else:
@@ -70,11 +76,12 @@ def unpack(
     *,
     codecs: Sequence[Codec] = (),
     limit_bytes: int | None = None,
-    device: torch.device | str = "cpu",
+    bring: Bring | None = None,
 ) -> list[Value]:
     """Inverse of `pack`. CPU tensors over the payloads' own memory; ProtocolError on anything that does not fit.
 
-    Only these `codecs` are accepted, and no more than `limit_bytes` of decoded tensors, which are built on `device`.
+    Only these `codecs` are accepted, and no more than `limit_bytes` of decoded tensors. What `bring` returns of a payload
+    takes its place, so values are built on that device.
     """
     if not isinstance(meta, list) or len(meta) > _MAX_ENTRIES:
         raise ProtocolError(f"tensors' meta must be a list of at most {_MAX_ENTRIES} entries")
@@ -91,30 +98,31 @@ def unpack(
     if limit_bytes is not None and total > limit_bytes:
         raise ProtocolError(f"the tensors' meta describes {total} bytes, at most {limit_bytes} were expected")
     buffers = iter(payloads)
-    return [meta[i] if tensor is None else _build(tensor, next(buffers), device) for i, tensor in enumerate(checked)]
+    return [
+        meta[i] if tensor is None else _build(tensor, next(buffers), bring and partial(bring, i))
+        for i, tensor in enumerate(checked)
+    ]
 
 
-def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], Buffer]:
+def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+    """The entry, and the tensor's bytes where it lies."""
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
         raise ProtocolError(f"cannot send a tensor of {tensor.dtype} with layout {tensor.layout}")
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     shape = list(tensor.shape)
     entry: list[Any] = [_NAMES[tensor.dtype], shape]
     if not tensor.numel():
-        return entry, b""
+        return entry, torch.empty(0, dtype=torch.uint8)
     strides = list(tensor.stride())
     if not _is_dense(shape, strides):  # overlapping or with gaps
         tensor = tensor.contiguous()
     elif strides != _contiguous_strides(shape):
         entry.append(strides)
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    data: memoryview = flat.view(torch.uint8).numpy().data
-    return entry, data
+    return entry, tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tuple[list[Any], Buffer]:
-    data: memoryview = payload.cpu().numpy().data
-    return [_NAMES[tensor.dtype], list(tensor.shape), codec], data
+def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+    return [_NAMES[tensor.dtype], list(tensor.shape), codec], payload
 
 
 def _contiguous_strides(shape: list[int]) -> list[int]:
@@ -193,13 +201,16 @@ def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | N
         raise ProtocolError(f"value {index} must be a number of type {want.__name__}")
 
 
-def _build(tensor: _Checked, payload: Buffer, device: torch.device | str) -> torch.Tensor:
+def _build(
+    tensor: _Checked, payload: Buffer, bring: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
     if 0 in tensor.shape:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     if memoryview(payload).readonly:
         payload = bytearray(payload)  # torch has no read-only tensors
+    flat = torch.frombuffer(payload, dtype=tensor.dtype if tensor.codec is None else torch.uint8)
+    if bring is not None:
+        flat = bring(flat)
     if tensor.codec is not None:
-        coded = torch.frombuffer(payload, dtype=torch.uint8).to(device)
-        return tensor.codec.decode(coded, tensor.dtype, tensor.shape)
-    flat = torch.frombuffer(payload, dtype=tensor.dtype)
+        return tensor.codec.decode(flat, tensor.dtype, tensor.shape)
     return flat.view(tensor.shape) if tensor.strides is None else flat.as_strided(tensor.shape, tensor.strides)
