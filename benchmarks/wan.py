@@ -4,7 +4,8 @@ The idea: every row is one system on one network of `wan_testbeds.json`, run sev
 profile; a row counts only if its losses are the plain loop's. Rows of one kind share a start. Two cores have no time for all
 that meshcee does in a second, so it runs in slow motion; the others, which do the same work in three to fourteen times the time,
 run half as slow, and hivemind has time-outs of its own, which no motion stretches. How busy the cores were is kept with each row.
-Rows are kept in a JSON file, so that a benchmark that was stopped goes on where it was; the table is drawn from the file.
+Rows are kept in a JSON file, so that a benchmark that was stopped goes on where it was; the table is drawn from the file
+(`wan_table.py`).
 
     python -m benchmarks.wan [--out FILE] [--network NAME ...] [--system LABEL ...] [--repetitions N] [--table]
     python -m benchmarks.wan --slower 4 ...            on a busier machine: devices, bandwidths and latencies, all 4 times slower
@@ -29,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import why_not
-from benchmarks.measure import machine, row
+from benchmarks.measure import machine
 from benchmarks.rivals.launch import WARM, Bed, Run, System, run_jobs
 from benchmarks.rivals.rows import run_rivals
+from benchmarks.wan_table import table
 from meshcee.capture import capture
 from meshcee.plan import Plan
 from meshcee.scenario import load_scenario, packaged
@@ -43,8 +45,6 @@ STEPS = 8  # of meshcee's rows; WARM of them are not counted
 SLOWER = 2.0  # two cores have time for six devices, their network and what is measured
 WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
 MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
-BUSY = 0.7  # of the cores: beyond it devices are late, and the figures are no more those of the network
-SAME = 1e-4  # how far a loss may be from the plain loop's
 
 
 def bed_of(name: str, flops: list[float], slower: float = 1.0) -> Bed:
@@ -258,52 +258,6 @@ def save(path: Path, data: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1) + "\n")
     part.replace(path)
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def table(data: dict[str, Any]) -> str:
-    lines = []
-    for name in dict.fromkeys(key.split(" / ")[0] for key in data["rows"]):
-        rows = {key.split(" / ")[1]: found for key, found in data["rows"].items() if key.startswith(f"{name} / ")}
-        steps = {label: [r["step_s"] for r in found if "step_s" in r] for label, found in rows.items()}
-        ours = [statistics.median(steps[label]) for label in ("meshcee", "meshcee 16-bit") if steps.get(label)]
-        bound = data["bounds"][name]
-        lines += [f"\n**{name}**: bound {bound['bare']:.2f} s a step, {bound['filled']:.2f} s with fill and drain\n"]
-        lines += [
-            row("system", "s a step", "spread", "of the bounds", "meshcee is faster by (16-bit)", "what limits it")
-        ]
-        lines += [row(*["---"] * 6)]
-        for label, found in rows.items():
-            if not steps[label]:
-                lines.append(row(label, "-", "-", "-", "-", found[0]["why"] if found else ""))
-                continue
-            middle, least, most = statistics.median(steps[label]), min(steps[label]), max(steps[label])
-            shares = f"{bound['filled'] / middle:.2f} ({bound['bare'] / middle:.2f})"
-            ratio = " ".join(f"({middle / own:.2f})" if i else f"{middle / own:.2f}" for i, own in enumerate(ours))
-            lines.append(row(label, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", shares, ratio, _limit(found)))
-    return "\n".join(lines)
-
-
-def _limit(found: Sequence[dict[str, Any]]) -> str:
-    """The busiest line, the steps before and after a trace's change, and losses that are not the plain loop's."""
-    good = [r for r in found if "step_s" in r]
-    said = [f"{good[-1]['busiest_line']} {100 * statistics.median(r['busiest_line_share'] for r in good):.0f} % busy"]
-    if good[-1].get("predicted_s"):
-        said.append(f"{good[-1]['predicted_s']:.2f} s predicted")
-    if good[-1].get("limit"):
-        said.append(f"reports say: {good[-1]['limit']}")
-    if any("step_after_s" in r and "step_before_s" in r for r in good):
-        both = [(r["step_before_s"], r["step_after_s"]) for r in good if "step_after_s" in r and "step_before_s" in r]
-        said.append(
-            f"{statistics.median(b for b, _ in both):.2f} s before, {statistics.median(a for _, a in both):.2f} s after"
-        )
-    if (busy := max(r.get("cores_busy", 0.0) for r in good)) > BUSY:
-        said.append(f"CORES {100 * busy:.0f} % BUSY: measure again, on a quieter machine or with a larger --slower")
-    if (worst := max(r["loss_difference"] for r in good)) > SAME:
-        said.append(f"LOSSES DIFFER by {worst:.1e}")
-    return "; ".join(said)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from benchmarks.rivals.pace import PacedDevice, paced
 from benchmarks.rivals.pipeline import cuts
 from benchmarks.rivals.rows import counted_steps
 from benchmarks.rivals.worker import Order, serve
-from benchmarks.wan import NETWORKS, bed_of, bounds, figures, is_wanted, systems_of, table
+from benchmarks.wan import NETWORKS, bed_of, bounds, figures, is_wanted, systems_of
+from benchmarks.wan_table import table
 from meshcee.plan import Member, Pipeline, Plan, Stage
 
 FLOPS = [0.0, *[13e6] * 16, 17e6]
@@ -113,15 +115,69 @@ def test_a_run_is_judged_by_its_last_worker_and_by_the_plain_losses() -> None:
         "rows": {"sag / meshcee": [found], "sag / x": [{"why": "no"}]},
     }
     drawn = table(data)
-    assert "| meshcee | 5.00 | 5.00 to 5.00 | 0.50 (0.40) | 1.00 | cloud>edge 50 % busy; 5.00 s before" in drawn
+    assert "| meshcee | 5.00 | 5.00 to 5.00 (1) | 0.50 (0.40) | 1.00 | cloud>edge 50 % busy; 5.00 s before" in drawn
     assert "LOSSES DIFFER by 3.3e-01" in drawn
     assert "| x | - | - | - | - | no |" in drawn
     assert "CORES" not in drawn
     data["rows"]["sag / y"] = [{**found, "step_s": 10.0, "cores_busy": 0.9}]
     data["rows"]["sag / meshcee 16-bit"] = [{**found, "step_s": 4.0}]
     drawn = table(data)
-    assert "| y | 10.00 | 10.00 to 10.00 | 0.25 (0.20) | 2.00 (2.50) |" in drawn
+    assert "| y | 10.00 | 10.00 to 10.00 (1) | 0.25 (0.20) | 2.00 (2.50) |" in drawn
     assert "CORES 90 % BUSY" in drawn
+
+
+def made_up(*step_s: float, **more: Any) -> list[dict[str, Any]]:
+    """Repetitions of one row."""
+    line = {"busiest_line": "cloud>edge", "busiest_line_share": 0.5, "loss_difference": 0.0}
+    return [{"step_s": s, **line, **more} for s in step_s]
+
+
+def test_below_the_table_stands_how_meshcee_compares_with_the_best_of_the_rest() -> None:
+    rows = {
+        "meshcee": made_up(2.5, 2.6, 2.4, predicted_s=2.45, limit="links: stage 1 waits 31%"),
+        "best single device": made_up(7.0, 7.5, 7.0),
+        "torch DDP, 2 that fit": made_up(8.0, 7.0, 9.0),
+        "torch GPipe, all 6": made_up(10.0),
+        "torch 1F1B, all 6": made_up(1.0, loss_difference=0.1),
+        "hivemind optimizer": [{"why": "not done in 400 s"}],
+        "torch DDP, 6": [],
+    }
+    data = {
+        "bounds": {"cee-small": {"bare": 2.2, "filled": 2.4}},
+        "rows": {f"cee-small / {label}": found for label, found in rows.items()},
+    }
+    drawn = table(data)
+    assert "2.40 s a step with fill and drain, 2.20 s without" in drawn
+    assert "3.20 times as fast as torch DDP, 2 that fit (2.69 to 3.75; aim 2.8)" in drawn
+    assert "2.80 times as fast as best single device (2.69 to 3.12; aim 2.4)" in drawn
+    assert "0.96 of the bound with fill and drain (aim 0.92); 0.88 of the bound without; +2 % beside predicted" in drawn
+    assert "SHORT" not in drawn
+    assert drawn.endswith(
+        "Not counted: torch 1F1B, all 6 (losses differ), hivemind optimizer (failed), torch DDP, 6 (not measured)."
+    )
+
+    data["rows"]["cee-small / meshcee"] = made_up(3.0, predicted_s=2.45, limit="links: stage 1 waits 31%")
+    data["rows"]["cee-small / meshcee"][0]["busiest_line_share"] = 0.9
+    *_, line = table(data).splitlines()
+    assert (
+        "SHORT: 2.67 of 2.8 against torch DDP, 2 that fit; 2.33 of 2.4 against best single device; 0.80 of 0.92" in line
+    )
+    assert "+22 % beside predicted. Limited by cloud>edge 90 % busy, full; 2.45 s predicted; reports say: links" in line
+
+
+def test_on_every_network_no_baseline_may_be_faster_and_none_may_be_forgotten() -> None:
+    rows = {"three-cities / meshcee": made_up(2.5), "three-cities / torch DDP, 2 that fit": made_up(2.0)}
+    drawn = table({"bounds": {"three-cities": {"bare": 2.4, "filled": 2.4}}, "rows": rows})
+    assert "SHORT: 0.80 of 1.0 against torch DDP, 2 that fit. Limited by" in drawn
+    assert drawn.endswith("Not counted: one device (not measured).")
+
+
+def test_losses_of_a_plan_that_rounds_are_told_and_no_fault() -> None:
+    stages = ["a: 0..8, bf16, window 4", "b: 9..17, none, window 2"]
+    rows = {"sag / meshcee 16-bit": made_up(2.5, loss_difference=3e-3, stages=stages)}
+    drawn = table({"bounds": {"sag": {"bare": 2.4, "filled": 2.4}}, "rows": rows})
+    assert "losses off by 3.0e-03, as it rounds" in drawn
+    assert "DIFFER" not in drawn
 
 
 def test_long_steps_are_few_and_a_trace_is_watched_to_its_end() -> None:
