@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import structlog
+
 from dht.addresses import dialable
 from dht.signing import Identity, MeshKey, Token
 from dht.store import MemoryStore, SharedMemory
@@ -24,6 +26,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from peers.agent import Agent, AgentOptions
 from peers.compute import Compute, Pace
+from peers.departure import Departure
 from peers.emulation import emulate
 from peers.home import Home
 from peers.mesh import Mesh
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "agent", "join"]
 
+
+log = structlog.get_logger()
 
 GREETINGS = 3  # tries to shake hands with a seed
 QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
@@ -78,15 +83,45 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         return
     home = home or Home()
     async with AsyncExitStack() as stack:
-        lender = None
-        if options.compute:  # a peer of its own: the owner then feeds it as it feeds every other
+        lent: list[str] = []
+        if options.compute:
             lending = replace(options, name=f"{options.name}-device")
-            lender = await stack.enter_async_context(agent(lending, home))
+            lent.append(await stack.enter_async_context(_lender(lending, home, lent.clear)))
         node = await stack.enter_async_context(agent(replace(options, compute=False), home))
-        if lender is not None:
-            await node.wait_for_peers([lender.peer_id])
+        await node.wait_for_peers(lent)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        yield Mesh(node, group, home, (lender.peer_id,) if lender else ())
+        yield Mesh(node, group, home, lent)
+
+
+@asynccontextmanager
+async def _lender(options: JoinOptions, home: Home, gone: Callable[[], None]) -> AsyncIterator[str]:
+    """The owner's device as a peer of its own, fed as every other is. It may be asked to leave before the owner ends, or fail
+    like any other; then `gone` is called. Yields its id."""
+    up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def lend() -> None:
+        try:
+            async with agent(options, home) as lender:
+                departure = Departure(lender)
+                up.set_result(lender.peer_id)
+                await departure.run()
+        except Exception as error:
+            if not up.done():
+                up.set_exception(error)
+            else:
+                log.error("this machine's device is lost to the mesh", error=repr(error))
+        finally:
+            gone()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(lend())
+        await asyncio.wait([up])
+        if up.exception() is None:
+            try:
+                yield up.result()
+            finally:
+                task.cancel()
+    up.result()  # raises why it could not join
 
 
 class InProcess:

@@ -7,7 +7,7 @@ coordinator for a plan, offer it, feed it; reports come back as an async iterato
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +34,13 @@ class Mesh:
     """A joined mesh. Made by `meshcee.join`, which also ends it."""
 
     def __init__(
-        self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None, lent: tuple[str, ...] = ()
+        self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None, lent: Collection[str] = ()
     ) -> None:
         self.agent = agent
         self.result = Result()
         self._group = group
         self._home = home
-        self._lent = lent  # peers that this process has added to the mesh for its own jobs
+        self._lent = lent  # peers that this process has added to the mesh for its own jobs, and that have not left
         self._training: Training | None = None
 
     def stop(self) -> bool:
@@ -54,7 +54,7 @@ class Mesh:
         """
         if given is not None:
             return await given_plan(self.agent, given, job, captured)
-        return await ask_plan(self.agent, await question(self.agent, job, captured, stages, self._lent))
+        return await ask_plan(self.agent, await question(self.agent, job, captured, stages, tuple(self._lent)))
 
     async def evaluate(
         self,
@@ -144,7 +144,7 @@ class Mesh:
         training = Training(
             self.agent,
             self._home,
-            self._lent,
+            tuple(self._lent),
             job,
             captured,
             stages=stages,

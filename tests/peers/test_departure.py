@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from dht.records import PeerRecord
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, NotPermittedError, PlanError, UsageError
 from meshcee.profile import DeviceProfile
+from peers import assemble
 from peers.agent import Agent
-from peers.assemble import InProcess
+from peers.assemble import InProcess, JoinOptions
 from peers.departure import Departure, ask_to_leave, find_peer
 from peers.home import Home
 from peers.mesh import Mesh
@@ -175,6 +177,76 @@ async def test_an_idle_peer_leaves_at_once_and_takes_no_job(tmp_path: Path) -> N
         assert planned.plan.peers == (here.agents["p1"].peer_id,)
         with pytest.raises(PlanError):
             await mesh.plan(job_of(), captured_job(), stages=2)
+
+
+async def test_the_device_that_an_owner_lends_leaves_and_the_owner_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: list[int]
+) -> None:
+    home, told, ended = Home(tmp_path), list[Report](), list[str]()
+    async with a_mesh(home, 1) as (here, _):
+
+        @asynccontextmanager
+        async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Agent]:
+            yield await here.start(options.name, lends=options.compute)
+            await here.agents[options.name].directory.say_goodbye()
+            here.crash(options.name)
+            ended.append(options.name)
+
+        monkeypatch.setattr(assemble, "agent", agent)
+        other = await here.start("other", lends=False)
+        async with assemble.join(JoinOptions(name="mine", compute=True), home) as mesh, asyncio.TaskGroup() as group:
+            lender = here.agents["mine-device"].peer_id
+
+            def hear(report: Report) -> None:
+                told.append(report)
+                if report.step == 10:
+                    group.create_task(
+                        ask_to_leave(other, find_peer(other.directory.peers, "mine-device").peer_id, print)
+                    )
+
+            result = await train(mesh, hear, stages=2)
+            assert ended == ["mine-device"]
+            planned = await mesh.plan(job_of(), captured_job())
+            assert planned.plan.peers == (here.agents["p0"].peer_id,), "it is not waited for any more"
+        assert ended == ["mine-device", "mine"]
+    assert result.plan is not None
+    assert lender not in result.plan.peers
+    assert_undisturbed(result, told, home)
+    assert again == []
+
+
+async def test_an_owner_whose_device_cannot_join_says_so_and_goes_on_when_it_is_lost_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, gone = asyncio.Event(), asyncio.Event()
+
+    async def breaks() -> None:
+        await broken.wait()
+        raise JoinError("p2pd is gone")
+
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+
+        @asynccontextmanager
+        async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Agent]:
+            if options.region == "nowhere":
+                raise JoinError("nobody is there")
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(breaks())
+                yield await here.start(options.name, lends=options.compute)
+                task.cancel()
+
+        monkeypatch.setattr(assemble, "agent", agent)
+        with pytest.raises(JoinError, match="nobody is there"):
+            async with assemble.join(JoinOptions(compute=True, region="nowhere"), Home(tmp_path)):
+                pass
+        with structlog.testing.capture_logs() as logs:
+            async with assemble._lender(JoinOptions(compute=True), Home(tmp_path), gone.set) as lender:
+                assert lender == here.agents["owner"].peer_id
+                broken.set()
+                async with asyncio.timeout(5):
+                    await gone.wait()
+    (line,) = [entry for entry in logs if entry["log_level"] == "error"]
+    assert "p2pd is gone" in line["error"]
 
 
 def test_a_peer_is_found_by_its_name_or_a_part_of_its_id() -> None:
