@@ -134,7 +134,7 @@ class Executor:
             "norm": self.settlement.norm,
             "seconds": seconds,
             "codecs": codecs,
-            "rates": self.links.rates(),
+            "links": self.links.seen(),
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 

@@ -33,10 +33,12 @@ class Links:
         self._outboxes[peer] = outbox
         self._added.set()
 
-    def rates(self) -> dict[str, list[float | None]]:
-        """Bytes per second to and from each peer since the last call, where large frames have passed."""
-        found = {peer: list(outbox.stream.rates()) for peer, outbox in self._outboxes.items()}
-        return {peer: pair for peer, pair in found.items() if pair != [None, None]}
+    def seen(self) -> dict[str, list[float | None]]:
+        """Of each peer since the last call, where large frames have passed: bytes per second to it and from it, and the most
+        bytes that were on their way to it when more came.
+        """
+        found = {peer: [*box.stream.rates(), box.depth_bytes()] for peer, box in self._outboxes.items()}
+        return {peer: figures for peer, figures in found.items() if figures != [None] * 3}
 
     async def put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         while peer not in self._outboxes:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from meshcee.errors import ProtocolError
 from peers.spans import Spans, micro_of
 from peers.transport.base import Frame, Stream
+from peers.transport.rate import LEAST_BYTES
 
 __all__ = ["Outbox"]
 
@@ -29,9 +30,31 @@ class Outbox:
         self._frames: asyncio.Queue[tuple[Frame | Awaitable[Frame] | None, bool]] = asyncio.Queue()
         self._posted = 0
         self._room = asyncio.Semaphore(limit_frames)
+        self._queued_bytes = (
+            0  # of payloads, that being sent included; what is still being encoded does not wait for the link
+        )
+        self._depth_bytes: int | None = None
+
+    def depth_bytes(self) -> int | None:
+        """What was still on its way when something large was put behind it, at its most since the last call: 0 on an idle link.
+
+        None where nothing large was put, or nobody knows.
+        """
+        found, self._depth_bytes = self._depth_bytes, None
+        return found
+
+    def _measure(self) -> None:
+        below = self.stream.under_way()
+        if below is not None or self._queued_bytes:
+            self._depth_bytes = max(self._depth_bytes or 0, self._queued_bytes + (below or 0))
 
     async def put(self, frame: Frame | Awaitable[Frame]) -> None:
+        size = frame.payload_bytes if isinstance(frame, Frame) else LEAST_BYTES
+        if size >= LEAST_BYTES:
+            self._measure()
         await self._room.acquire()
+        if isinstance(frame, Frame):
+            self._queued_bytes += size
         self._frames.put_nowait((frame, True))
 
     def post(self, frame: Frame) -> None:
@@ -62,7 +85,11 @@ class Outbox:
             else:
                 self._posted -= 1
             ready = frame if isinstance(frame, Frame) else await frame
+            if ready is not frame:
+                self._queued_bytes += ready.payload_bytes
             start_s = time.perf_counter()
             await self.stream.send(ready)
+            if counted:
+                self._queued_bytes -= ready.payload_bytes
             if self._spans is not None and counted:
                 self._spans.add(f"send {ready.kind}", micro_of(ready.header), start_s, time.perf_counter())

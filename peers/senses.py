@@ -1,7 +1,8 @@
 """What the steps of a job show of the mesh, held against what its plan was made from.
 
 The idea: a figure counts once it has held for several steps, and then takes the place of the one before; so a change is
-told once, and noise not at all.
+told once, and noise not at all. A link's rate is its bandwidth where more came while bytes were still on their way. A link that
+was idle before each frame begins slowly, as TCP does: it has at least what it shows, and only how that changes says more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TypeVar
 
+from peers.transport.rate import LEAST_BYTES
 from peers.walk import Observed
 
 __all__ = ["HELD", "Pair", "Senses"]
@@ -42,6 +44,8 @@ class Senses:
         self._usual_s: dict[str, float] = {}
         self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
         self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._idle_rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._usual_rates: dict[Pair, float] = {}  # of links that are idle before each frame
         self._probes: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=2))
         self._warm = False
 
@@ -50,6 +54,8 @@ class Senses:
         self._usual_s.clear()
         self._compute_s.clear()
         self._rates.clear()
+        self._idle_rates.clear()
+        self._usual_rates.clear()
         self._probes.clear()
         self._warm = False
 
@@ -97,12 +103,34 @@ class Senses:
                     self.slow[peer] = after
                     shifts.append(f"{peer} takes {after / before:.2f} times as long to compute")
         for pair, rate in observed.rates.items():
-            if (change := _shift(self._rates[pair], min(rate, FAST), self._known, pair)) is not None:
+            idle = observed.depths.get(pair, LEAST_BYTES) < LEAST_BYTES
+            if (change := self._hear_link(pair, min(rate, FAST), idle=idle)) is not None:
                 self.rates[pair] = self._known[pair]
                 if self._known[pair] >= FAST:
                     del self.rates[pair]  # what was probed says more
                 shifts.append(_of_link(pair, change))
         return shifts
+
+    def _hear_link(self, pair: Pair, rate: float, *, idle: bool) -> float | None:
+        """How many times its known bandwidth a link has, if that is much; then it is known as that."""
+        row = self._idle_rates[pair]
+        if not idle:
+            row.clear()
+            if (change := _shift(self._rates[pair], rate, self._known, pair)) is not None:
+                self._usual_rates.pop(pair, None)
+            return change
+        row.append(rate)
+        if len(row) < HELD:
+            return None
+        least = median(row)
+        usual = self._usual_rates.setdefault(pair, least)
+        before = self._known.setdefault(pair, least)
+        now = min(max(before * least / usual, least), FAST)
+        if abs(now / before - 1) < SHIFT:
+            return None
+        self._known[pair], self._usual_rates[pair] = now, least
+        row.clear()
+        return now / before
 
     def probed(self, bandwidths: Mapping[Pair, float]) -> list[str]:
         """What others have just measured of links that no step crosses; what has shifted, in words with peer ids.

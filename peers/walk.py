@@ -25,6 +25,8 @@ __all__ = ["CodecNews", "Report", "Walk"]
 
 log = structlog.get_logger()
 
+SHOWN_BYTES = 100_000  # in a queue: fewer hold nobody up
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -32,6 +34,9 @@ class Observed:
 
     compute_s: Mapping[str, float] = field(default_factory=dict)  # peer -> seconds of its F, B and W together
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # (from, to) -> bytes per second
+    depths: Mapping[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # -> bytes on their way when more came, at most
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,10 @@ class Walk:
                 known = self.codecs.get((stage, target))  # of another member of the group
                 self.codecs[stage, target] = found if known is None else known + found
         figures = list(need(header, "seconds", dict).values())
-        for pair in need(header, "rates", dict).values():
-            if type(pair) is not list or len(pair) != 2:
-                raise ProtocolError("a link has two rates, out and in")
-            figures += [rate for rate in pair if rate is not None]
+        for seen in need(header, "links", dict).values():
+            if type(seen) is not list or len(seen) != 3:
+                raise ProtocolError("a link has three figures: rates out and in, and what waited")
+            figures += [figure for figure in seen if figure is not None]
         if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
@@ -105,15 +110,18 @@ class Walk:
         """Once it is complete."""
         compute_s: dict[str, float] = {}
         rates: dict[tuple[str, str], float] = {}
+        depths: dict[tuple[str, str], float] = {}
         for peer, header in self.applied.items():
             compute_s[peer] = sum(float(header["seconds"].get(kind, 0.0)) for kind in ("f", "b", "w"))
-            for other, (out, into) in header["rates"].items():
+            for other, (out, into, depth) in header["links"].items():
                 if other in self.applied:
+                    if depth is not None:
+                        depths[peer, other] = depth
                     # Of two ends that saw one direction, the slower view: the other saw a buffer fill.
                     for pair, rate in (((peer, other), out), ((other, peer), into)):
                         if rate:
                             rates[pair] = min(rate, rates.get(pair, rate))
-        return Observed(compute_s, rates)
+        return Observed(compute_s, rates, depths)
 
     def heard_of(self, micro: int) -> bool:
         """Whether every member of its last stage has told its loss of this micro-batch."""
@@ -141,7 +149,12 @@ class Walk:
         label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
         if busy >= 0.7:
             return f"compute of {name} (stage {label}, {busy:.0%} busy)"
-        return f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
+        told = f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
+        depths = self.observed().depths
+        if (fullest := max(depths, key=depths.__getitem__, default=None)) is None or depths[fullest] < SHOWN_BYTES:
+            return told
+        a, b = (names.get(end) or end[-6:] for end in fullest)
+        return f"{told}; up to {depths[fullest] / 1e6:.1f} MB queue from {a} to {b}"
 
 
 class CodecNews:

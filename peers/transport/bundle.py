@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -26,6 +28,7 @@ __all__ = ["Bundle", "Connection"]
 
 RECORD_BYTES = 128 * 1024
 _HEADER = struct.Struct("!QI")  # number, bytes that follow
+_INT = struct.Struct("i")
 _TAG_BYTES = 16
 _MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a record, and the header of the next
 # That the kernel holds of all connections, and at least of one, beyond what is under way. Chosen from few runs on a busy machine
@@ -79,6 +82,17 @@ class Connection(asyncio.BufferedProtocol):
     def is_receiving(self) -> bool:
         """A record has begun to come and is not opened."""
         return self._end > 0
+
+    def under_way(self) -> int | None:
+        """Bytes that were written and not yet acknowledged; None where the system does not tell."""
+        if self._transport is None:
+            return None
+        try:
+            fd = self._transport.get_extra_info("socket").fileno()
+            (unacknowledged,) = _INT.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(_INT.size)))
+        except (OSError, ValueError):  # closed, or not TCP as we know it
+            return None
+        return int(unacknowledged) + self._transport.get_write_buffer_size()
 
     @property
     def free(self) -> bool:
@@ -188,8 +202,19 @@ class Bundle(asyncio.Transport):
     # -- asyncio.Transport, as far as a FramedStream needs it
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Of "rate": bytes per second that have come since it was last asked for, or None."""
+        """Of "rate": bytes per second that have come since it was last asked for, or None. Of "under_way": bytes that were
+        written and not yet acknowledged by the other machine, or None."""
+        if name == "under_way":
+            return self._under_way()
         return self._take_rate() if name == "rate" else default
+
+    def _under_way(self) -> int | None:
+        total = sum(map(len, self._queue))
+        for connection in self._connections:
+            if (size := connection.under_way()) is None:
+                return None
+            total += size
+        return total
 
     def _take_rate(self) -> float | None:
         if self._receiving:  # on a busy link there may be no moment in which nothing is on its way

@@ -85,7 +85,7 @@ class _Pipe(asyncio.Transport):
         self.other: _Pipe
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        return self._leaving_bytes if name == "under_way" else default
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Always zero: `write` pauses the protocol until its bytes have left."""

@@ -169,6 +169,9 @@ class _ShapedStream:
     def rates(self) -> tuple[float | None, float | None]:
         return self._rate.take(), None
 
+    def under_way(self) -> int | None:
+        return self._under_way_bytes
+
     async def recv(self) -> Frame:
         return await self._inner.recv()
 

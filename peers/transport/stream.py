@@ -133,6 +133,10 @@ class FramedStream(asyncio.BufferedProtocol):
         below = self._transport.get_extra_info("rate") if self._transport is not None else None
         return None, below or seen
 
+    def under_way(self) -> int | None:
+        found: int | None = self._transport.get_extra_info("under_way") if self._transport is not None else None
+        return found
+
     # -- sending
 
     async def send(self, frame: Frame) -> None:

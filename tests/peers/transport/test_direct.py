@@ -194,6 +194,19 @@ async def test_the_rate_of_a_direct_stream_is_seen() -> None:
         assert 1e6 < seen < 1e11
 
 
+async def test_what_the_other_machine_has_not_acknowledged_is_under_way() -> None:
+    async with mesh("direct", timeouts=PATIENT) as (a, b):
+        near, far = await pair(a, b)
+        await eventually(lambda: near.under_way() == 0)
+        sending = asyncio.create_task(near.send(Frame("x", {}, [bytes(8 << 20)])))
+        await asyncio.sleep(0)
+        assert (near.under_way() or 0) > 1 << 16
+        await asyncio.gather(sending, far.recv())
+        await eventually(lambda: near.under_way() == 0)
+        near.abort()
+        assert near.under_way() is None
+
+
 @pytest.mark.parametrize(
     "offer",
     [None, [b"k" * 32], [b"k" * 32, ["127.0.0.1:9"]], [b"k" * 31, []], [bytes(32), []], [b"k" * 32, [HERE] * 5]],
