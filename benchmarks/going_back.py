@@ -3,7 +3,7 @@
 The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk, and
 of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the
 newest, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two of them in
-this run. When none does, it is the last checkpoint.
+this run. When none does, it is the newest copy in other regions, or the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["Back", "Past", "going_back"]
 class Back:
     """A run that had `done` steps went on from the state before `next_step`: one that peers held, or the disk's.
 
-    `held` is the newest step of which every stage had a surviving copy, `kept` that of the last checkpoint.
+    `held` is the newest step of which every stage had a surviving copy, `kept` that of the last checkpoint; `far` tells that
+    only copies for the loss of a region were left of `held`.
     """
 
     done: int
@@ -27,6 +28,7 @@ class Back:
     with_peers: bool
     held: int | None
     kept: int
+    far: bool = False
 
     @property
     def again(self) -> int:
@@ -38,7 +40,7 @@ class Back:
         where = f"after {self.done} steps the run went back to {self.next_step}"
         if self.with_peers and self.next_step != self.held:
             return f"{where} of peers, who held {self.held}"
-        if self.with_peers and self.again > every + 1:
+        if self.with_peers and not self.far and self.again > every + 1:
             return f"{where}, with copies every {every} steps at most"
         if not self.with_peers and self.held is not None and self.held > self.next_step:
             return f"{where} of the disk, though peers held {self.held}"
@@ -66,25 +68,38 @@ class Past:
 def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id."""
     past, asked, kept = Past(), 0, 0
-    whole: list[tuple[int, list[set[str]]]] = []  # step, who holds which tensors; the last two
+    # The last two of each kind: the step, and of its tensors who has them.
+    whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
     for entry in entries:
         event = entry["event"]
         if event == "copies are asked for":
             past.every = max(past.every, entry["next_step"] - asked)
             asked = entry["next_step"]
-        elif event == "copies":
+        elif event in whole:
             keepers = [{names.get(peer, peer) for peer in peers} for peers in entry["keepers"]]
-            whole = [*[c for c in whole if c[0] < entry["next_step"]][-1:], (entry["next_step"], keepers)]
+            older = [c for c in whole[event] if c[0] < entry["next_step"]]
+            whole[event] = [*older[-1:], (entry["next_step"], keepers)]
+            if event == "copies":  # older far ones count on members of this plan alone, if it has any
+                members = (
+                    {names.get(peer, peer) for stage in entry["holders"] for peer in stage} if entry["far"] else set()
+                )
+                for _, found in whole["far copies"]:
+                    for peers in found:
+                        peers.intersection_update(members)
         elif event == "checkpoint":
             kept = entry["next_step"]
         elif event == "a member was lost":
-            for _, keepers in whole:
+            for _, keepers in [*whole["copies"], *whole["far copies"]]:
                 for peers in keepers:
                     peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
         elif event == "the state to go on from":
             done = entry["done"]
-            usable = [step for step, keepers in whole if step <= done and all(keepers)]
-            back = Back(done, entry["next_step"], entry["with_peers"], usable[-1] if usable else None, kept)
+            near, far = (
+                max((s for s, keepers in found if s <= done and all(keepers)), default=-1) for found in whole.values()
+            )
+            held = max(near, far)
+            back = Back(done, entry["next_step"], entry["with_peers"], held if held >= 0 else None, kept, far > near)
+            whole["far copies"] = [c for c in whole["far copies"] if c[0] <= back.next_step]
             past.every = max(past.every, done - asked)
             past.backs.append(back)
             asked = back.next_step

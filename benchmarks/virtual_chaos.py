@@ -226,7 +226,7 @@ class Storm:
         training = self.mesh._training
         if training is None or training._owner is None:
             return name
-        chosen = training._owner._kept.buddies  # links may have been measured since it was made
+        chosen = training._owner._kept.buddies.near  # links may have been measured since it was made
         return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
 
     # -- blows

@@ -1,8 +1,8 @@
 """A member's part in copies that outlive it: hash its own for a buddy, and be the buddy of others.
 
 The idea: the pipeline waits for none of this. A copy is hashed in a thread and its digests go to the owner; the owner asks
-the buddy, which reads the bits from the holder, gently, checks them, and says that it has them. Whatever fails costs
-only this copy.
+the buddy, which reads the bits from the holder, gently, checks them, and says that it has them. A far buddy does the same,
+beside it and more slowly. Whatever fails costs only this copy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import msgpack
 
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
-from meshcee.planner.memory import OWN_COPIES
+from meshcee.planner.memory import FAR_COPIES, OWN_COPIES
 from meshcee.tensor_files import Layout
 from peers import messages
 from peers.fetch import DIGEST_BYTES, Fetch, Shape
+from peers.inbox import besides_in
 from peers.messages import need
 from peers.offer import Offer
 from peers.outbox import Outbox
@@ -65,7 +66,7 @@ def _nbytes(layout: Layout) -> int:
 
 
 class Buddy:
-    """Of one session. `copied` and `ask` only note what is to be done; `run` does it, one after the other."""
+    """Of one session. `copied` and `ask` only note what is to be done; `run` does it, near and far ones each in their order."""
 
     def __init__(
         self, offer: Offer, owner: str, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int
@@ -77,26 +78,33 @@ class Buddy:
         self._timeouts = timeouts
         self._memory_bytes = memory_bytes
         self._layouts: dict[str, tuple[dict[str, Shape], dict[str, Shape]]] = {}  # of others' stages
-        self._waiting: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
+        self._near: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
+        self._far: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
+        self._coming_bytes = 0  # of copies that are being read
 
     def copied(self, next_step: int) -> None:
         """The stage has been copied for its buddy."""
-        self._note(next_step)
+        self._note(self._near, next_step)
 
     def ask(self, frame: Frame) -> None:
         """The owner's KEEP."""
-        self._note(frame)
+        self._note(self._far if need(frame.header, "far", bool) else self._near, frame)
 
-    def _note(self, what: int | Frame) -> None:
+    def _note(self, waiting: asyncio.Queue[int | Frame], what: int | Frame) -> None:
         try:
-            self._waiting.put_nowait(what)
+            waiting.put_nowait(what)
         except asyncio.QueueFull:
             raise ProtocolError(f"more than {MOST_WAITING} copies are asked for at once") from None
 
     async def run(self, outbox: Outbox) -> None:
         """Until cancelled; what there is to say goes to the owner."""
+        async with asyncio.TaskGroup() as group:
+            for waiting in (self._near, self._far):
+                group.create_task(self._work(waiting, outbox))
+
+    async def _work(self, waiting: asyncio.Queue[int | Frame], outbox: Outbox) -> None:
         while True:
-            what = await self._waiting.get()
+            what = await waiting.get()
             await outbox.put(await (self._describe(what) if isinstance(what, int) else self._keep(what)))
 
     async def _describe(self, next_step: int) -> Frame:
@@ -106,35 +114,41 @@ class Buddy:
         return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
 
     async def _keep(self, frame: Frame) -> Frame:
-        """Read the copy that the owner describes from the member that made it."""
+        """Read the copy that the owner describes from the member that made it, as far as it is not here."""
         next_step, source = need(frame.header, "next_step", int), need(frame.header, "source", str)
+        far = need(frame.header, "far", bool)
         if source not in self._offer.plan.peers or source == self._offer.peer_id:
             raise ProtocolError(f"peer {source} has no stage that could be kept here")
         if source not in self._layouts:
             self._layouts[source] = await asyncio.to_thread(layouts_of, replace(self._offer, peer_id=source))
         weights, optimizer = digests_in(frame, self._layouts[source])
         digests, layout = {**weights, **optimizer}, self._layouts[source][0] | self._layouts[source][1]
-        here_bytes = self.held.make_room(source, next_step, need(frame.header, "since", int))
-        missing = max(0, here_bytes + _nbytes(layout) - self._spare_bytes)
+        self.held.make_room(source, next_step, need(frame.header, "since", int), besides_in(frame.header), far=far)
+        size = _nbytes(layout)
+        missing = max(0, self.held.others_bytes + self._coming_bytes + size - self._spare_bytes(far=far))
+        here = {d: tensor for d in digests.values() if (tensor := self.held.find(d)) is not None}
         fetch = Fetch(
-            {digest: layout[name] for name, digest in digests.items()},
+            {digest: layout[name] for name, digest in digests.items() if digest not in here},
             self._open,
             self._about,
             self._timeouts,
             gently=True,
+            far=far,
         )
         if not missing:
+            self._coming_bytes += size
             await fetch.run([source])
+            self._coming_bytes -= size
         if kept := not missing and not fetch.missing:
-            self.held.keep(source, next_step, digests, fetch.found)
-        header = {"next_step": next_step, "source": source, "kept": kept, "read_s": fetch.read_s}
+            self.held.keep(source, next_step, digests, here | fetch.found, far=far)
+        header = {"next_step": next_step, "source": source, "far": far, "kept": kept, "read_s": fetch.read_s}
         return Frame(messages.KEPT, {**header, "missing_bytes": missing})
 
     async def _open(self, peer: str) -> Stream:
         return await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
 
-    @property
-    def _spare_bytes(self) -> int:
+    def _spare_bytes(self, *, far: bool) -> int:
         """What this member's own stage, its gradients, its optimizer and its copies leave of its memory."""
         weights, optimizer = map(_nbytes, layouts_of(self._offer))
-        return self._memory_bytes - self._offer.state_bytes - weights - optimizer - OWN_COPIES * (weights + optimizer)
+        copies = OWN_COPIES + (FAR_COPIES if far else 0)
+        return self._memory_bytes - self._offer.state_bytes - weights - optimizer - copies * (weights + optimizer)

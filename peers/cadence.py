@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AHEAD", "CHUNK_BYTES", "Cadence", "Stride"]
+__all__ = ["AHEAD", "CHUNK_BYTES", "Cadence", "FarCadence", "Stride"]
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
 CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
 LEAST_BYTES = 16 << 10
 SLOW_S = 0.1  # that a chunk may take: the step's own tensors wait behind it
+LONGEST_REST_S = 60.0  # who serves a reader waits no longer than `Timeouts.offer_s`
 
 
 @dataclass
@@ -57,15 +58,25 @@ class Cadence:
         self._read_s, self._made_s, self._complete = read_s, made_s, True
 
 
+class FarCadence(Cadence):
+    """Of copies in another region: rarer, and over links that steps and checkpoints need too."""
+
+    SHARE = 0.02
+    LEAST_S = 10.0
+
+
 class Stride:
     """How much of a copy to ask a link for at once, and how long it then rests.
 
     What the least part took is the way there and back; what larger ones take beyond it, the link was in use. Parts grow
     while that is little. A link is fast when it carries whole chunks in SLOW_S; another one gets parts that it carries in
-    about SLOW_S, one at a time, and rests between them so that they are a `SHARE` of its time.
+    about SLOW_S, one at a time, and rests between them so that they are a `SHARE` of its time. Between regions (`far`) a fast
+    link rests as well: what is read there is large and crosses what many share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, far: bool = False) -> None:
+        self._far = far
+        self._share = FarCadence.SHARE if far else Cadence.SHARE
         self.bytes = LEAST_BYTES
         self.is_fast = False
         self.rest_s = 0.0
@@ -87,4 +98,5 @@ class Stride:
         if grows:
             self.bytes *= 2
         self.is_fast = self.bytes == CHUNK_BYTES and used_s < SLOW_S
-        self.rest_s = 0.0 if grows or self.is_fast else used_s * (1 / Cadence.SHARE - 1)
+        rests = not grows and (self._far or not self.is_fast)
+        self.rest_s = min(used_s * (1 / self._share - 1), LONGEST_REST_S) if rests else 0.0

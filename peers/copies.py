@@ -1,69 +1,25 @@
-"""The owner's side of buddies: who is whose, which copies there are and who holds them.
+"""Which copies of a job's state there are and who holds them, as its owner knows it.
 
 The idea: the owner never sees a copy, only what it is: a digest for each tensor, from the member that made it, and word from
 the buddy that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
-are all that is kept.
+are all that is kept. So it is with far copies, which count when every stage has one that outlives its region.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
+from peers.cadence import Cadence, FarCadence
 
-from meshcee.errors import ProtocolError
-from meshcee.plan import Plan
-from meshcee.profile import LinkProfile
-from peers import messages
-from peers.buddy import digests_in, digests_of, layouts_of
-from peers.cadence import CHUNK_BYTES, Cadence
-from peers.link import Link
-from peers.messages import need
-from peers.transport.base import Frame
-
-__all__ = ["Copied", "Copies", "Copying", "buddies", "chunk_seconds"]
-
-log = structlog.get_logger()
+__all__ = ["Copied", "Copies", "StageCopy"]
 
 TRIES = 2  # epochs that may begin with copies which are not found
-NEAR = 3.0  # a link that takes at most so many times as long as the quickest one is as good
-
-
-def chunk_seconds(links: Mapping[tuple[str, str], LinkProfile]) -> dict[tuple[str, str], float]:
-    """What a chunk of a copy takes over each of these links."""
-    return {pair: link.latency_s + CHUNK_BYTES / link.bandwidth_bytes_per_s for pair, link in links.items()}
-
-
-def buddies(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, str]:
-    """Who keeps the copies of each member that holds its blocks alone; members of a group, and pipelines, are copies of each
-    other.
-
-    `seconds` is what a chunk takes over each link that was measured, by sender and receiver. A buddy is the one
-    with least to keep among those that are near; nobody has one when there is only one member.
-    """
-    peers = plan.peers
-    load = dict.fromkeys(peers, 0)
-    found: dict[str, str] = {}
-    for stage in plan.pipelines[0].stages if len(plan.pipelines) == 1 else ():
-        others = [peer for peer in peers if peer not in stage.peers]
-        if len(stage.members) > 1 or not others:
-            continue
-        holder = stage.peers[0]
-        takes = {peer: seconds.get((holder, peer), math.inf) for peer in others}
-        near = [peer for peer in others if takes[peer] <= NEAR * min(takes.values())]
-        after = {peer: (peers.index(peer) - peers.index(holder)) % len(peers) for peer in near}
-        buddy = min(near, key=lambda peer: (load[peer], takes[peer], after[peer]))
-        found[holder] = buddy
-        load[buddy] += 1
-    return found
 
 
 @dataclass
-class _StageCopy:
+class StageCopy:
     """What a stage was before a step, by name, and the members that hold these bits."""
 
     weights: dict[str, str] = field(default_factory=dict)
@@ -81,8 +37,9 @@ class Copied:
     """The state before a step, of which members hold copies, stage by stage of the plan that made it: of all pipelines."""
 
     next_step: int
-    stages: tuple[_StageCopy, ...]
+    stages: tuple[StageCopy, ...]
     missed: int = 0  # epochs that did not find all of it: a link may have failed, or it is gone
+    far: bool = False  # whether it outlived the loss of any one region when it was made
 
     @property
     def holders(self) -> set[str]:
@@ -112,13 +69,13 @@ class Copied:
 
     def to_json(self) -> dict[str, Any]:
         stages = [[dict(s.weights), dict(s.optimizer), sorted(s.holders)] for s in self.stages]
-        return {"next_step": self.next_step, "stages": stages}
+        return {"next_step": self.next_step, "stages": stages, "far": self.far}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Copied:
         """What `to_json` gave; ValueError, KeyError or TypeError for anything else."""
-        stages = [_StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
-        return cls(int(data["next_step"]), tuple(stages))
+        stages = [StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
+        return cls(int(data["next_step"]), tuple(stages), far=bool(data.get("far", False)))
 
     def sources(self, names: Collection[str]) -> tuple[str, ...]:
         """Who holds some of these weights."""
@@ -129,14 +86,32 @@ class Copies:
     """All that there are of one job, over its epochs. `tell` is called with those that count when there are others."""
 
     def __init__(self, tell: Callable[[Sequence[Copied]], None] = lambda found: None) -> None:
-        self.cadence = Cadence()
+        self.cadence, self.far_cadence = Cadence(), FarCadence()
         self._found: list[Copied] = []  # whole ones, oldest first
         self._tell = tell
 
     def add(self, copied: Copied) -> None:
-        """It is whole; one older one is kept, which counts until the steps before this one have been reported."""
-        self._found = [*[c for c in self._found if c.next_step < copied.next_step][-1:], copied]
+        """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported."""
+        others = [c for c in self._found if c.far != copied.far]
+        older = [c for c in self._found if c.far == copied.far and c.next_step < copied.next_step]
+        self._found = sorted([*others, *older[-1:], copied], key=lambda c: (c.next_step, not c.far))
         self._tell(self._found)
+
+    @property
+    def far_steps(self) -> list[int]:
+        """Of those that count if a whole region is lost."""
+        return [copied.next_step for copied in self._found if copied.far]
+
+    def begin(self, start: int) -> None:
+        """An epoch does, at this step; far copies of later ones are of steps that nobody was told of."""
+        self._found = [c for c in self._found if not c.far or c.next_step <= start]
+
+    def stay_with(self, members: Collection[str]) -> None:
+        """Nearer copies of these members' plan are whole: whoever has no part in it need not keep older far ones any more."""
+        for copied in self._found:
+            for stage in copied.stages if copied.far else ():
+                stage.holders.intersection_update(members)
+        self._found = [c for c in self._found if not c.far or c.is_whole]
 
     def restore(self, found: Sequence[Copied], alive: Collection[str]) -> None:
         """What an owner that has died knew; of its holders these are there."""
@@ -154,111 +129,8 @@ class Copies:
         whole = [c for c in self._found if c.missed < TRIES and c.is_whole]
         return next((c for c in reversed(whole) if c.next_step <= done), None)
 
-    def forget_before(self, step: int) -> None:
-        """Members are about to."""
-        self._found = [c for c in self._found if c.next_step >= step]
-
-
-class Copying:
-    """One epoch's copies. `hear` is called by the tasks that read from members."""
-
-    def __init__(self, copies: Copies, links: Sequence[Link], chosen: Mapping[str, str], start: int) -> None:
-        self._copies = copies
-        self._links = {link.peer_id: link for link in links}
-        self._buddies = dict(chosen)
-        self._replicas = any(link.place.has_replicas for link in links)
-        self._stages = 1 + max(link.place.number for link in links)
-        self._making: Copied | None = None
-        self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
-        self._took_s = self._read_s = 0.0
-        self._since = start
-        self.reported = start  # steps before this one have been
-        copies.cadence.start(start, _now_s())
-
-    def is_due(self, next_step: int) -> bool:
-        """Not before the last is whole and its steps are reported: until then the one before it is needed."""
-        if not self._buddies and not self._replicas:
-            return False  # all have refused
-        found = self._copies.newest(next_step)
-        known = found is None or found.next_step <= self.reported
-        return self._making is None and known and self._copies.cadence.is_due(next_step, _now_s())
-
-    def forget_before(self, step: int) -> None:
-        self._copies.forget_before(step)
-
-    def begin(self, next_step: int) -> None:
-        """Every member is asked for a copy."""
-        self._copies.cadence.begun(next_step, _now_s())
-        log.debug("copies are asked for", next_step=next_step)
-        self._making = Copied(next_step, tuple(_StageCopy() for _ in range(self._stages)))
-        self._awaited = {(messages.COPIED, peer) for peer in self._links}
-        self._took_s = self._read_s = 0.0
-
-    @property
-    def reading(self) -> list[int]:
-        """The step of those that are under way, if any."""
-        return [] if self._making is None else [self._making.next_step]
-
-    @property
-    def since(self) -> int:
-        """The step of the copies that this epoch may have to go back to."""
-        found = self._copies.newest(self.reported)
-        return max(self._since, found.next_step if found is not None else 0)
-
-    def hear(self, link: Link, frame: Frame) -> None:
-        """COPIED from a holder, or KEPT from a buddy."""
-        making = self._making
-        source = link.peer_id if frame.kind == messages.COPIED else need(frame.header, "source", str)
-        expected = (frame.kind, source) in self._awaited
-        if frame.kind == messages.KEPT:
-            expected = expected and self._buddies.get(source) == link.peer_id
-        if making is None or not expected or need(frame.header, "next_step", int) != making.next_step:
-            raise ProtocolError("it told of a copy that nobody asked for")
-        stage = making.stages[self._links[source].place.number]
-        if frame.kind == messages.COPIED:
-            self._copied(link, frame, making, stage)
-        else:
-            self._kept(link, frame, source, stage)
-        self._awaited.remove((frame.kind, source))
-        if not self._awaited:
-            self._making = None
-            self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
-            self._copies.add(making)
-            holders = [sorted(stage.holders) for stage in making.stages]
-            log.debug("copies", next_step=making.next_step, holders=holders, keepers=making.keepers)
-
-    def _copied(self, link: Link, frame: Frame, making: Copied, stage: _StageCopy) -> None:
-        weights, optimizer = digests_in(frame, layouts_of(link.offer))
-        if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
-            raise ProtocolError("it holds another state than the other members of its group")
-        elsewhere = {o.place.number for o in self._links.values() if o.place.pipeline != link.place.pipeline}
-        if any(making.stages[at].clashes(weights, optimizer) for at in elsewhere):
-            raise ProtocolError("it holds another state than the other pipelines")
-        stage.weights, stage.optimizer = weights, optimizer
-        stage.holders.add(link.peer_id)
-        self._took_s = max(self._took_s, _seconds(frame, "took_s"))
-        if (buddy := self._buddies.get(link.peer_id)) is not None:
-            header = {"next_step": making.next_step, "source": link.peer_id, "since": self.since}
-            self._links[buddy].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
-            self._awaited.add((messages.KEPT, link.peer_id))
-
-    def _kept(self, link: Link, frame: Frame, source: str, stage: _StageCopy) -> None:
-        self._read_s = max(self._read_s, _seconds(frame, "read_s"))
-        if need(frame.header, "kept", bool):
-            stage.holders.add(link.peer_id)
-        elif (missing := need(frame.header, "missing_bytes", int)) > 0:
-            del self._buddies[source]
-            log.warning("a stage has no buddy: the peer has no memory for its copies", peer=link.peer_id, bytes=missing)
-        else:
-            log.info("a copy did not reach its buddy", holder=source, buddy=link.peer_id)
-
-
-def _seconds(frame: Frame, name: str) -> float:
-    value = need(frame.header, name, float)
-    if not 0 <= value < math.inf:
-        raise ProtocolError(f"header field {name!r} must be seconds, got {value!r}")
-    return value
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+    def forget_before(self, step: int, on_disk: int = 0) -> None:
+        """Members are about to. Far ones count until there is another, or as new a state is on the disk."""
+        known = [c.next_step for c in self._found if c.far and c.next_step <= step]
+        least = max([on_disk + 1, *known])
+        self._found = [c for c in self._found if c.next_step >= (least if c.far else step)]

@@ -99,7 +99,7 @@ class Executor:
                 await self._train(walk)
 
     async def _snapshot(self, wanted: TakeSnapshot) -> None:
-        which = wanted.next_step, self._runner, wanted.since, wanted.reading
+        which = wanted.next_step, self._runner, wanted.since, wanted.besides
         announced = await self._compute.run(self.held.take, *which)
         if wanted.durable:
             await self._owner.put(announced)

@@ -106,8 +106,8 @@ class _Source:
 class Fetch:
     """What is wanted, by digest. `found` holds what is here and checked; `run` may leave some that nobody has.
 
-    `gently`: one chunk at a time, and rests between them on a link that the training needs; else some are under way from
-    each source. `about` tells a source whose job it is.
+    `gently`: one chunk at a time, and rests between them on a link that the training needs, longer ones if that is `far`; else
+    some are under way from each source. `about` tells a source whose job it is.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Fetch:
         timeouts: Timeouts,
         *,
         gently: bool = False,
+        far: bool = False,
     ) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.read_s = 0.0  # in which a link was used that had no rest since, or the device
@@ -128,6 +129,7 @@ class Fetch:
         self._about = about
         self._timeouts = timeouts
         self._gently = gently
+        self._far = far
         self._sources: dict[str, _Source] = {}
 
     @property
@@ -184,7 +186,7 @@ class Fetch:
 
     async def _read(self, peer: str, digests: Sequence[str]) -> None:
         stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
-        stride = Stride()
+        stride = Stride(far=self._far)
         if not self._gently:
             stride.bytes = CHUNK_BYTES
         requests, asked = self._requests(digests, stride), deque[list[Range]]()

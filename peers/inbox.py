@@ -16,7 +16,9 @@ import torch
 from meshcee.errors import ProtocolError
 from peers.messages import Step, need
 
-__all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
+__all__ = ["Collect", "Inbox", "TakeSnapshot", "besides_in", "named_tensors", "norms_of", "tensors_of"]
+
+MOST_BESIDES = 5
 
 Key = tuple[int, int]  # (walk, micro)
 
@@ -35,20 +37,24 @@ class Collect:
 class TakeSnapshot:
     """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a buddy, or both.
 
-    Copies before step `since` are needed no more, but for those that are being read.
+    Copies before step `since` are needed no more, but for those of the steps `besides`.
     """
 
     next_step: int
     durable: bool = True
     buddy: bool = False
     since: int = 0
-    reading: tuple[int, ...] = ()
+    besides: tuple[int, ...] = ()
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
         next_step, since = need(header, "next_step", int), need(header, "since", int)
-        reading = tuple(need(header, "reading", list))[:2]
-        return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, reading)
+        return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, besides_in(header))
+
+
+def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
+    """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
+    return tuple(need(header, "besides", list))[:MOST_BESIDES]
 
 
 @dataclass

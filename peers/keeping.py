@@ -1,4 +1,4 @@
-"""What an epoch keeps of its state, in two tiers: copies with buddies, often; checkpoints on the owner's disk, when they may.
+"""What an epoch keeps of its state: copies with buddies, often; checkpoints on the owner's disk, when they may.
 
 The idea: both begin at the same place, between two steps, with one request down every stream, so a member copies its stage
 once for both; and one number tells it which older copies may still be needed.
@@ -13,7 +13,8 @@ from meshcee.capture import Capture
 from peers import messages
 from peers.cadence import CHUNK_BYTES
 from peers.checkpoint import Checkpoint
-from peers.copies import Copied, Copying
+from peers.copies import Copied
+from peers.copying import Copying
 from peers.kept import Kept
 from peers.link import Link
 from peers.offer import Offer
@@ -55,15 +56,15 @@ class Keeping:
     async def _ask(self, next_step: int, *, durable: bool, buddy: bool) -> None:
         if not durable and not buddy:
             return
-        reading = [step for tier in (self.snapshots, self.copying) if tier is not None for step in tier.reading]
-        since = self._since
+        since, besides = self._since, self.snapshots.reading if self.snapshots is not None else []
         if self.copying is not None:
-            self.copying.forget_before(since)
+            self.copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
+            besides = besides + self.copying.besides
         if durable and self.snapshots is not None:
             await self.snapshots.begin(next_step)
         if buddy and self.copying is not None:
             self.copying.begin(next_step)
-        header = {"next_step": next_step, "buddy": buddy, "since": since, "reading": reading}
+        header = {"next_step": next_step, "buddy": buddy, "since": since, "besides": besides}
         for link in self._links:
             if buddy or (durable and link.leads):
                 await link.outbox.put(Frame(messages.SNAPSHOT, {**header, "durable": durable and link.leads}))

@@ -13,6 +13,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.tensor_files import OnDemand
+from peers.buddies import Buddies
 from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.copies import Copied, Copies
@@ -28,7 +29,7 @@ class Kept:
     `base` is the state to go on from, on the disk or with peers (None: the model as it was captured), `store` the place for
     checkpoints (None: there are none), `least` the number of steps that were reported before: they are done again even if
     the user stops the run. `holders` are peers that may still have what they trained before, `copies` what is copied to
-    buddies (None: nothing is), `buddies` who keeps the copies of each member.
+    buddies (None: nothing is), `buddies` who keeps them.
     """
 
     base: Checkpoint | Copied | None = None
@@ -37,7 +38,7 @@ class Kept:
     least: int = 0
     holders: frozenset[str] = frozenset()
     copies: Copies | None = None
-    buddies: Mapping[str, str] = field(default_factory=dict)
+    buddies: Buddies = field(default_factory=Buddies)
 
 
 class Part(NamedTuple):

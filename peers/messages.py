@@ -23,7 +23,7 @@ Purposes of streams, and the frames on them:
                                         PING, and PONG unasked         as long as the other side is heard
                                         COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
                                                      (STATE_END alone after an evaluation)
-                                        SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy
+                                        SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART and SUM within a group and over pipelines, or WHOLE and MEET within a group

@@ -136,13 +136,16 @@ class Held:
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []  # of our own stage, oldest first
-        self._others: dict[str, list[_Copy]] = {}  # by the member that holds the stage, oldest first
+        self._others: dict[
+            tuple[str, bool], list[_Copy]
+        ] = {}  # (its holder, whether we are its far buddy) -> oldest first
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 
-    def take(self, next_step: int, runner: StageRunner, since: int = 0, reading: Collection[int] = ()) -> Frame:
+    def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> Frame:
         """Copy the stage as it stands before `next_step`; what to tell the owner. Runs on the compute thread.
 
-        Copies before step `since` are forgotten, but for those that somebody is still `reading`.
+        Copies before step `since` are forgotten, but for those of the steps `besides`: somebody is reading them, or they go
+        with copies in other regions.
         """
         began_s = time.perf_counter()
         state = runner.state_dict()
@@ -154,7 +157,7 @@ class Held:
             if isinstance(value, torch.Tensor)
         }
         copy = _Copy(next_step, model | optimizer, (Image(model), Image(optimizer)))
-        self._copies = [*_needed(self._copies, next_step, since, reading), copy]
+        self._copies = [*_needed(self._copies, next_step, since, besides), copy]
         self._frozen = {n: t.detach() for n, t in state.items() if n not in model and t.device.type == "cpu"}
         copy.took_s = time.perf_counter() - began_s
         return Frame(messages.SNAPSHOT, {"next_step": next_step}, [image.header for image in copy.images])
@@ -174,18 +177,38 @@ class Held:
         copy.tensors, copy.by_digest = tensors, {digest: tensors[name] for name, digest in digests.items()}
         return digests, copy.took_s + (time.perf_counter() - began_s) / CORES
 
-    def make_room(self, source: str, next_step: int, since: int) -> int:
-        """Forget copies of others that are needed no more, before one of this step from `source`; the bytes of the rest."""
-        for other, copies in list(self._others.items()):
-            self._others[other] = _needed(copies, next_step + (other != source), since)
-            if not self._others[other]:
-                del self._others[other]
+    def make_room(
+        self, source: str, next_step: int, since: int, besides: Collection[int] = (), *, far: bool = False
+    ) -> None:
+        """Forget copies of others that are needed no more, before one of this step from `source`: near ones before `since`,
+        far ones that are not of the steps `besides`. Far ones come late, and say nothing of near ones.
+        """
+        for (other, is_far), copies in list(self._others.items()):
+            again = other == source and is_far == far
+            if is_far:
+                copies = [c for c in copies if c.next_step in besides and not (again and c.next_step == next_step)]
+            elif not far:
+                copies = _needed(copies, next_step + (not again), since)
+            self._others[other, is_far] = copies
+            if not copies:
+                del self._others[other, is_far]
+
+    @property
+    def others_bytes(self) -> int:
         return sum(copy.nbytes for copies in self._others.values() for copy in copies)
 
-    def keep(self, source: str, next_step: int, digests: Mapping[str, str], found: Mapping[str, torch.Tensor]) -> None:
+    def keep(
+        self,
+        source: str,
+        next_step: int,
+        digests: Mapping[str, str],
+        found: Mapping[str, torch.Tensor],
+        *,
+        far: bool = False,
+    ) -> None:
         """A copy of another member's stage: digests by name, tensors by digest."""
-        copy = _Copy(next_step, {name: found[digest] for name, digest in digests.items()}, by_digest=found)
-        self._others.setdefault(source, []).append(copy)
+        tensors = {name: found[digest] for name, digest in digests.items()}
+        self._others.setdefault((source, far), []).append(_Copy(next_step, tensors, by_digest=found))
 
     def _all(self) -> Iterator[_Copy]:
         """Newest first, our own before others'."""
@@ -218,6 +241,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _needed(copies: Sequence[_Copy], next_step: int, since: int, reading: Collection[int] = ()) -> list[_Copy]:
+def _needed(copies: Sequence[_Copy], next_step: int, since: int, besides: Collection[int] = ()) -> list[_Copy]:
     """Of the copies before this step; a lost epoch may have gone further."""
-    return [c for c in copies if c.next_step < next_step and (c.next_step >= since or c.next_step in reading)]
+    return [c for c in copies if c.next_step < next_step and (c.next_step >= since or c.next_step in besides)]

@@ -20,15 +20,15 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
-from meshcee.planner.live import has_room_for_copies
 from meshcee.timing import BlockTimes
 from peers.adaptation import Adaptation
 from peers.agent import Agent
 from peers.asking import ask_plan, question
+from peers.buddies import Buddies, buddies_with_room
 from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest
-from peers.copies import Copied, Copies, buddies, chunk_seconds
+from peers.copies import Copied, Copies
 from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
@@ -350,7 +350,8 @@ class Training:
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
         devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
-        roomy = await asyncio.to_thread(has_room_for_copies, plan, devices, self._request.job)
+        mesh = self._agent.measured(plan.peers)
+        chosen = await asyncio.to_thread(buddies_with_room, plan, mesh, devices, self._request.job)
         self._owner = own(
             self._agent,
             self._job,
@@ -366,8 +367,8 @@ class Training:
                 self._cadence,
                 len(self.result.losses),
                 holders,
-                self._copies if roomy else None,
-                buddies(plan, chunk_seconds(self._agent.links(plan.peers))),
+                self._copies if chosen is not None else None,
+                chosen or Buddies(),
             ),
         )
         if self._stopping:

@@ -15,7 +15,7 @@ from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.planner.codecs import BETWEEN_REGIONS, with_codec
 from meshcee.planner.job import Choice, Runs, plans
-from meshcee.planner.memory import COPIES, STATE_FACTOR, shortages
+from meshcee.planner.memory import STATE_FACTOR, copies_factor, shortages
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.search import Effort
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
@@ -27,6 +27,7 @@ from meshcee.workload import KindTimes, Workload
 __all__ = [
     "DEFAULT_LINK",
     "EFFORT",
+    "NO_FAR_ROOM",
     "NO_ROOM",
     "RUNS",
     "JobCosts",
@@ -34,6 +35,7 @@ __all__ = [
     "choose",
     "has_room_for_copies",
     "plan_job",
+    "regions_of",
     "situation",
     "workload_of",
 ]
@@ -46,6 +48,10 @@ RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
 ROOM_IS_WORTH = 1.25  # times the seconds of a step
 NO_ROOM = "the peers' memory has no room for copies of the state beside the stages: after a loss the job goes back to a checkpoint"
+NO_FAR_ROOM = (
+    "the peers' memory has no room for copies of the state in another region: if a whole region is lost, the job goes back to a "
+    "checkpoint"
+)
 STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies of the state may take 5 %, probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 BACKWARD = 1.0  # B and W each cost as many operations as F
@@ -86,10 +92,10 @@ class Measured:
     hints: Mapping[str, str]  # regions, as people said
 
 
-def situation(mesh: Measured, job: JobCosts, *, copies: bool = False) -> tuple[Cluster, Workload]:
+def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster, Workload]:
     """The cluster and the workload; `cluster.notes` says what was set aside or filled in.
 
-    With `copies`, what members keep of one another's stages counts as state. It lies where the stage lies unless that is a
+    With `tiers` of copies, what members keep of one another's stages counts as state. It lies where the stage lies unless that is a
     GPU, and how much the machine around a GPU has nobody knows: so only where all devices are processors.
     """
     if not job.blocks:
@@ -122,8 +128,9 @@ def situation(mesh: Measured, job: JobCosts, *, copies: bool = False) -> tuple[C
     work = workload_of(
         devices, kinds, job.blocks, job.batch_size, job.micro_batch, times=known, element_bytes=job.element_bytes
     )
-    if copies and all(device.kind == "cpu" for device in mesh.devices.values()):
-        work = replace(work, state_bytes=tuple(round((1 + COPIES) * size) for size in work.state_bytes))
+    if tiers and all(device.kind == "cpu" for device in mesh.devices.values()):
+        factor = 1 + copies_factor(tiers)
+        work = replace(work, state_bytes=tuple(round(factor * size) for size in work.state_bytes))
     return cluster, replace(
         work,
         message_bytes=job.message_bytes,
@@ -140,32 +147,48 @@ def choose(
     """The best plans that the members can run, and what they were made from.
 
     Where the best one leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long; no more, as
-    copies only shorten the way back after a loss.
+    copies only shorten the way back after a loss. Where none has room for those in other regions too, they are left out first.
     """
-    found = _choose(mesh, job, stages, effort, copies=False)
+    found = _choose(mesh, job, stages, effort)
     choice, cluster, workload = found
-    if len(choice.best.peers) == 1 or has_room_for_copies(choice.best, mesh.devices, job):
-        return found
-    with contextlib.suppress(PlanError):  # no plan has room
-        roomy = _choose(mesh, job, stages, effort, copies=True)
-        step_s, roomy_s = (period_s(c.best, cluster, workload) for c in (choice, roomy[0]))
-        if roomy_s <= ROOM_IS_WORTH * step_s:
-            return roomy
-    cluster.notes.append(NO_ROOM)
+    notes: list[str] = []
+    for tiers in range(_tiers(choice.best, cluster), 0, -1):
+        if has_room_for_copies(choice.best, mesh.devices, job, tiers):
+            break
+        with contextlib.suppress(PlanError):  # no plan has room
+            roomy = _choose(mesh, job, stages, effort, tiers)
+            step_s, roomy_s = (period_s(c.best, cluster, workload) for c in (choice, roomy[0]))
+            if roomy_s <= ROOM_IS_WORTH * step_s:
+                found = roomy
+                break
+        notes = [NO_ROOM if tiers == 1 else NO_FAR_ROOM]
+    found[1].notes.extend(notes)
     return found
 
 
-def has_room_for_copies(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts) -> bool:
+def _tiers(plan: Plan, cluster: Cluster) -> int:
+    """Of copies: with buddies, and with far ones where a stage's buddy is in its own region and there are others."""
+    regions = {cluster.devices[peer].region for peer in plan.peers}
+    return (len(plan.peers) > 1) + (len(plan.peers) > len(regions) > 1)
+
+
+def regions_of(mesh: Measured, job: JobCosts) -> dict[str, str]:
+    """Of every device that a plan may have."""
+    cluster, _ = situation(mesh, job)
+    return {peer: device.region for peer, device in cluster.devices.items()}
+
+
+def has_room_for_copies(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts, tiers: int = 1) -> bool:
     """Whether the members of this plan can keep copies of their own and of others' stages beside what they compute with."""
     members = {peer: devices[peer] for peer in plan.peers}
-    cluster, workload = situation(Measured(members, {}, {}, {}), job, copies=True)
+    cluster, workload = situation(Measured(members, {}, {}, {}), job, tiers=tiers)
     return not shortages(plan, cluster, workload)
 
 
 def _choose(
-    mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None, *, copies: bool
+    mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None, tiers: int = 0
 ) -> tuple[Choice, Cluster, Workload]:
-    cluster, workload = situation(mesh, job, copies=copies)
+    cluster, workload = situation(mesh, job, tiers=tiers)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
     if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}

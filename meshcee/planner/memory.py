@@ -14,11 +14,12 @@ from meshcee.profile import BlockCost, Cluster
 from meshcee.workload import Workload
 
 __all__ = [
-    "COPIES",
+    "FAR_COPIES",
     "OWN_COPIES",
     "STATE_FACTOR",
     "Shortage",
     "activation_bytes",
+    "copies_factor",
     "needs",
     "shortages",
     "stage_bytes",
@@ -28,8 +29,13 @@ __all__ = [
 STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
 OWN_COPIES = 3  # of its stage that a member may hold: the last, one that the owner reads, one that the buddy reads
 OTHERS_COPIES = 2  # of another one's: the last, and the one in the making
+FAR_COPIES = 2  # more of each where there are far buddies: again the last, and the one in the making
 COPY_SHARE = 0.75  # of a stage's state: not its gradients
-COPIES = COPY_SHARE * (OWN_COPIES + OTHERS_COPIES)  # times its own state, where stages are about equal
+
+
+def copies_factor(tiers: int) -> float:
+    """What copies take at a member, times its own state, where stages are about equal: 1 tier for buddies, 2 for far ones too."""
+    return COPY_SHARE * (OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1)) if tiers else 0.0
 
 
 def state_bytes(costs: Sequence[BlockCost]) -> int:

@@ -27,9 +27,11 @@ from meshcee.eager import eager
 from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.plan import Plan
 from peers import messages
+from peers.buddies import Buddies, buddies
 from peers.buddy import Buddy, digests_in, digests_of, layouts_of
 from peers.cadence import Cadence
-from peers.copies import Copies, Copying, buddies
+from peers.copies import Copies
+from peers.copying import Copying
 from peers.fetch import Fetch
 from peers.kept import Kept
 from peers.link import Link
@@ -108,17 +110,17 @@ def described(offer: Offer, next_step: int) -> Frame:
 
 
 def answered(source: str, next_step: int, **more: Any) -> Frame:
-    header = {"next_step": next_step, "source": source, "kept": True, "read_s": 0.0, "missing_bytes": 0}
+    header = {"next_step": next_step, "source": source, "kept": True, "read_s": 0.0, "missing_bytes": 0, "far": False}
     return Frame(messages.KEPT, {**header, **more})
 
 
 class Epoch:
     """The owner's side, with links that go nowhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, far: Mapping[str, str] = {}) -> None:
         self.copies = Copies()
         self.links = [Link(offer, SimpleNamespace(peer_id=offer.peer_id)) for offer in offers()]  # type: ignore[arg-type]
-        self.copying = Copying(self.copies, self.links, {"p0": "p1", "p1": "p0"}, 0)
+        self.copying = Copying(self.copies, self.links, Buddies({"p0": "p1", "p1": "p0"}, far), 0)
 
     def asked(self, index: int) -> int:
         """How many copies this member was asked to keep."""
@@ -212,7 +214,11 @@ async def test_only_the_buddy_says_that_it_has_kept_a_copy_and_once() -> None:
 async def test_a_buddy_without_memory_says_how_much_it_lacks_and_reads_nothing() -> None:
     offer = offers()[1]
     buddy = Buddy(offer, "owner", Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
-    ask = Frame(messages.KEEP, {"next_step": 4, "source": "p0", "since": 0}, described(offers()[0], 4).payloads)
+    ask = Frame(
+        messages.KEEP,
+        {"next_step": 4, "source": "p0", "since": 0, "far": False, "besides": []},
+        described(offers()[0], 4).payloads,
+    )
     reply = await buddy._keep(ask)
     assert (reply.kind, reply.header["kept"]) == (messages.KEPT, False)
     assert reply.header["missing_bytes"] > offers()[0].state_bytes
@@ -250,11 +256,30 @@ def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
     for step in (3, 6):
         held.make_room("p1", step, 3)
         held.keep("p1", step, {"v": "ab"}, {"ab": torch.zeros(2)})
-    assert held.make_room("p2", 6, 6) == 8  # one buddy may keep two stages of a step
-    assert held.make_room("p1", 9, 6) == 8
-    assert held.find("ab") is not None
-    assert held.make_room("p1", 6, 6) == 0
+    for source, step, left in [("p2", 6, 8), ("p1", 9, 8), ("p1", 6, 0)]:  # one buddy may keep two stages of a step
+        assert held.find("ab") is not None
+        held.make_room(source, step, 6)
+        assert held.others_bytes == left
     assert held.find("ab") is None
+
+
+def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_becomes_of_near_ones() -> None:
+    held = Held()
+
+    def keep(source: str, step: int, since: int, besides: Sequence[int], *, far: bool = False) -> list[Any]:
+        """The copies that are held then: whose, whether far, of which step."""
+        held.make_room(source, step, since, besides, far=far)
+        held.keep(source, step, {}, {}, far=far)
+        return [(*key, copy.next_step) for key, copies in held._others.items() for copy in copies]
+
+    assert keep("p1", 3, 0, ()) == [("p1", False, 3)]
+    assert keep("p1", 6, 3, (3,)) == [("p1", False, 3), ("p1", False, 6)]
+    assert keep("p2", 3, 3, (3,), far=True) == [("p1", False, 3), ("p1", False, 6), ("p2", True, 3)]
+    assert keep("p1", 9, 6, (3,)) == [("p1", False, 6), ("p1", False, 9), ("p2", True, 3)]
+    assert keep("p2", 6, 6, (3, 6), far=True)[2:] == [("p2", True, 3), ("p2", True, 6)]
+    assert keep("p2", 6, 6, (3, 6), far=True)[2:] == [("p2", True, 3), ("p2", True, 6)]  # the epoch was lost
+    assert keep("p1", 12, 9, (6,)) == [("p1", False, 9), ("p1", False, 12), ("p2", True, 6)]
+    assert keep("p1", 15, 12, ()) == [("p1", False, 12), ("p1", False, 15)]
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
@@ -266,7 +291,7 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
     copies = Copies()
 
     def keep(plan: Plan) -> Kept:
-        return Kept(copies=copies, buddies=buddies(plan, {}))
+        return Kept(copies=copies, buddies=Buddies(buddies(plan, {}), {}))
 
     def adapt(plan: Plan) -> Plan:
         return grouped(plan, shares)
@@ -340,7 +365,7 @@ def test_a_dead_stage_comes_back_from_its_buddy(tmp_path: Path, stage: int) -> N
 
 
 def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> None:
-    with mock.patch("peers.training.has_room_for_copies", return_value=False):
+    with mock.patch("peers.buddies.has_room_for_copies", return_value=False):
         logged = told(tmp_path, 5, lambda storm: storm.kill(storm.members()[1]))
     assert not [entry for entry in logged if entry["event"] == "copies"]
     assert began_at(logged) == [5]

@@ -15,9 +15,10 @@ def asked(step: int) -> dict[str, Any]:
     return {"event": "copies are asked for", "next_step": step}
 
 
-def whole(step: int, *stages: str) -> dict[str, Any]:
+def whole(step: int, *stages: str, event: str = "copies", far: bool = True) -> dict[str, Any]:
     """Each set of tensors by the letters of those who hold it."""
-    return {"event": "copies", "next_step": step, "keepers": [[f"id-{peer}" for peer in stage] for stage in stages]}
+    keepers = [[f"id-{peer}" for peer in stage] for stage in stages]
+    return {"event": event, "next_step": step, "keepers": keepers, "holders": keepers, "far": far}
 
 
 def saved(step: int) -> dict[str, Any]:
@@ -80,3 +81,17 @@ def test_what_is_wrong_is_said(entries: tuple[dict[str, Any], ...], why: str) ->
 def test_a_run_that_goes_over_to_another_plan_computes_nothing_again() -> None:
     past = read(asked(4), whole(4, "ab"), saved(6), went(6, 6, with_peers=False), asked(9))
     assert (past.wrong, past.every, past.backs[0].again) == ([], 4, 0)
+
+
+def test_copies_in_another_region_count_when_no_others_are_left_and_their_keepers_are_members() -> None:
+    region = (whole(4, "ab", "bc", event="far copies"), *COPIED)
+    assert read(*region, lost("a"), went(11, 8, with_peers=True)).wrong == []
+    away = (whole(2, "ac", "bc", event="far copies"), *COPIED, whole(9, "ab", "ab"))
+    for disk, held in [(0, 2), (3, 2)]:
+        back = read(saved(disk), *away[:-1], lost("a", "b"), went(11, max(disk, held), with_peers=disk < held))
+        assert (back.wrong, back.backs[0].far) == ([], True)
+    assert read(*away, lost("a", "b"), went(11, 0, with_peers=False)).wrong == []
+    assert read(*away[:-1], whole(9, "ab", "ab", far=False), lost("a", "b"), went(11, 0, with_peers=False)).wrong == []
+    assert read(*away[:-1], lost("a", "b"), went(11, 0, with_peers=False)).wrong == [
+        "after 11 steps the run went back to 0 of the disk, though peers held 2"
+    ]

@@ -24,7 +24,8 @@ from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
 from meshcee.plan import Pipeline, Plan, Stage
 from peers import collective
-from peers.copies import Copied, _StageCopy, buddies
+from peers.buddies import buddies
+from peers.copies import Copied, StageCopy
 from peers.home import Home
 from peers.offer import Offer, Terms
 from peers.place import Sum
@@ -213,7 +214,7 @@ def test_pipelines_are_copies_of_each_other() -> None:
     plan = beside_plan()
     assert buddies(plan, {}) == {}
     a, b = {"w": "1"}, {"v": "2"}
-    copied = Copied(4, (_StageCopy(a, {}, {"p0"}), _StageCopy(b, {}, {"p1"}), _StageCopy(a | b, {}, {"p2"})))
+    copied = Copied(4, (StageCopy(a, {}, {"p0"}), StageCopy(b, {}, {"p1"}), StageCopy(a | b, {}, {"p2"})))
     assert copied.is_whole
     copied.stages[0].holders.clear()
     assert copied.is_whole

@@ -21,7 +21,7 @@ from meshcee.errors import PeerLostError
 from meshcee.job import Job
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.commands.session import unwrap
-from peers.copies import Copying
+from peers.copying import Copying
 from peers.home import Home
 from peers.mesh import Mesh
 from peers.offer import Offer
