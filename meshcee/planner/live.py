@@ -52,7 +52,7 @@ NO_FAR_ROOM = (
     "the peers' memory has no room for copies of the state in another region: if a whole region is lost, the job goes back to a "
     "checkpoint"
 )
-STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies of the state may take 5 %, probes 2 %, headers the rest
+STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies take 5 %, far ones and probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 BACKWARD = 1.0  # B and W each cost as many operations as F
 UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter

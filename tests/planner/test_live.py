@@ -11,7 +11,7 @@ import pytest
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.plan import Plan
 from meshcee.planner.explain import explain
-from meshcee.planner.live import NO_ROOM, Measured, choose, has_room_for_copies, plan_job, situation
+from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, Measured, choose, has_room_for_copies, plan_job, situation
 from meshcee.planner.live import JobCosts as Costs
 from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
@@ -136,6 +136,18 @@ def test_plans_leave_room_for_copies_of_the_state_where_that_costs_little() -> N
     assert (len(alone.peers), NO_ROOM in notes) == (1, False), "who is alone copies to nobody"
     _, notes, room = planned("cuda", 60 * 10**6, fair)
     assert (room, NO_ROOM in notes) == (True, False), "copies of what a GPU holds lie elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "missing"), [(100 * 10**6, []), (40 * 10**6, [NO_FAR_ROOM]), (20 * 10**6, [NO_ROOM])]
+)
+def test_copies_in_another_region_are_left_out_before_those_nearby(memory_bytes: int, missing: list[str]) -> None:
+    """The state of all blocks takes 32 MB; with copies 152, with far ones too 248; on five devices in two regions."""
+    devices = {p: replace(d, memory_bytes=memory_bytes) for p, d in DEVICES.items()}
+    found, notes = plan_job(measured(devices), JOB, 5, QUICK)
+    assert [note for note in notes if note in (NO_ROOM, NO_FAR_ROOM)] == missing
+    rooms = [has_room_for_copies(found, devices, JOB, tiers) for tiers in (1, 2)]
+    assert rooms == [NO_ROOM not in missing, not missing]
 
 
 def test_one_device_is_a_mesh() -> None:
