@@ -60,6 +60,11 @@ class Copied:
         """Whether somebody holds everything."""
         return all(self.keepers)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether an epoch may begin with it."""
+        return self.missed < TRIES and self.is_whole
+
     def digests(self, names: Collection[str], trainable: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
         """Of these weights, as far as training changes them, and of what the optimizer keeps for these parameters."""
         mine = set(trainable)
@@ -126,11 +131,10 @@ class Copies:
         for copied in self._found:
             for stage in copied.stages:
                 stage.holders.difference_update(gone)
-        whole = [c for c in self._found if c.missed < TRIES and c.is_whole]
-        return next((c for c in reversed(whole) if c.next_step <= done), None)
+        return next((c for c in reversed(self._found) if c.is_usable and c.next_step <= done), None)
 
     def forget_before(self, step: int, on_disk: int = 0) -> None:
         """Members are about to. Far ones count until there is another, or as new a state is on the disk."""
-        known = [c.next_step for c in self._found if c.far and c.next_step <= step]
+        known = [c.next_step for c in self._found if c.far and c.is_usable and c.next_step <= step]
         least = max([on_disk + 1, *known])
         self._found = [c for c in self._found if c.next_step >= (least if c.far else step)]
