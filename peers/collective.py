@@ -19,7 +19,7 @@ import torch
 
 from meshcee.errors import ProtocolError
 from peers import messages, tensors
-from peers.buckets import BUCKET_BYTES, Whole, buckets_of, flattened, presence_of, spread
+from peers.buckets import BUCKET_BYTES, Bucket, Whole, buckets_of, flattened, presence_of, spread
 from peers.compute import Compute
 from peers.links import Links
 from peers.messages import need
@@ -84,7 +84,7 @@ class GroupSum:
         """Every member's chunk of each bucket of ours."""
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
-            present, flat = await self._compute.beside(flattened, self.parameters, bucket)
+            present, flat = await self._taken(bucket)
             for i, peer in enumerate(self._group):
                 chunk = flat[bucket.bounds[i] : bucket.bounds[i + 1]]
                 if peer == self._peer:
@@ -114,8 +114,32 @@ class GroupSum:
             if any(present != chunks[0][0] for present, _ in chunks):
                 raise ProtocolError("those who add up gradients disagree about which parameters have one")
             numbers = [part for _, part in chunks]
-            await self._compute.beside(spread, self.parameters, bucket, chunks[0][0], numbers)
+            await self._given(bucket, chunks[0][0], numbers)
             self._spans.add("sum", -1, start_s, time.perf_counter())
+
+    def _taken(self, bucket: Bucket) -> asyncio.Future[Chunk]:
+        """Our gradients of a bucket, in the host's memory; those of a GPU are copied while W computes on."""
+        parameters, staging = self.parameters, self._compute.staging
+        if staging is None:
+            return self._compute.beside(flattened, parameters, bucket)
+
+        def work() -> Chunk:
+            present, flat = flattened(parameters, bucket, staging.device)
+            return present, staging.to_host(flat)
+
+        held = [parameters[name].grad for name in bucket.names]  # a step that ends early lets them go
+        return self._compute.beside(staging.leave, staging.mark(), work, held)
+
+    def _given(self, bucket: Bucket, present: list[bool], numbers: list[torch.Tensor]) -> asyncio.Future[Any]:
+        """The inverse: set the gradients of a bucket that are present."""
+        parameters, staging = self.parameters, self._compute.staging
+        if staging is None:
+            return self._compute.beside(spread, parameters, bucket, present, numbers)
+
+        def work() -> None:
+            spread(parameters, bucket, present, staging.arrive(lambda: [staging.to_device(torch.cat(numbers))]))
+
+        return self._compute.beside(work)
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""

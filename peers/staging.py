@@ -73,8 +73,9 @@ class Staging:
         """Passed when the device has done all that it was asked to compute until now."""
         return _marked(self._computing)
 
-    def leave(self, made: torch.cuda.Event, call: Callable[[], T]) -> T:
-        """The call's result, when its kernels and copies are done; they begin when `made` is passed."""
+    def leave(self, made: torch.cuda.Event, call: Callable[[], T], _held: Any = None) -> T:
+        """The call's result, when its kernels and copies are done; they begin when `made` is passed. What they read must be
+        held until then: by the call, or as `_held`."""
         with torch.cuda.stream(self._leaving):
             self._leaving.wait_event(made)
             try:

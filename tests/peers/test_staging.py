@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from peers import messages, tensors
+from peers.buckets import Whole
 from peers.coding import Coding
+from peers.collective import GroupSum
 from peers.compute import Compute
+from peers.links import Links
+from peers.spans import Spans
 from peers.staging import Locked, Staging
 from peers.transport.base import Frame
 
@@ -140,6 +144,21 @@ async def test_norms_and_inputs_stay_on_the_host(gpu: Played) -> None:
         for kind, copies in ((messages.NORMS, 0), (messages.INPUT, 0), (messages.SHARED, 1), (messages.TOTAL, 2)):
             await coding.values(Frame(kind, {"tensors": meta}, payloads))
             assert gpu.copies == copies
+
+
+async def test_gradients_are_summed_by_way_of_the_host(gpu: Played) -> None:
+    parameters = {name: torch.nn.Parameter(torch.zeros(5, 3)) for name in ("a", "b", "c")}
+    for name, number in (("a", 2.0), ("c", 3.0)):
+        parameters[name].grad = torch.full((5, 3), number)
+    async with Compute() as compute:
+        compute.staging = Staging(compute.device)
+        alone = GroupSum("p0", ("p0",), parameters, compute, Links((1, 1)), Spans(), bucket_bytes=120)
+        whole = Whole(alone.buckets, alone.parameters)
+        whole.all()
+        await alone.run(0, whole)
+    assert [p.grad is None or set(p.grad.flatten().tolist()) for p in parameters.values()] == [{2.0}, True, {3.0}]
+    assert gpu.copies == 4  # two buckets, there and back
+    assert gpu.recorded == [gpu.computing] * 2
 
 
 def test_memory_is_not_let_go_before_its_copy_is_done_when_a_call_fails(gpu: Played) -> None:
