@@ -239,6 +239,26 @@ async def test_a_device_that_joins_is_profiled_and_taken_in_where_it_pays() -> N
     assert since["gain"] > 1.5
 
 
+async def test_each_decision_is_told_with_its_cause_alternatives_and_gains() -> None:
+    """The link recovers when so few steps are left that going back would not pay."""
+    factors = [1.0] * 15 + [POOR] * 60 + [1.0] * 14
+    with capture_logs() as logged:
+        played = await rehearse(factors, steps=len(factors))
+    decisions = [entry for entry in logged if entry["event"].startswith("the plan")]
+    kept, changed = "the plan stays", "the plan changes"
+    assert [e["event"] for e in decisions] == [kept, changed, kept, f"{kept}: the job ends before a change would pay"]
+    for entry, times in zip(decisions, ("0.25", "0.25", "4.00", "4.00"), strict=True):
+        assert all(f"has {times} times its bandwidth" in cause for cause in entry["cause"])
+        assert entry["cause"]
+        assert entry["alternatives_s"] == sorted(entry["alternatives_s"])
+        assert entry["alternatives"] >= len(entry["alternatives_s"]) > 0
+        assert (entry["gain"] > 1.5) == (entry["event"] != kept)
+        assert entry["takes_s"] >= 0
+    (measured,) = [entry for entry in logged if entry["event"] == "since the plan changed"]
+    assert measured["gain"] == pytest.approx(decisions[1]["gain"], rel=0.05)
+    assert len(played.changes) == 1
+
+
 async def test_a_device_that_is_no_help_is_told_of_and_left_out() -> None:
     with capture_logs() as logged:
         played = await rehearse([POOR] * 40, comes=("far", 10))

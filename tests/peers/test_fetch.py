@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from peers.fetch import Fetch, serve
 from peers.state_frames import digest_of
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
+from tests.mutation import breaks, changed
 from tests.virtual_time import run, virtual_time
 
 TIMES = Timeouts()
@@ -83,6 +85,24 @@ async def test_a_source_that_dies_is_replaced_and_what_it_had_sent_stays(monkeyp
     fetch = await fetch_from(network, sources, wanted, befall=lambda: network.kill("a"))
     assert_found(fetch, wanted)
     assert sum(sent) == sum(tensor.nbytes for tensor in wanted.values())  # no byte twice
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "instead"),
+    [
+        (
+            Fetch._unless_lost,
+            "except (MeshceeError, StreamClosed, TimeoutError)",
+            "except (MeshceeError, TimeoutError)",
+        ),
+        (Fetch._requests, "first = wanted.got", "first = 0"),
+    ],
+)
+def test_without_its_line_a_dying_source_is_not_replaced_or_what_it_had_sent_is_lost(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., object], line: str, instead: str
+) -> None:
+    with changed(function, line, instead):
+        assert breaks(partial(test_a_source_that_dies_is_replaced_and_what_it_had_sent_stays, monkeypatch))
 
 
 @virtual_time

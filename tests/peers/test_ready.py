@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from meshcee.errors import ProtocolError
+from meshcee.errors import ProtocolError, StaleTermError
 from peers import messages
 from peers.transport.base import Frame
 from peers.transport.stream import FramedStream
@@ -60,6 +60,26 @@ def test_a_member_that_acknowledges_another_is_named_and_no_step_begins(tmp_path
     match = rf"^peer \(p\d, stage \d\): it is ready for another {what} than was offered$"
     sent = refused(tmp_path, match, {what: ANOTHER[what]})
     assert messages.STEP not in sent
+
+
+def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(tmp_path: Path) -> None:
+    def knows_a_newer_one(owner: str, term: tuple[int, str]) -> None:
+        raise StaleTermError(f"{term} has been replaced")
+
+    async def story() -> list[dict[int, float]]:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            with (
+                mock.patch.object(here.members["p1"], "_accept", knows_a_newer_one),
+                lying({}) as sent,
+                pytest.raises(StaleTermError, match=r"\(1, 'p0'\) has been replaced"),
+            ):
+                await here.epoch(owner)
+            assert messages.STEP not in sent
+            await here.idle()
+            await here.epoch(owner)
+        return here.told.losses
+
+    assert run(story()) == [{}, undisturbed(ALONE, 0.5).losses[0]]
 
 
 def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
