@@ -71,8 +71,9 @@ def _device_name(device: torch.device) -> str:
 def _timed_speed(device: torch.device) -> float:
     """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device; median of several."""
     size = 1024 if device.type != "cpu" else 256
-    a = torch.randn(size, size, device=device)
-    b = torch.randn(size, size, device=device)
+    own = torch.Generator(device).manual_seed(0)  # members in this process may be drawing from the default one
+    a = torch.randn(size, size, generator=own, device=device)
+    b = torch.randn(size, size, generator=own, device=device)
     speeds = []
     for attempt in range(12):
         start_s = time.perf_counter()

@@ -7,6 +7,7 @@ from itertools import permutations
 from typing import Any, cast
 
 import pytest
+import torch
 
 from meshcee.config import Timeouts
 from meshcee.profile import LinkProfile
@@ -79,6 +80,14 @@ async def test_a_connection_that_had_idled_counts_once_it_has_got_going() -> Non
     assert sent_bytes == sum(sent)
     assert link.bandwidth_bytes_per_s == pytest.approx(3.2e6)
     assert link.bandwidth_range_bytes_per_s == pytest.approx((3.2e6, 3.2e6))
+
+
+async def test_measuring_a_device_leaves_the_generator_that_training_draws_from() -> None:
+    """Else a peer that starts in the process of others, in the middle of a step, changes their dropout."""
+    before = torch.get_rng_state()
+    async with Compute() as compute:
+        assert (await measure_device(compute)).speed_flops_per_s > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
