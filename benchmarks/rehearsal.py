@@ -197,6 +197,9 @@ class _Mesh:
     def measured(self, free: Collection[str]) -> Measured:
         return Measured(self.peers, self.links(free), {}, {})
 
+    def parted(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
 

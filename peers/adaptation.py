@@ -210,7 +210,7 @@ class Adaptation:
     def _doubtful(self) -> list[Pair]:
         """Links that only a probe can tell of: of those that share a line one, as they would share what it has."""
         found: list[Pair] = []
-        for pair in sorted(filter(self._is_free, self._senses.doubtful)):
+        for pair in sorted(filter(self._is_free, self._senses.doubtful | {*self._agent.parted()})):
             if (line := self._line(pair)) is None or line not in map(self._line, found):
                 found.append(pair)
         return found

@@ -25,7 +25,7 @@ from dht.terms import TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
-from meshcee.planner.live import Measured
+from meshcee.planner.live import Measured, without_links
 from meshcee.planner.probing import FEW, whom_to_probe
 from meshcee.profile import DeviceProfile, LinkProfile
 from peers.block_profiler import BlockProfiler
@@ -104,9 +104,8 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
         self._measured: dict[str, LinkProfile] = {}
-        self._tried: dict[
-            str, float
-        ] = {}  # when each link was last tried, so that one that fails does not hold up others
+        self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
+        self._parted: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
         PlanService(self)
         self.gossip = GossipService(self)
         self._wishes = Wishes(self)
@@ -304,12 +303,23 @@ class Agent:
     def links(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[tuple[str, str], LinkProfile]:
         """What peers measured of the links between these devices, as far as it is not too old."""
         idle, now = self.devices(free, without), self.clock()
-        return {
+        found = {
             (source, target): link
             for source, record in self.directory.links.items()
             for target, link in record.links
             if source in idle and target in idle and source != target and now - link.measured_at < LINK_TTL_S
         }
+        return without_links(found, [pair for pair in self.parted() if idle.keys() >= {*pair}])
+
+    def part(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Nothing crosses these links any more, though both ends are here."""
+        self._parted |= dict.fromkeys(pairs, self.clock())
+
+    def parted(self) -> tuple[tuple[str, str], ...]:
+        """Those of them that nobody has measured since."""
+        known = {(p, to): link.measured_at for p, r in self.directory.links.items() for to, link in r.links}
+        self._parted = {pair: at for pair, at in self._parted.items() if known.get(pair, 0.0) <= at}
+        return tuple(sorted(self._parted))
 
     def measured(self, free: Collection[str] = (), without: Collection[str] = ()) -> Measured:
         """Everything that a plan may be made from, but the job's own profiles."""

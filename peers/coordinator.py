@@ -19,7 +19,7 @@ import structlog
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
 from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan
-from meshcee.planner.live import JobCosts, Measured, plan_job
+from meshcee.planner.live import JobCosts, Measured, plan_job, without_links
 from meshcee.profile import BlockCost
 from meshcee.timing import BlockTimes
 from peers import messages
@@ -63,6 +63,7 @@ class PlanRequest:
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
     free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
     without: tuple[str, ...] = ()  # peers that the owner has just missed
+    parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
 
     def frame(self) -> Frame:
         job = self.job
@@ -84,6 +85,7 @@ class PlanRequest:
             "wanted": list(self.wanted),
             "free": list(self.free),
             "without": list(self.without),
+            "parted": [list(pair) for pair in self.parted],
         }
         return Frame(messages.PLAN_REQUEST, header, [msgpack.packb(body)])
 
@@ -138,11 +140,16 @@ class PlanRequest:
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
         free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))
-        return cls(job, found, stages, wanted, free, without)
+        parted = need(header, "parted", list)[:MAX_NAMED]
+        if not all(type(pair) is list and len(pair) == 2 for pair in parted):
+            raise ProtocolError("a link has two ends")
+        return cls(job, found, stages, wanted, free, without, tuple((str(a), str(b)) for a, b in parted))
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
-        measured = replace(measured, times={p: t for p, t in self.times.items() if p in measured.devices})
+        known = [pair for pair in self.parted if measured.devices.keys() >= {*pair}]
+        times = {p: t for p, t in self.times.items() if p in measured.devices}
+        measured = replace(measured, times=times, links=without_links(measured.links, known))
         plan, notes = plan_job(measured, self.job, self.stages)
         left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
         return replace(plan, left_out=left_out), tuple(notes)

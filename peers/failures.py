@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from meshcee.errors import MeshceeError, PeerLostError
@@ -27,6 +27,8 @@ class Failures:
     def __init__(self) -> None:
         self.noticed_s: float | None = None  # when the first was, by the loop's clock
         self.blamed: Counter[str] = Counter()  # peers that other members have lost
+        self.missed: set[str] = set()  # members that the owner itself has lost
+        self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []
         self._first, self._explained = asyncio.Event(), asyncio.Event()
 
@@ -37,6 +39,18 @@ class Failures:
         self._first.set()
         if rank <= LOST_HERE:
             self._explained.set()
+
+    def blame(self, member: str, lost: Iterable[str]) -> None:
+        """A member says that it has lost these."""
+        for peer in lost:
+            self.blamed[peer] += 1
+            self._lost.setdefault(member, peer)
+
+    @property
+    def parted(self) -> set[tuple[str, str]]:
+        """Members that have lost each other, both ways. Who had lost a third one, or its owner, was lost for that."""
+        pairs = [(a, b) for a, b in self._lost.items() if self._lost.get(b, a) == a and not self.missed & {a, b}]
+        return {pair for a, b in pairs for pair in ((a, b), (b, a))}
 
     async def enough(self) -> None:
         """Return once there is one, and its cause has come or had the time to."""

@@ -318,6 +318,7 @@ class Owner:
             self.failures.add(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
+        self.failures.missed.add(link.peer_id)
         self.failures.add(
             LOST_HERE,
             PeerLostError(
@@ -330,7 +331,7 @@ class Owner:
         if frame.kind == messages.FAILED:
             link.closing = True  # its end of file is a consequence
             rank, failure, lost = reported(header, link.peer_id, self._step, self._describe)
-            self.failures.blamed.update(lost)
+            self.failures.blame(link.peer_id, lost)
             self.failures.add(rank, failure)
             return
         if frame.kind == messages.CLOCK and self._trace is not None:

@@ -2,7 +2,8 @@
 
 The idea: the owner asks the members themselves, not their records, which outlive them by seconds. Who does not answer is
 left out at once, until it has announced itself anew and answers; who answers is free for the next plan, whatever its
-record still says. The coordinator is asked for the plan like before; if it is gone too, or silent, the owner plans by the
+record still says. Where all answer, two of them have lost each other: the next plan does without the link between them, until a
+probe has crossed it. The coordinator is asked for the plan like before; if it is gone too, or silent, the owner plans by the
 same rules from the same records under the last term, which every member can refuse if it knows a newer one.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ import structlog
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, answer, request_plan
+from peers.failures import Failures
 from peers.transport.base import StreamClosed
 from peers.view import named
 
@@ -106,7 +107,7 @@ class Recovery:
         if self._course is not None:
             self._course.mark(moment)
 
-    async def after(self, lost: PeerLostError, members: Iterable[str], blamed: Counter[str], done: int) -> None:
+    async def after(self, lost: PeerLostError, members: Iterable[str], failures: Failures, done: int) -> None:
         """Find out who is left; raises `lost` when going on again and again leads nowhere."""
         self.count += 1
         self._fruitless = self._fruitless + 1 if done == self._done else 0
@@ -120,8 +121,12 @@ class Recovery:
         self._mark("called")
         now = self._agent.clock()
         missed = members - here
+        parted = failures.parted if not missed else set()  # who is missed explains what others have lost
+        self._agent.part(parted)
         if self._fruitless and not missed:
-            missed = {peer_id for peer_id, _ in blamed.most_common(1)}  # it answers us, but others keep losing it
+            missed = {
+                peer_id for peer_id, _ in failures.blamed.most_common(1)
+            }  # it answers us, but others keep losing it
         self.gone.update(dict.fromkeys(missed, now))
         self.free = tuple(sorted(members - missed))
         names = self._agent.names()
@@ -130,6 +135,7 @@ class Recovery:
             error=str(lost),
             gone=[names.get(p, p) for p in sorted(missed)],
             left=[names.get(p, p) for p in self.free],
+            parted=[[names.get(p, p) for p in pair] for pair in sorted(parted) if pair[0] < pair[1]],
         )
 
     def leave_out(self, leaving: Iterable[str], members: Iterable[str]) -> None:
@@ -194,6 +200,7 @@ class Recovery:
         return await self._ask(replace(request, stages=None))
 
     async def _ask(self, request: PlanRequest) -> Planned:
+        request = replace(request, parted=self._agent.parted())
         lease = self._agent.lease
         if lease is not None and lease.peer_id not in self.gone:
             with contextlib.suppress(TimeoutError, JoinError):

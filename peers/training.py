@@ -284,7 +284,7 @@ class Training:
         try:
             if lost is not None:
                 self._recovery.notice(self._owner.failures.noticed_s)
-                await self._recovery.after(lost, plan.peers, self._owner.failures.blamed, len(self.result.losses))
+                await self._recovery.after(lost, plan.peers, self._owner.failures, len(self.result.losses))
             self._base = await self._newest()
             self._next = None
             planned = await self._recovery.plan(self._asking(plan))

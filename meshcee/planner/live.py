@@ -8,7 +8,7 @@ default, never silently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshcee.errors import PlanError
@@ -37,6 +37,7 @@ __all__ = [
     "plan_job",
     "regions_of",
     "situation",
+    "without_links",
     "workload_of",
 ]
 
@@ -54,6 +55,7 @@ NO_FAR_ROOM = (
 )
 STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies take 5 %, far ones and probes 2 %, headers the rest
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
+NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
 BACKWARD = 1.0  # B and W each cost as many operations as F
 UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
 
@@ -312,6 +314,19 @@ def workload_of(
         micro_batch=micro_batch,
         default_codec="none",
     )
+
+
+def without_links(
+    links: Mapping[tuple[str, str], LinkProfile], pairs: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], LinkProfile]:
+    """The same links, but nothing to speak of crosses these. At their best they are what they were: nobody has moved."""
+    found = dict(links)
+    for pair in pairs:
+        link = found.get(pair, DEFAULT_LINK)
+        best = (link.bandwidth_range_bytes_per_s or (0.0, link.bandwidth_bytes_per_s))[1]
+        span = (NEXT_TO_NOTHING, max(best, NEXT_TO_NOTHING))
+        found[pair] = replace(link, bandwidth_bytes_per_s=NEXT_TO_NOTHING, bandwidth_range_bytes_per_s=span)
+    return found
 
 
 def _update_s(costs: Sequence[BlockCost], speed: float) -> float:

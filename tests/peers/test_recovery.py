@@ -19,14 +19,18 @@ from meshcee.config import Timeouts
 from meshcee.eager import eager
 from meshcee.errors import PeerLostError
 from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.planner.live import NEXT_TO_NOTHING
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.commands.session import unwrap
 from peers.copying import Copying
+from peers.failures import Failures
 from peers.home import Home
 from peers.mesh import Mesh
 from peers.offer import Offer
 from peers.offering import Offering
 from peers.owner import Report
+from peers.sounding import sound
 from peers.stage import StageRunner
 from peers.state_frames import names_of
 from peers.training import Result
@@ -176,19 +180,49 @@ async def test_the_coordinators_loss_stops_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_cut_between_two_stages_that_both_answer_the_owner(tmp_path: Path) -> None:
-    home, told = Home(tmp_path), []
-    async with a_mesh(home, 3) as (here, mesh):
+    """The next plan already does without their link: with the fourth peer in the place of one of them."""
+    home, told, plans = Home(tmp_path), list[Report](), list[Plan]()
+    async with a_mesh(home, 4) as (here, mesh):
+        parted: list[str] = []
 
         def hear(report: Report) -> None:
             told.append(report)
             if report.step == 10:
-                one, other = (here.agents[stage_of(here, mesh, i)].peer_id for i in (0, 1))
-                here.network.cut(one, other)
+                parted.extend(here.agents[stage_of(here, mesh, i)].peer_id for i in (0, 1))
+                here.network.cut(*parted)
 
-        result = await train(mesh, hear)
-        assert result.plan is not None
-        assert len(result.plan.pipelines[0].stages) == 2
+        result = await train(mesh, hear, stages=3, on_plan=lambda plan, names: plans.append(plan))
+    assert [len(plan.peers) for plan in plans] == [3, 3]
+    assert set(parted) <= set(plans[0].peers)
+    assert len(set(parted) & set(plans[1].peers)) == 1
     assert_undisturbed(result, told, home)
+
+
+def test_members_that_have_lost_each_other_are_told_from_consequences() -> None:
+    failures = Failures()
+    failures.blame("b", ["c"])
+    failures.blame("a", ["b"])  # which had ended its session because of c
+    assert failures.parted == {("b", "c"), ("c", "b")}
+    failures.missed.add("c")
+    assert failures.parted == set(), "c had lost the owner"
+
+
+async def test_a_link_is_planned_with_again_once_a_probe_has_crossed_it() -> None:
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        a, b, c = [await here.start(name) for name in "abc"]
+        pair = (a.peer_id, b.peer_id)
+        async with asyncio.timeout(10):
+            await c.directory.wait_for(lambda: pair in c.links() and pair[::-1] in c.links())
+            before = c.links()
+            c.part([pair])
+            assert c.parted() == (pair,)
+            assert c.links()[pair].bandwidth_bytes_per_s == NEXT_TO_NOTHING
+            assert {p: link for p, link in c.links().items() if p != pair} == {
+                p: link for p, link in before.items() if p != pair
+            }
+            await sound(c, [pair])
+            await c.directory.wait_for(lambda: not c.parted())
+        assert c.links()[pair].bandwidth_bytes_per_s > 100 * NEXT_TO_NOTHING
 
 
 async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
