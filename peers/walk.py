@@ -97,6 +97,8 @@ class Walk:
                     raise ProtocolError(f"it applied a step: {error}") from error
                 known = self.codecs.get((stage, target))  # of another member of the group
                 self.codecs[stage, target] = found if known is None else known + found
+        if header.get("norm") is not None:
+            need(header, "norm", float)
         figures = list(need(header, "seconds", dict).values())
         for seen in need(header, "links", dict).values():
             if type(seen) is not list or len(seen) != 3:

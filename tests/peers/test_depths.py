@@ -125,14 +125,16 @@ async def test_what_is_on_its_way_is_counted_when_more_comes() -> None:
         sending.cancel()
 
 
-def walk_of(links: dict[str, Any], peers: int = 2) -> tuple[Walk, Plan]:
-    """A step whose first member tells this of its links; the other one waited for most of it."""
+def walk_of(links: dict[str, Any], **more: Any) -> tuple[Walk, Plan]:
+    """A step whose first member tells this of its links, and more; both waited for most of it."""
+    peers = 2
     plan = even_plan(4, peers, MICRO * MICROS, MICRO)
     walk = Walk(Step(0, 0, (1.0,)), peers, ())
     for i in range(peers):
         place = cast(Any, SimpleNamespace(plan=plan, pipeline=0, index=i, peer=f"p{i}"))
         seconds = {"f": 1.0, "wait": 6.0 + i, "total": 10.0}
-        walk.apply(place, {"codecs": {}, "seconds": seconds, "links": links if i == 0 else {}})
+        told = {"codecs": {}, "seconds": seconds, "links": {}}
+        walk.apply(place, told | {"links": links, **more} if i == 0 else told)
     return walk, plan
 
 
@@ -163,6 +165,27 @@ def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
 def test_figures_of_links_that_make_no_sense_are_refused(seen: Any) -> None:
     with pytest.raises(ProtocolError):
         walk_of({"p1": seen})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"links": []},
+        {"seconds": None},
+        {"seconds": {"f": -1.0}},
+        {"seconds": {"f": math.nan}},
+        {"seconds": {"f": "1"}},
+        {"codecs": 1},
+        {"codecs": {"f": 1}},
+        {"codecs": {"b": {"codec": "int8"}}},
+        {"norm": "1"},
+        {"norm": [1.0]},
+    ],
+)
+def test_what_a_member_tells_of_a_step_is_checked(more: dict[str, Any]) -> None:
+    walk_of({}, norm=1.0)
+    with pytest.raises(ProtocolError):
+        walk_of(**{"links": {}, **more})
 
 
 class Wide(nn.Module):
