@@ -119,6 +119,8 @@ class Senses:
             if (change := _shift(self._rates[pair], rate, self._known, pair)) is not None:
                 self._usual_rates.pop(pair, None)
             return change
+        if pair in self._known:
+            self._rates[pair].append(self._known[pair])  # nothing queued, so nothing speaks against it
         row.append(rate)
         if len(row) < HELD:
             return None
@@ -129,6 +131,7 @@ class Senses:
         if abs(now / before - 1) < SHIFT:
             return None
         self._known[pair], self._usual_rates[pair] = now, least
+        self._rates[pair].clear()
         row.clear()
         return now / before
 

@@ -56,6 +56,14 @@ def test_a_link_that_was_idle_has_at_least_what_it_shows() -> None:
     assert senses.rates == {PAIR: 2e6}
 
 
+def test_a_link_that_sags_and_then_has_a_queue_is_noticed_as_soon_as_one_that_had_one_before() -> None:
+    for depth in (0, 1e5):
+        senses = warmed()
+        assert heard(senses, 1e6, depth, 2 * HELD) == []
+        assert heard(senses, 2.5e5, 1e5, HELD // 2) == [], "it may pass"
+        assert heard(senses, 2.5e5, 1e5, 1) == ["the link from a to b has 0.25 times its bandwidth"]
+
+
 def test_an_idle_link_that_sags_shows_it_by_its_own_usual_rate() -> None:
     senses = warmed()
     assert heard(senses, 3e5, 0) == []
