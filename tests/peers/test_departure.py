@@ -49,6 +49,14 @@ class Leavers:
         self.in_time: dict[str, bool] = {}
         self.gone = asyncio.Event()  # the first of them
 
+    @property
+    def coordinates(self) -> int:
+        """The stage of the coordinator."""
+        plan, lease = self._mesh.result.plan, self._mesh.agent.lease
+        assert plan is not None
+        assert lease is not None
+        return plan.peers.index(lease.peer_id)
+
     def leave(self, stage: int) -> None:
         name = stage_of(self._here, self._mesh, stage)
         departure = Departure(self._here.agents[name])
@@ -77,9 +85,11 @@ async def run(
 
 
 async def test_a_member_that_asks_to_leave_is_left_out_at_a_steps_end(tmp_path: Path, again: list[int]) -> None:
+    """The one that coordinates, too."""
+
     def leave(leavers: Leavers, report: Report) -> None:
         if report.step == 10:
-            leavers.leave(1)
+            leavers.leave(leavers.coordinates)
 
     home = Home(tmp_path)
     result, told, leavers = await run(home, 3, leave)
