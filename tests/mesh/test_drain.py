@@ -19,7 +19,8 @@ def test_peers_leave_a_running_job_and_no_number_changes(tmp_path: Path) -> None
     job_file.write_text(JOB)
     with peers(home.folder, 4) as mesh:
         processes = mesh.processes
-        with ThreadPoolExecutor() as pool, training(mesh, job_file, "--stages", "4", cwd=ROOT) as owner:
+        lends = ("--stages", "5", "--compute", "--device", "cpu")
+        with ThreadPoolExecutor() as pool, training(mesh, job_file, *lends, cwd=ROOT) as owner:
             ended = pool.submit(owner.communicate, timeout=300)  # a full pipe would stop it
             run = home.run("last")
             goes_on(run)
@@ -33,6 +34,9 @@ def test_peers_leave_a_running_job_and_no_number_changes(tmp_path: Path) -> None
             goes_on(run)
 
             mesh.token = mesh.tokens["peer-2"]
+            done = meshcee("drain", "owner-device", "--join", mesh.token, home=home.folder)
+            assert done.code == 0, done.err
+            goes_on(run)
             unknown = meshcee("drain", "peer-1", "--join", mesh.token, home=home.folder)
             assert unknown.code == 2, unknown.err
             assert "no peer of this mesh is called 'peer-1'; there are peer-2" in unknown.err
@@ -44,7 +48,7 @@ def test_peers_leave_a_running_job_and_no_number_changes(tmp_path: Path) -> None
             owner.send_signal(signal.SIGINT)
             _, err = ended.result()
         assert owner.returncode == 0, err
-        for name in ("peer-1", "peer-0"):
+        for name in ("peer-1", "peer-0", "owner-device"):
             assert f'"who": ["{name}"]' in err
         assert err.count("a member was lost") == 1, "peer-3 alone"
         processes["peer-2"].send_signal(signal.SIGINT)
