@@ -1,7 +1,8 @@
 """One byte stream over several TCP connections, encrypted: what a direct path puts under a FramedStream.
 
 The idea: what is written is cut into numbered records, each sealed with AES-256-GCM under the stream's key of that
-direction; the number is the nonce. A record goes to whichever connection has room, so that the windows of several
+direction; the number is the nonce. One connection carries all until its window is full: on a thin line several would drive
+one another's packets out of the queue before it. Then a record goes to whichever has room, so that the windows of several
 connections add up on a long fat link. The receiver opens records in order; one that comes early waits in its connection,
 of which nothing more is then read, so that a connection never costs more memory than one record. Bytes are copied once at
 either end: from the payload into the record when a connection takes it, and from the record into the payload.
@@ -34,6 +35,11 @@ _MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a rec
 # That the kernel holds of all connections, and at least of one, beyond what is under way. Chosen from few runs on a busy machine
 # (docs/benchmarks.md): both much less and no limit were slower.
 _UNSENT_BYTES = (4 << 20, 512 * 1024)
+# Under way on the first connection, but for what a queue holds: Linux lets it have some 2.7 MB, so all are used from here on.
+_FULL_BYTES = 1 << 20
+_TCP_INFO = struct.Struct(
+    "=16xI4xI40xI76xI"
+)  # as Linux has it: segment size, segments under way, round trip and its least, us
 _SILENT_S = 30  # a machine that answers nothing for so long is gone
 
 
@@ -97,6 +103,20 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def free(self) -> bool:
         return not self._blocked and self._transport is not None
+
+    @property
+    def is_full(self) -> bool:
+        """So much is under way that the window may be what holds it up; True where the system does not tell."""
+        assert self._transport is not None
+        connection = self._transport.get_extra_info("socket")
+        if not hasattr(socket, "TCP_INFO"):
+            return True
+        try:
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            segment_bytes, under_way, round_trip_us, least_us = _TCP_INFO.unpack(told)
+        except (OSError, struct.error):
+            return True
+        return bool(under_way * segment_bytes * least_us >= _FULL_BYTES * round_trip_us)
 
     def seal(self, number: int, part: memoryview, key: AESGCM) -> None:
         """Send a record; only when `free`, since then the last one's memory is."""
@@ -171,7 +191,8 @@ class Bundle(asyncio.Transport):
 
     def __init__(self, connections: Sequence[Connection], seal_key: bytes, open_key: bytes) -> None:
         super().__init__()
-        self._connections = deque(connections)
+        self._connections = list(connections)
+        self._used = 1  # of these
         self._alive = len(connections)
         self._seal_key, self._open_key = AESGCM(seal_key), AESGCM(open_key)
         self._protocol: asyncio.BufferedProtocol | None = None
@@ -269,10 +290,13 @@ class Bundle(asyncio.Transport):
                 connection.close()
 
     def _free(self) -> Connection | None:
-        for _ in range(len(self._connections)):
-            self._connections.rotate(-1)
-            if self._connections[-1].free:
-                return self._connections[-1]
+        first = self._connections[0]
+        if self._used == 1 and not first.free and not first.lost and first.is_full:
+            self._used = len(self._connections)
+        for i in range(self._used):
+            connection = self._connections[(self._sealed + i) % self._used]
+            if connection.free:
+                return connection
         return None
 
     def arrived(self, connection: Connection, nbytes: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
-from peers.transport import direct
+from peers.transport import bundle, direct
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
 from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
@@ -19,6 +19,7 @@ from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pa
 def _many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct streams have as many connections as over the longest links."""
     monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
+    monkeypatch.setattr(bundle, "_FULL_BYTES", 0)
 
 
 @pytest.fixture(params=["memory", "libp2p", "shaped", "direct"])

@@ -79,6 +79,32 @@ async def test_a_stream_leaves_for_as_many_connections_as_its_distance_asks_for(
         assert b.direct._strangers == {}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("full_bytes", "used"), [(0, direct.MAX_CONNECTIONS), (1 << 40, 1)])
+async def test_one_connection_carries_all_until_its_window_is_full(
+    monkeypatch: pytest.MonkeyPatch, full_bytes: int, used: int
+) -> None:
+    monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
+    monkeypatch.setattr(bundle, "_FULL_BYTES", full_bytes)
+    async with mesh("direct", timeouts=PATIENT) as (a, b):
+        near, far = await pair(a, b)
+        found = bundle_of(near)
+        assert found is not None
+        carried = dict.fromkeys(found._connections, 0)
+        seal = bundle.Connection.seal
+
+        def counted(connection: bundle.Connection, *record: Any) -> None:
+            if connection in carried:  # and not at the far end
+                carried[connection] += 1
+            seal(connection, *record)
+
+        monkeypatch.setattr(bundle.Connection, "seal", counted)
+        frame = Frame("x", {}, [bytes(16 << 20)])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(near.send(frame))
+            assert (await far.recv()).payload_bytes == 16 << 20
+        assert sum(count > 0 for count in carried.values()) == used
+
+
 async def test_brief_streams_stay_and_so_do_those_of_a_peer_without() -> None:
     async with mesh("direct") as (a, b):
         assert bundle_of((await pair(a, b, "gossip"))[0]) is None
