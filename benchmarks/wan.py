@@ -142,6 +142,7 @@ def figures(bed: Bed, result: Run, losses: Sequence[float]) -> dict[str, Any]:
         "loss_difference": max(abs(a - b) for a, b in zip(result.losses, losses)),
         "busiest_line": busiest,
         "busiest_line_share": loads.get(busiest, 0.0),
+        "dropped_share": result.dropped,
         "router_share": result.cpu_s / window_s / bed.slower,
         "cores_busy": result.busy,
         "slower": bed.slower,

@@ -1,7 +1,8 @@
 """The job that all systems train in `benchmarks/wan.py`: a GPT with a wide residual stream and narrow blocks.
 
-The idea: boundaries of 64 KiB a sample, as many bytes between stages as fit the lab's links, for so little arithmetic that
-two cores compute it for six devices many times faster than the devices are paced. WAN_STEPS says how many steps.
+The idea: boundaries (64 KiB a sample) and gradients (20 MB) of 1/64 of the bytes that OPT-350 has, as the lab's links have
+1/64 of its networks' bandwidth, for so little arithmetic that two cores compute it for six devices many times faster than the
+devices are paced. WAN_STEPS says how many steps.
 
 Shapes: N samples, T tokens, C width, V vocabulary. A token is a hashed pair of characters, the target the one after.
 """
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 import meshcee
 
-CONTEXT, WIDTH, INNER, LAYERS, VOCABULARY, CHARACTERS = 32, 512, 16, 16, 1024, 128
+CONTEXT, WIDTH, INNER, LAYERS, VOCABULARY, CHARACTERS = 32, 512, 88, 16, 1024, 128
 BATCH = 36  # a multiple of 4 and 6: torch's interleaved schedule wants whole rounds
 TEXT_BYTES = 300_000
 

@@ -80,6 +80,7 @@ class Run:
     limit: str = ""  # what meshcee's own reports say holds it up
     trace_s: float | None = None  # when the trace was started
     lines: dict[str, float] = field(default_factory=dict)  # bytes
+    dropped: float = 0.0  # by full queues, to the packets that passed a line
     cpu_s: float = 0.0  # of the router
     busy: float = 0.0  # the share of this machine's cores that was busy, whoever kept them so
     _parts: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -152,10 +153,12 @@ class Meter:
     async def end(self) -> None:
         """What follows meets the network as it was first."""
         stats, before, (total, idle) = await self._lab.stats(), self._lines, _jiffies()
-        carried = {
-            name: line["bytes"] - before.get(name, {"bytes": 0})["bytes"] for name, line in stats["lines"].items()
-        }
-        self._result.lines, self._result.cpu_s = carried, stats["cpu_s"] - self._cpu_s
+
+        def since(what: str) -> dict[str, Any]:
+            return {name: line[what] - before.get(name, {what: 0})[what] for name, line in stats["lines"].items()}
+
+        self._result.lines, self._result.cpu_s = since("bytes"), stats["cpu_s"] - self._cpu_s
+        self._result.dropped = sum(since("dropped").values()) / max(1, sum(since("packets").values()))
         if self._lab.network.changes:
             await self._lab.reset()
         passed = total - self._jiffies[0]
