@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +13,10 @@ import pytest
 
 from meshcee.errors import ProtocolError, StaleTermError
 from peers import messages
+from peers.offering import Offering
 from peers.transport.base import Frame
 from peers.transport.stream import FramedStream
+from tests.mutation import breaks, changed
 from tests.peers.faults import ALONE, STEPS, job_of, plan_of, undisturbed, world
 from tests.virtual_time import run
 
@@ -84,3 +87,9 @@ def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(t
 
 def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
     refused(tmp_path, r"^peer \(p\d, stage \d\): it sent a frame of kind 'ready'", {}, times=2)
+
+
+@pytest.mark.parametrize(("line", "instead"), [('"plan": ', '"epoch": '), (" and wrong:", " and False:")])
+def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, instead: str) -> None:
+    with changed(Offering.send, line, instead):
+        assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))
