@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -239,10 +239,12 @@ async def rehearse(
     search_s: float = 0.0,
     comes: tuple[str, int] | None = None,
     off: Mapping[str, float] | None = None,
+    real: Callable[[Plan, float], float] = step_s,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
-    it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise)."""
+    it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise); `real` is
+    what steps take."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played)
     here.present -= {comes[0]} if comes is not None else set()
@@ -267,7 +269,7 @@ async def rehearse(
                 here.now_s += CHANGE_S
             if comes is not None and step == comes[1]:
                 here.present.add(comes[0])
-            seconds = step_s(plan, here.factor)
+            seconds = real(plan, here.factor)
             played.plans.append(plan)
             played.steps_s.append(seconds)
             here.pass_by(seconds)

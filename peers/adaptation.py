@@ -98,6 +98,9 @@ class Adaptation:
     def _begin(self) -> None:
         self._began_at, self._began_s = self._agent.clock(), self._agent.monotonic()
         self._steps_s: list[float] = []  # of the running plan
+        self._mesh = self._measured()  # under which it begins
+        self._calm_s: float | None = None  # a step of it until something shifted
+        self._shifted = False
         self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
     def moved(self, plan: Plan) -> bool:
@@ -170,6 +173,10 @@ class Adaptation:
         if told:
             self._shifted_at = self._agent.clock()
             steps += LATE
+            calm_s = self._steps_s[1:-HELD]  # what is told of now began HELD steps ago at most
+            if not self._shifted and len(calm_s) >= HELD:
+                self._calm_s = median(calm_s)
+            self._shifted = True
         told += self._newcomers.look(self._plan.peers)
         self._shifts += told
         pays = self._changing_s < CHANGE_SHARE * left_s
@@ -178,8 +185,10 @@ class Adaptation:
         if looks:
             self._cause = list(self._shifts)
             known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
+            calm = None if self._calm_s is None else (self._mesh, self._calm_s)
+            self._calm_s = None
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, *known, search=searches)
+            await asyncio.to_thread(self._look, *known, calm, search=searches)
             if searches:
                 self._shifts = []
                 now_s = self._agent.monotonic()
@@ -250,12 +259,26 @@ class Adaptation:
             links[pair] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
         return links
 
-    def _look(self, mesh: Measured, compute_s: Mapping[str, float], slow: Mapping[str, float], *, search: bool) -> None:
-        """Price everything anew under the present figures, and, if asked, search for what is better."""
+    def _look(
+        self,
+        mesh: Measured,
+        compute_s: Mapping[str, float],
+        slow: Mapping[str, float],
+        calm: tuple[Measured, float] | None,
+        *,
+        search: bool,
+    ) -> None:
+        """Price everything anew under the present figures, and, if asked, search for what is better.
+
+        calm  the mesh before anything shifted under this plan, and seconds of a step then
+        """
         found: list[Plan] = []
         try:
             with contextlib.suppress(PlanError):  # a member has gone
                 self._paces.hear(self._plan, *situation(mesh, self._request.job), compute_s, slow)
+                if calm is not None:
+                    then = situation(self._paces.applied(calm[0], {}), self._request.job)
+                    self._paces.ran(self._plan, calm[1], period_s(self._plan, *then))
             mesh = self._paces.applied(mesh, slow)
             if search:
                 choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
@@ -268,7 +291,7 @@ class Adaptation:
 
         def price(plan: Plan) -> float:
             try:
-                seconds = period_s(plan, cluster, workload)
+                seconds = period_s(plan, cluster, workload) * self._paces.share(plan)
                 self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
                 return seconds
             except PlanError:  # a peer of it has gone, or is of another kind than the job can do with

@@ -187,6 +187,28 @@ async def test_plans_are_priced_by_how_long_devices_compute_and_not_by_profiles_
     assert within(played.plans, POOR) >= 0.95
 
 
+async def test_a_plan_that_ran_in_less_than_was_expected_is_gone_back_to() -> None:
+    """When the link is nearly what it was, another plan is expected to take 2 % less than the first one, which took 7 % less."""
+    first = fresh(1.0)
+
+    def real(plan: Plan, factor: float) -> float:
+        return step_s(plan, factor) * (0.93 if plan.hash() == first.hash() else 1.0)
+
+    assert step_s(fresh(0.9), 0.9) < 0.99 * step_s(first, 0.9)
+    factors = [1.0] * 15 + [POOR] * 55 + [0.9] * 15
+    played = await rehearse(factors, real=real)
+    assert played.plans[-1].hash() == first.hash()
+    assert (await rehearse(factors)).plans[-1].hash() != first.hash()
+
+
+def test_only_what_was_better_than_expected_changes_a_plans_price() -> None:
+    good, poor, paces = fresh(1.0), fresh(POOR), Paces()
+    assert paces.share(good) == 1.0
+    paces.ran(good, 0.9, 1.0)
+    paces.ran(poor, 1.1, 1.0)
+    assert (paces.share(good), paces.share(poor)) == (0.9, 1.0)
+
+
 def test_a_device_that_has_not_worked_is_taken_to_be_off_as_most_are() -> None:
     plan, paces = fresh(POOR), Paces()
     flops = {s.peers[0]: FLOPS * (s.end - s.first) / plan.num_blocks for s in plan.pipelines[0].stages}
