@@ -21,7 +21,7 @@ from dht.election import Elector
 from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
-from dht.terms import TermFile
+from dht.terms import Term, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
@@ -286,6 +286,12 @@ class Agent:
             await self.elector.changed.wait_for(lambda: self.elector.lease is not None)
         assert self.elector.lease is not None
         return self.elector.lease
+
+    async def later_than(self, term: Term) -> None:
+        """Until the lease of a later term is known here; while a lease lasts, at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timeouts.lease_ttl_s), self.elector.changed:
+                await self.elector.changed.wait_for(lambda: self.lease is not None and self.lease.term > term)
 
     def devices(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[str, DeviceProfile]:
         """Devices of the peers that are idle, or in `free`, and not in `without`; not of those that are leaving."""

@@ -116,6 +116,7 @@ class Mesh:
             except StaleTermError:
                 if attempt == REPLANS:
                     raise
+                await self.agent.later_than(term)
             else:
                 break
         return metrics, predictions.output() if predictions else None

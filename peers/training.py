@@ -233,6 +233,7 @@ class Training:
                 stale += 1
                 if stale > REPLANS:
                     raise
+                await self._agent.later_than(term)
                 lost = None
             except PeerLostError as error:
                 lost = error

@@ -427,3 +427,23 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     copied = [{len(stage) for stage in e["holders"]} for e in logged[lost[0] :] if e["event"] == "copies"]
     assert copied
     assert all(holders == {2} for holders in copied)
+
+
+def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that have heard of a later term first refuse every plan of the old one, as fast as it is offered."""
+    prepare, refusals = Member._prepare, list[float]()
+
+    async def refuses_for_a_while(member: Member, *args: Any) -> Any:
+        now_s = asyncio.get_running_loop().time()
+        if member._held_of != ("", ""):
+            refusals.append(now_s)
+            if now_s < refusals[0] + 5.0:
+                raise StaleTermError("another coordinator is known")
+        return await prepare(member, *args)
+
+    monkeypatch.setattr(Member, "_prepare", refuses_for_a_while)
+    logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
+    assert refusals[-1] > refusals[0] + 5.0
+    assert "the run goes on" in [entry["event"] for entry in logged]
