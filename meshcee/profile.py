@@ -120,6 +120,9 @@ class Cluster:
     Nodes are devices and regions (written "@name"); a region is a switch. Edges are lines with a bandwidth: a device's
     port out and in, a region's line to another region, and, where peers measured each other, device to device. A path
     takes the measured line if there is one, else port, (line between regions,) port.
+
+    areas   regions that share what joins them to others: all that goes from one area to another takes a line as fast as the
+            fastest between their regions, besides. A region that is in none is an area of its own.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Cluster:
         between: Mapping[tuple[str, str], LinkProfile],
         measured: Mapping[tuple[str, str], LinkProfile] | None = None,
         hints: Mapping[str, str] | None = None,
+        areas: Iterable[Sequence[str]] = (),
     ) -> None:
         self.graph = nx.DiGraph()
         self.devices: dict[str, Device] = {}
@@ -156,6 +160,11 @@ class Cluster:
             self.graph.add_edge(a, b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
         self._paths: dict[tuple[str, str], Path | None] = {}
         self._bandwidths = {(a, b): float(edge["bandwidth"]) for a, b, edge in self.graph.edges(data=True)}
+        self._areas = [tuple(area) for area in areas]
+        self._area_of = {region: "@" + " + ".join(area) for area in self._areas for region in area}
+        for (a, b), link in between.items():
+            line = self._between(a, b)
+            self._bandwidths[line] = max(self._bandwidths.get(line, 0.0), link.bandwidth_bytes_per_s)
 
     @property
     def regions(self) -> dict[str, list[str]]:
@@ -168,6 +177,16 @@ class Cluster:
     def bandwidth(self, line: tuple[str, str]) -> float:
         return self._bandwidths[line]
 
+    def shared_line(self, source: str, target: str) -> tuple[str, str] | None:
+        """What the path between two devices shares with others, ports aside; None inside a region, and for strangers."""
+        regions = [self.devices[name].region for name in (source, target) if name in self.devices]
+        return self._between(regions[0], regions[1]) if len(set(regions)) == 2 else None
+
+    def _between(self, a: str, b: str) -> tuple[str, str]:
+        """The line between the areas of two regions, or in one area between the two."""
+        line = self._area_of.get(a, "@" + a), self._area_of.get(b, "@" + b)
+        return line if line[0] != line[1] else ("@" + a, "@" + b)
+
     def path(self, source: str, target: str) -> Path | None:
         """From one device to another; None when nothing joins them."""
         key = (source, target)
@@ -178,16 +197,16 @@ class Cluster:
     def _find_path(self, source: str, target: str) -> Path | None:
         a, b = self.devices[source].region, self.devices[target].region
         out, into = (source, "@" + a), ("@" + b, target)
+        joined = a != b and self.graph.has_edge("@" + a, "@" + b)
+        crossed = tuple(dict.fromkeys((("@" + a, "@" + b), self._between(a, b)))) if joined else ()
         lines: tuple[tuple[str, str], ...]
         if self.graph.has_edge(source, target):
             edge = self.graph.edges[source, target]
-            lines, latency = ((source, target), out, into), float(edge["latency"])
-            if a != b and self.graph.has_edge("@" + a, "@" + b):
-                lines = (*lines, ("@" + a, "@" + b))
+            lines, latency = ((source, target), out, into, *crossed), float(edge["latency"])
         elif a == b:
             lines, latency = (out, into), self.inside_latency_s[a]
-        elif self.graph.has_edge("@" + a, "@" + b):
-            lines, latency = (out, ("@" + a, "@" + b), into), float(self.graph.edges["@" + a, "@" + b]["latency"])
+        elif joined:
+            lines, latency = (out, *crossed, into), float(self.graph.edges["@" + a, "@" + b]["latency"])
         else:
             return None
         lines = tuple(line for line in lines if math.isfinite(self.bandwidth(line)))
@@ -208,5 +227,10 @@ class Cluster:
             elif a in kept and b in kept:
                 measured[a, b] = LinkProfile(edge["latency"], edge["bandwidth"])
         return Cluster(
-            devices, inside_latency_s=self.inside_latency_s, between=between, measured=measured, hints=self.hints
+            devices,
+            inside_latency_s=self.inside_latency_s,
+            between=between,
+            measured=measured,
+            hints=self.hints,
+            areas=self._areas,
         )

@@ -23,7 +23,7 @@ from meshcee.adapter import SETTLING_STEPS, Adapter, Decision
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured, choose, situation
-from meshcee.profile import LinkProfile
+from meshcee.profile import Cluster, LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
@@ -87,7 +87,7 @@ class Adaptation:
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[str] = []
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
-        self._regions: dict[str, str] = {}
+        self._cluster: Cluster | None = None
         self._crossed: set[Pair] = set()  # by the last step
         self._probed_at: dict[Pair, float] = {}  # of the last figure that was heard, by the clock of records
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
@@ -160,7 +160,7 @@ class Adaptation:
         observed, steps = report.observed, 1
         told = self._senses.hear(observed)
         self._crossed = set(observed.rates)
-        if not self._regions:
+        if self._cluster is None:
             self._place(self._agent.measured(self._plan.peers))
         self._sound(report.step)
         if self._agent.monotonic() >= self._probes_at_s:
@@ -203,16 +203,14 @@ class Adaptation:
         return None
 
     def _place(self, mesh: Measured) -> None:
-        cluster, _ = situation(mesh, self._request.job)
-        self._regions = {p: d.region for p, d in cluster.devices.items()}
+        self._cluster, _ = situation(mesh, self._request.job)
 
-    def _line(self, pair: Pair) -> tuple[str | None, str | None] | None:
+    def _line(self, pair: Pair) -> tuple[str, str] | None:
         """What a link shares with others, where its ends are in two regions."""
-        line = self._regions.get(pair[0]), self._regions.get(pair[1])
-        return line if line[0] != line[1] else None
+        return self._cluster.shared_line(*pair) if self._cluster is not None else None
 
     def _is_free(self, pair: Pair) -> bool:
-        """Whether a probe of this link shows all that it has: no step crosses it, nor another one between the same regions."""
+        """Whether a probe of this link shows all that it has: no step crosses it, nor another one on the same line."""
         line = self._line(pair)
         return pair not in self._crossed and (line is None or line not in map(self._line, self._crossed))
 
@@ -238,7 +236,7 @@ class Adaptation:
         return replace(mesh, links=self._links(mesh), times=times)
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
-        """Steps and soundings show some links. The others between the same two regions go the same way, and have sagged as much,
+        """Steps and soundings show some links. The others that share a line with them go the same way, and have sagged as much,
         unless they were probed since."""
         self._place(mesh)
         seen = self._crossed | set(self._doubtful())

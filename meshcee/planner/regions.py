@@ -4,6 +4,9 @@ The idea: two peers are near when a boundary tensor gets from one to the other q
 that time gives a row of merges; where consecutive merges differ most, and by at least a factor of three, is the border
 between "inside a region" and "between regions". Links as short as a LAN's are inside whatever their ratio, which is noise
 or the difference between a wire and no wire. What people say of regions is a hint that measurement may overrule.
+
+Peers as short as a LAN apart may be in several regions, when what joins them is thin. They are in one area all the same:
+nobody has measured two of their links at once, so what leaves it is taken to share one line.
 """
 
 from __future__ import annotations
@@ -64,9 +67,24 @@ def find_regions(
 
 def _is_near(link: LinkProfile, tensor_bytes: float) -> bool:
     """By the best that was measured: a machine that is busy makes its links look longer, never shorter."""
-    latency_s = (link.latency_range_s or (link.latency_s,))[0]
     bandwidth = (link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,))[-1]
-    return latency_s <= NEAR_LATENCY_S and min(tensor_bytes, NEAR_BYTES) / bandwidth <= NEAR_SEND_S
+    return _is_short(link) and min(tensor_bytes, NEAR_BYTES) / bandwidth <= NEAR_SEND_S
+
+
+def _is_short(link: LinkProfile) -> bool:
+    return (link.latency_range_s or (link.latency_s,))[0] <= NEAR_LATENCY_S
+
+
+def _areas(region_of: Mapping[str, str], links: Mapping[tuple[str, str], LinkProfile]) -> list[list[str]]:
+    """Regions that short links join, where there are several."""
+    joined = UnionFind(region_of.values())
+    for (a, b), link in links.items():
+        if _is_short(link):
+            joined.union(region_of[a], region_of[b])
+    areas: dict[str, list[str]] = {}
+    for region in dict.fromkeys(region_of.values()):
+        areas.setdefault(joined[region], []).append(region)
+    return [regions for regions in areas.values() if len(regions) > 1]
 
 
 def cluster_of(
@@ -109,14 +127,15 @@ def cluster_of(
         for peer in (a, b):
             ports[peer] = max(ports.get(peer, 0.0), link.bandwidth_bytes_per_s)
     members = [Device(p, kinds[p], region_of[p], d.memory_bytes, ports.get(p, math.inf)) for p, d in devices.items()]
-    plain = Cluster(members, inside_latency_s=inside, between=between)
+    areas = _areas(region_of, known)
+    plain = Cluster(members, inside_latency_s=inside, between=between, areas=areas)
     odd = {}
     for (a, b), link in known.items():
         path = plain.path(a, b)
         seconds = link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s
         if path is None or not 1 / ODD < path.seconds(tensor_bytes) / max(seconds, 1e-9) < ODD:
             odd[a, b] = link
-    cluster = Cluster(members, inside_latency_s=inside, between=between, measured=odd, hints=hints)
+    cluster = Cluster(members, inside_latency_s=inside, between=between, measured=odd, hints=hints, areas=areas)
     cluster.notes += notes
     missing = [(a, b) for a in peers for b in peers if a != b and (a, b) not in known]
     if missing:

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 
 from meshcee.errors import PlanError, ProtocolError
-from meshcee.plan import Plan
+from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.explain import explain
-from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, Measured, choose, has_room_for_copies, plan_job, situation
+from meshcee.planner.live import (
+    NO_FAR_ROOM,
+    NO_ROOM,
+    STEPS_SHARE,
+    Measured,
+    choose,
+    has_room_for_copies,
+    plan_job,
+    situation,
+)
 from meshcee.planner.live import JobCosts as Costs
 from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
@@ -78,6 +87,23 @@ def test_auto_codes_between_regions_only() -> None:
     assert found.predicted.step_s == period_s(found, cluster, workload)
     near = measured(links=dict.fromkeys(LINKS, NEAR))
     assert plan(near, replace(JOB, codec="auto"), 5) == plan(near, JOB, 5)
+
+
+def test_a_line_that_a_plan_crosses_three_times_carries_it_three_times() -> None:
+    """c and d are on one thin LAN, so each is a region; what leaves it shares a line all the same."""
+    devices = {p: DEVICES[p] for p in "abcd"}
+    links = {k: replace(v, bandwidth_bytes_per_s=4e6) if {*k} & {"c", "d"} else v for k, v in LINKS.items()}
+    cluster, workload = situation(measured(devices, {k: v for k, v in links.items() if "e" not in k}), JOB)
+    assert len(cluster.regions) == 3
+
+    def stages(row: str) -> Plan:
+        cuts = [Stage(2 * i, 2 * i + 2, (Member(p, 1),), window=16, live_cap=16) for i, p in enumerate(row)]
+        return Plan(1, (Pipeline(16, tuple(cuts)),))
+
+    message_s = 1e5 / (STEPS_SHARE * 4e6)
+    straight, zigzag = (period_s(stages(row), cluster, workload) for row in ("cdab", "cadb"))
+    assert zigzag > 3 * 16 * message_s
+    assert straight < zigzag / 1.2
 
 
 def test_a_link_that_is_too_slow_is_not_crossed() -> None:

@@ -77,3 +77,32 @@ def test_an_odd_pair_keeps_its_own_line() -> None:
     assert even is not None
     assert odd.bandwidth_bytes_per_s == 1e6
     assert even.bandwidth_bytes_per_s == FAR.bandwidth_bytes_per_s
+
+
+def site(thin: float, faster: float) -> dict[tuple[str, str], LinkProfile]:
+    """c and d on a LAN so thin that each is a region, far from a and b; d measured more bandwidth than c did."""
+    found = {}
+    for p, q in LINKS:
+        near = {p, q} <= {"a", "b"} or {p, q} <= {"c", "d"}
+        bandwidth = 1e9 if {p, q} <= {"a", "b"} else faster if "d" in (p, q) else thin
+        if "e" not in (p, q):
+            found[p, q] = LinkProfile(0.0005 if near else 0.04, bandwidth)
+    return found
+
+
+def test_what_leaves_one_lan_shares_a_line_however_thin_the_lan() -> None:
+    devices = {p: DEVICES[p] for p in "abcd"}
+    cluster = cluster_of(devices, site(1e6, 1.5e6), 1e6)
+    assert list(cluster.regions.values()) == [["a", "b"], ["c"], ["d"]]
+    line = cluster.shared_line("c", "a")
+    assert line is not None
+    assert line == cluster.shared_line("d", "b")
+    assert cluster.bandwidth(line) == 1.5e6, "the best that was measured of it"
+    assert cluster.shared_line("a", "b") is cluster.shared_line("c", "nobody") is None
+    assert cluster.shared_line("c", "d") != line
+    for source, bandwidth in (("c", 1e6), ("d", 1.5e6)):
+        path = cluster.path(source, "a")
+        assert path is not None
+        assert line in path.lines
+        assert path.bandwidth_bytes_per_s == bandwidth
+    assert cluster.without(["b"]).shared_line("c", "a") == line
