@@ -3,7 +3,7 @@
 The idea: two devices near one another and one far away, nearly as fast as both; with all three a job is much faster than with
 one side alone, until the link between them drops to a quarter. The rehearsal is the product's `Adaptation` with its senses, search,
 prices and rule; what is made up is the mesh: steps take what the simulator says, show the links that they cross as these are, and
-a link that somebody asks about is known a step later.
+a link that somebody asks about is known a step later. What a member's own steps show of its links is known at once, as by gossip.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from meshcee.workload import Workload
 from peers import adaptation
 from peers.adaptation import Adaptation, Change
 from peers.coordinator import PlanRequest
+from peers.links import Crossed
 from peers.newcomers import Newcomers
+from peers.own_links import OwnLinks
 from peers.owner import Report
+from peers.senses import as_shown
 from peers.transport.base import Frame
 from peers.walk import Observed
 
@@ -148,6 +151,7 @@ class Played:
     changes: list[int] = field(default_factory=list)
     searches: int = 0
     sounded: int = 0  # times that a peer was asked to probe a link
+    told: int = 0  # times that members told what their steps had shown of a link
     profiled: int = 0  # times that devices which had come were asked for a profile
 
     @property
@@ -163,11 +167,17 @@ def hindsight_s(factors: Sequence[float], plans: Collection[Plan]) -> float:
 class _Mesh:
     """What `Adaptation` asks of an agent."""
 
-    def __init__(self, played: Played) -> None:
+    def __init__(self, played: Played, gossips: bool, once: float) -> None:
         self.now_s = 0.0
         self.factor = 1.0
         self.present = set(SPEEDS)
-        self._known = dict(mesh(played.factors[0]).links)
+        self._known = {
+            pair: as_shown(link_of(pair, once, 0.0), link.bandwidth_bytes_per_s)
+            for pair, link in mesh(played.factors[0]).links.items()
+        }
+        self._gossips = gossips
+        self._own: dict[str, OwnLinks] = {}
+        self._crossed: dict[str, Crossed] = {}
         self._asked: list[tuple[str, str]] = []
         self._played = played
         self.transport = self.directory = self
@@ -223,6 +233,22 @@ class _Mesh:
         for pair in self._known:
             self._known[pair] = link_of(pair, leftover * self.factor, self.clock())
 
+    def begin(self) -> None:
+        """A plan: whoever has measured links starts to watch them anew."""
+        for name in SPEEDS:
+            own = self._own[name] = OwnLinks(name, cast(Any, self), clock=self.clock, monotonic=self.monotonic)
+            own.known = {b: link for (a, b), link in self._known.items() if a == name}
+            self._crossed[name] = own.begin()
+
+    def cross(self, rates: Mapping[tuple[str, str], float]) -> None:
+        """A step has; what members make of that, all know."""
+        for name, own in self._own.items() if self._gossips else ():
+            before = dict(own.known)
+            self._crossed[name]({b: rate for (a, b), rate in rates.items() if a == name}, {})
+            told = {(name, b): link for b, link in own.known.items() if link != before[b]}
+            self._played.told += len(told)
+            self._known |= told
+
     def pass_by(self, seconds: float) -> None:
         """A step has run: what was asked before it is known."""
         self.now_s += seconds
@@ -240,13 +266,16 @@ async def rehearse(
     comes: tuple[str, int] | None = None,
     off: Mapping[str, float] | None = None,
     real: Callable[[Plan, float], float] = step_s,
+    gossips: bool = True,
+    once: float | None = None,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
     it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise); `real` is
-    what steps take."""
+    what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
+    they had the first factor."""
     played, changes = Played(factors), list[Change]()
-    here = _Mesh(played)
+    here = _Mesh(played, gossips, factors[0] if once is None else once)
     here.present -= {comes[0]} if comes is not None else set()
     plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
@@ -254,6 +283,7 @@ async def rehearse(
     newcomers = Newcomers(cast(Any, here), here.profiles, profiles(off or {}))
     adapter = Adaptation(cast(Any, here), PlanRequest(job), plan, changes, newcomers, check=lambda plan, kinds: None)
     here.now_s += CHANGE_S
+    here.begin()
 
     def search(*asked: Any) -> tuple[Choice, Cluster, Workload]:
         played.searches += 1
@@ -267,6 +297,7 @@ async def rehearse(
                 plan, following = following, None
                 played.changes.append(step)
                 here.now_s += CHANGE_S
+                here.begin()
             if comes is not None and step == comes[1]:
                 here.present.add(comes[0])
             seconds = real(plan, here.factor)
@@ -276,8 +307,10 @@ async def rehearse(
             await asyncio.sleep(0)
             if leftover < 1:
                 here.probe(leftover)
+            report = _report(step, steps, plan, seconds, here.factor)
+            here.cross(report.observed.rates)
             if following is None:
-                following = await adapter.hear(_report(step, steps, plan, seconds, here.factor))
+                following = await adapter.hear(report)
                 begins = step + 2  # the step that is fed already runs as it was planned
     return played
 

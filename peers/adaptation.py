@@ -29,7 +29,7 @@ from peers.agent import Agent
 from peers.coordinator import PlanRequest
 from peers.newcomers import Newcomers
 from peers.paces import Paces
-from peers.senses import HELD, Pair, Senses
+from peers.senses import HELD, Pair, Senses, as_shown
 from peers.sounding import sound
 from peers.view import named
 from peers.walk import Report
@@ -81,7 +81,7 @@ class Adaptation:
         self._newcomers = newcomers
         self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
-        self._senses = Senses({pair: link.bandwidth_bytes_per_s for pair, link in agent.links(plan.peers).items()})
+        self._senses = Senses.of(agent.links(plan.peers))
         self._paces = Paces()
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
@@ -246,15 +246,11 @@ class Adaptation:
                 shares[line].append(self._senses.share(pair))
         links = {}
         for pair, link in mesh.links.items():
-            rate = self._senses.rates.get(pair, link.bandwidth_bytes_per_s)
             line = self._line(pair)
             if pair not in seen and line in shares and link.measured_at < self._shifted_at:
                 rate = median(shares[line]) * self._senses.best(pair, link.bandwidth_bytes_per_s)
                 self._senses.assume(pair, rate)
-            # How busy it is now makes it no other region's: its range keeps what it was.
-            low, high = link.bandwidth_range_bytes_per_s or (link.bandwidth_bytes_per_s,) * 2
-            span = min(low, rate), max(high, rate)
-            links[pair] = replace(link, bandwidth_bytes_per_s=rate, bandwidth_range_bytes_per_s=span)
+            links[pair] = as_shown(link, self._senses.rates[pair]) if pair in self._senses.rates else link
         return links
 
     def _look(

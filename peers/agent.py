@@ -18,7 +18,7 @@ import structlog
 
 from dht.directory import Directory
 from dht.election import Elector
-from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord
+from dht.records import LeaseRecord, PeerRecord
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from dht.terms import Term, TermFile
@@ -33,6 +33,7 @@ from peers.compute import Compute
 from peers.coordinator import PlanService
 from peers.gossip import GossipService
 from peers.member import Member
+from peers.own_links import OwnLinks
 from peers.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, serve_probe
 from peers.sounding import Wishes
 from peers.transport.base import Stream, StreamClosed, Transport
@@ -103,7 +104,7 @@ class Agent:
         self._member: Member | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
-        self._measured: dict[str, LinkProfile] = {}
+        self._links = OwnLinks(self.peer_id, self.directory, clock=clock, monotonic=monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
         self._parted: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
         PlanService(self)
@@ -128,6 +129,7 @@ class Agent:
                 timeouts=self.timeouts,
                 limits=self.limits,
                 accept=lambda owner, term: self.elector.accept(term),
+                begun=self._links.begin,
             )
             member = self._member
             profiler = BlockProfiler(
@@ -147,7 +149,7 @@ class Agent:
             self.gossip.run(),
         ]
         if self._compute is not None:
-            running += [self._probe_forever(), self._watch_member(self._member)]
+            running += [self._probe_forever(), self._watch_member(self._member), self._links.run()]
         self._tasks = [self._group.create_task(task) for task in running]
         return self
 
@@ -240,7 +242,6 @@ class Agent:
                     where = self.transport, target, record.addresses
                     target_s = LIGHT_S if asked else TARGET_S
                     probed = await probe_link(*where, now, clock=self.monotonic, target_s=target_s)
-                    self._measured[target] = probed.link
                     if asked:
                         self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
             except (MeshceeError, StreamClosed, TimeoutError) as error:
@@ -251,10 +252,7 @@ class Agent:
                 if known:
                     now_s = self.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
-            alive = self.directory.peers
-            newest = sorted(self._measured.items(), key=lambda x: -x[1].measured_at)
-            links = tuple((peer, link) for peer, link in newest if peer in alive)[:MAX_LINKS]
-            await self.directory.publish(LinkRecord(self.peer_id, 0.0, links))
+            await self._links.probed(target, probed.link)
 
     def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
         """The link that it is most time to measure, and whether it was measured before."""
@@ -262,10 +260,10 @@ class Agent:
         now = self.clock()
         lending = [p for p, r in self.directory.peers.items() if r.device is not None]
         published = {(p, to): link for p, r in self.directory.links.items() for to, link in r.links}
-        published |= {(self.peer_id, to): link for to, link in self._measured.items()}
+        published |= {(self.peer_id, to): link for to, link in self._links.known.items()}
         due: list[tuple[bool, float, str]] = []
         for peer in whom_to_probe(self.peer_id, lending, published):
-            known = self._measured.get(peer)
+            known = self._links.known.get(peer)
             if known is None or (may_repeat and not busy and now - known.measured_at > PROBE_EVERY_S):
                 due.append((known is not None, self._tried.get(peer, 0.0), peer))
         if not due:

@@ -26,7 +26,7 @@ from peers.buddy import digests_of
 from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Collect, Inbox, TakeSnapshot
-from peers.links import Links
+from peers.links import Crossed, Links
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.place import Piece, Place, StageFlops
@@ -57,6 +57,7 @@ class Executor:
         eval_boundaries: Boundaries | None = None,
         *,
         copied: Callable[[int], None] = lambda next_step: None,
+        crossed: Crossed = lambda rates, depths: None,
     ) -> None:
         self._runner = runner
         self._place = place
@@ -78,7 +79,7 @@ class Executor:
         self._copied = copied  # told of a copy for a buddy
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
-        self.links = Links(place.epoch)
+        self.links = Links(place.epoch, crossed)
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members

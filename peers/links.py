@@ -1,29 +1,39 @@
 """Streams to the other members of a plan, by peer id.
 
 The idea: of two neighbours the earlier in plan order opens the stream, at its first walk; whoever has something to send
-before that waits here for the stream to come up.
+before that waits here for the stream to come up. How fast a link is, its receiver sees, and what queued before it, its
+sender: so after each step the receiver tells.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from peers import tensors
+from meshcee.errors import ProtocolError
+from peers import messages, tensors
+from peers.messages import need
 from peers.outbox import Outbox
 from peers.transport.base import Frame
 
-__all__ = ["Links"]
+__all__ = ["Crossed", "Links"]
+
+Crossed = Callable[
+    [Mapping[str, float], Mapping[str, float]], None
+]  # of a step, by the peer that a link leads to: rates, depths
 
 
 class Links:
-    """Outboxes by peer. `epoch` is written on every frame with tensors."""
+    """Outboxes by peer. `epoch` is written on every frame with tensors; `crossed` is told of each step."""
 
-    def __init__(self, epoch: tuple[int, int]) -> None:
+    def __init__(self, epoch: tuple[int, int], crossed: Crossed = lambda rates, depths: None) -> None:
         self._epoch = list(epoch)
         self._outboxes: dict[str, Outbox] = {}
         self._added = asyncio.Event()
+        self._crossed = crossed
+        self._told: dict[str, float] = {}  # by the peer that a link leads to: bytes per second, as it saw them come
 
     @property
     def outboxes(self) -> Mapping[str, Outbox]:
@@ -38,7 +48,26 @@ class Links:
         bytes that were on their way to it when more came.
         """
         found = {peer: [*box.stream.rates(), box.depth_bytes()] for peer, box in self._outboxes.items()}
+        self._exchange(found)
         return {peer: figures for peer, figures in found.items() if figures != [None] * 3}
+
+    def _exchange(self, seen: Mapping[str, Sequence[float | None]]) -> None:
+        rates, depths = {}, {}
+        for peer, (out, into, depth) in seen.items():
+            if into:
+                self._outboxes[peer].post(Frame(messages.RATE, {"rate": into}))
+            if shown := [rate for rate in (out, self._told.pop(peer, None)) if rate]:
+                rates[peer] = min(shown)
+                if depth is not None:
+                    depths[peer] = depth
+        self._crossed(rates, depths)
+
+    def hear(self, peer: str, header: Mapping[str, Any]) -> None:
+        """How fast what we sent has come, as its receiver says. ProtocolError when nothing is as fast as that."""
+        rate = need(header, "rate", float)
+        if not 0 < rate < math.inf:
+            raise ProtocolError(f"a link's rate is finite and positive, not {rate}")
+        self._told[peer] = rate
 
     async def put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         while peer not in self._outboxes:

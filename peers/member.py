@@ -25,6 +25,7 @@ from peers.executor import Executor
 from peers.failures import most_telling
 from peers.fetch import serve
 from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
+from peers.links import Crossed
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
@@ -59,6 +60,7 @@ class Session:
         compute: Compute,
         timeouts: Timeouts,
         buddy: Buddy,
+        crossed: Crossed,
     ) -> None:
         self.offer = offer
         self._timeouts = timeouts
@@ -80,6 +82,7 @@ class Session:
             buddy.held,
             *offer.boundaries,
             copied=buddy.copied,
+            crossed=crossed,
         )
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
@@ -211,6 +214,9 @@ class Session:
             frame = await stream.recv()
             if frame.kind == messages.PONG:
                 continue  # that it has come is all
+            if frame.kind == messages.RATE:
+                self._executor.links.hear(peer, frame.header)
+                continue
             now_s = time.perf_counter()
             self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
             await self._take(peer, frame)
@@ -260,6 +266,7 @@ class Member:
         timeouts: Timeouts,
         limits: Limits,
         accept: Callable[[str, tuple[int, str]], None],
+        begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
     ) -> None:
         self._transport = transport
         self._compute = compute
@@ -267,6 +274,7 @@ class Member:
         self._timeouts = timeouts
         self._limits = limits
         self._accept = accept  # (owner, term) -> raises NotPermittedError
+        self._begun = begun  # for each session: what is told of its steps
         self.session: Session | None = None
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
@@ -418,7 +426,7 @@ class Member:
         runner.load_optimizer_state(by_parameter(optimizer.state))
         stream.max_payload_bytes = self._limits.payload_bytes
         buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
-        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, buddy)
+        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, buddy, self._begun())
         hashes = {"state": weights.hash, "optimizer": optimizer.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))

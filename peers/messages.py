@@ -26,7 +26,8 @@ Purposes of streams, and the frames on them:
                                         SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
-                                        PART and SUM within a group and over pipelines, or WHOLE and MEET within a group
+                                        PART and SUM within a group and over pipelines, or WHOLE and MEET within a group;
+                                        RATE after a step: how fast what the other side sent has come
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ SNAPSHOT, PULL = "snapshot", "pull"
 COPIED, KEEP, KEPT = "copied", "keep", "kept"
 SEEK, FOUND = "seek", "found"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
+RATE = "rate"
 SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 
 

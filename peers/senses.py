@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
+from meshcee.profile import LinkProfile
 from peers.transport.rate import LEAST_BYTES
 from peers.walk import Observed
 
-__all__ = ["HELD", "Pair", "Senses"]
+__all__ = ["FAST", "HELD", "SHIFT", "Pair", "Senses", "as_shown"]
 
 HELD = 5  # steps that a shift must last
 SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
@@ -31,14 +33,15 @@ class Senses:
     """What steps show, held against what the plan was made from.
 
     slow   peer -> how many times its profiled seconds it computes now, where that has shifted
-    rates  (from, to) -> bytes per second now, where that has shifted and is less than FAST
+    rates  (from, to) -> bytes per second now, where that has shifted; FAST for that or more
+    best   what links had that have sagged since
     """
 
-    def __init__(self, bandwidths: Mapping[Pair, float]) -> None:
+    def __init__(self, bandwidths: Mapping[Pair, float], best: Mapping[Pair, float] | None = None) -> None:
         self.slow: dict[str, float] = {}
         self.rates: dict[Pair, float] = {}
         self._known = {pair: min(bandwidth, FAST) for pair, bandwidth in bandwidths.items()}
-        self._best = dict(self._known)
+        self._best = self._known | {pair: min(bandwidth, FAST) for pair, bandwidth in (best or {}).items()}
         self._steps = 0
         self._sagged: dict[Pair, int] = {}  # when it was last known to be much worse than at its best
         self._usual_s: dict[str, float] = {}
@@ -48,6 +51,13 @@ class Senses:
         self._usual_rates: dict[Pair, float] = {}  # of links that are idle before each frame
         self._probes: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=2))
         self._warm = False
+
+    @classmethod
+    def of(cls, links: Mapping[Pair, LinkProfile]) -> Senses:
+        """What records say. A link at the lower end of its range has sagged: `as_shown` leaves it so."""
+        now = {pair: link.bandwidth_bytes_per_s for pair, link in links.items()}
+        spans = {pair: link.bandwidth_range_bytes_per_s for pair, link in links.items()}
+        return cls(now, {pair: span[1] for pair, span in spans.items() if span is not None and span[0] == now[pair]})
 
     def restart(self) -> None:
         """Another plan begins: members hold other blocks, and the first step warms up."""
@@ -81,8 +91,8 @@ class Senses:
     def assume(self, pair: Pair, bandwidth: float) -> None:
         """What a link has by others that go the same way: what it showed before is older than that."""
         self._known[pair] = self.rates[pair] = min(bandwidth, FAST)
-        if bandwidth >= FAST:
-            del self.rates[pair]
+        self._rates[pair].clear()
+        self._idle_rates[pair].clear()
 
     def share(self, pair: Pair) -> float:
         """What a link has of its best bandwidth, as far as is known."""
@@ -106,8 +116,6 @@ class Senses:
             idle = observed.depths.get(pair, LEAST_BYTES) < LEAST_BYTES
             if (change := self._hear_link(pair, min(rate, FAST), idle=idle)) is not None:
                 self.rates[pair] = self._known[pair]
-                if self._known[pair] >= FAST:
-                    del self.rates[pair]  # what was probed says more
                 shifts.append(_of_link(pair, change))
         return shifts
 
@@ -149,10 +157,16 @@ class Senses:
             change = now / before
             if change >= PROBED or change <= 1 / PROBED:
                 self._known[pair] = self.rates[pair] = now
-                if now >= FAST:
-                    del self.rates[pair]
                 shifts.append(_of_link(pair, change))
         return shifts
+
+
+def as_shown(link: LinkProfile, rate: float) -> LinkProfile:
+    """The link with the bandwidth that it has shown. How busy it is now makes it no other region's: the upper end of its range
+    stays what it was; and above FAST that, which was probed, says more."""
+    most = (link.bandwidth_range_bytes_per_s or (0.0, link.bandwidth_bytes_per_s))[1]
+    now = max(rate, most) if rate >= FAST else rate
+    return replace(link, bandwidth_bytes_per_s=now, bandwidth_range_bytes_per_s=(now, most) if now < most else None)
 
 
 def _of_link(pair: Pair, change: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,7 @@ from meshcee.plan import Pipeline, Plan, Stage
 from peers.compute import Compute
 from peers.feed import Feed
 from peers.kept import Kept
+from peers.links import Crossed
 from peers.member import Member
 from peers.owner import Owner, Report
 from peers.transport.memory import MemoryNetwork
@@ -101,7 +103,12 @@ class Trained:
 
 @asynccontextmanager
 async def members(
-    network: MemoryNetwork, count: int, limits: Limits, device: str = "cpu", memory_bytes: int = 1 << 30
+    network: MemoryNetwork,
+    count: int,
+    limits: Limits,
+    device: str = "cpu",
+    memory_bytes: int = 1 << 30,
+    crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
 ) -> AsyncIterator[list[Member]]:
     async with AsyncExitStack() as stack:
         found = []
@@ -116,6 +123,7 @@ async def members(
                     timeouts=Timeouts(),
                     limits=limits,
                     accept=lambda owner, term: None,
+                    begun=functools.partial(crossed, f"p{j}"),
                 )
             )
         yield found
@@ -134,8 +142,10 @@ async def train(
     captured: Capture | None = None,
     keep: Callable[[Plan], Kept] = lambda plan: Kept(),
     memory_bytes: int = 1 << 30,
+    crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
 ) -> Trained:
-    """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported)."""
+    """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported); `crossed`
+    gives each peer whom its session tells of steps."""
     network = network or MemoryNetwork()
     limits = Limits()
     captured = captured or await asyncio.to_thread(capture, job)
@@ -148,7 +158,8 @@ async def train(
             after_step[1]()
 
     count = len(plan.peers)
-    async with members(network, count, limits, device, memory_bytes) as found, network.transport("owner") as transport:
+    here = members(network, count, limits, device, memory_bytes, crossed)
+    async with here as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
             job,

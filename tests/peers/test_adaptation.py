@@ -36,7 +36,7 @@ from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.compute import Pace
 from peers.home import Home
 from peers.paces import Paces
-from peers.senses import DOUBTFUL, HELD, Senses
+from peers.senses import DOUBTFUL, FAST, HELD, Senses
 from peers.sounding import sound
 from peers.training import Result
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -128,7 +128,7 @@ def test_what_others_show_of_a_line_takes_the_place_of_an_older_probe() -> None:
     assert senses.share(("a", "b")) == 0.9
     assert [told for _ in range(2 * HELD) for told in senses.hear(step())] == [], "it has what was assumed, nearly"
     senses.assume(("a", "b"), 1e9)
-    assert senses.rates == {}, "what was probed says more"
+    assert senses.rates == {("a", "b"): FAST}, "that or more"
 
 
 def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +17,7 @@ from torch import nn
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
+from peers.links import Crossed
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.senses import HELD, Senses
@@ -209,7 +212,7 @@ class Wide(nn.Module):
         return x
 
 
-def trained(window: int) -> Trained:
+def trained(window: int, crossed: Callable[[str], Crossed]) -> Trained:
     """Two stages that compute in no time, over links of 1 MB/s: 131 ms for what crosses with each micro-batch."""
     x = torch.randn(40, 64, 64, generator=torch.Generator().manual_seed(0))
     job = Job(
@@ -229,12 +232,18 @@ def trained(window: int) -> Trained:
         return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
     network = MemoryNetwork(impairment=Impairment(bandwidth_bytes_per_s=1e6))
-    return run(train(job, 2, MICRO, network=network, adapt=narrow))
+    return run(train(job, 2, MICRO, network=network, adapt=narrow, crossed=crossed))
 
 
 @pytest.mark.parametrize(("window", "idle"), [(1, True), (3, False)])
 def test_a_window_of_one_leaves_its_links_idle_and_a_wide_one_fills_them(window: int, idle: bool) -> None:
-    for report in trained(window).reports[1:]:
+    told: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+    reports = trained(window, lambda me: lambda rates, depths: told[me].append((rates, depths))).reports
+    for report in reports[1:]:
         seen = report.observed
         assert seen.rates["p0", "p1"] == pytest.approx(1e6, rel=0.1)
         assert (seen.depths["p0", "p1"] < LEAST_BYTES) == idle
+    for me, to in (("p0", "p1"), ("p1", "p0")):
+        rates, depths = told[me][-1]
+        assert rates[to] == pytest.approx(1e6, rel=0.1), "its receiver has said so"
+        assert (depths[to] < LEAST_BYTES) == idle or me == "p1"
