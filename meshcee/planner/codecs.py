@@ -7,37 +7,24 @@ inside of one (HGTrainer's mixed precision, 10.26599/BDMA.2025.9020031), so that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from itertools import pairwise
 
-from meshcee.plan import Pipeline, Plan, Stage
+from meshcee.plan import Plan
 
-__all__ = ["BETWEEN_REGIONS", "remarks", "with_codec"]
+__all__ = ["BETWEEN_REGIONS", "auto", "remarks"]
 
 BETWEEN_REGIONS = "bf16"
 
 
-def with_codec(
-    plan: Plan, codec: str, regions: Mapping[str, str], known: Collection[frozenset[str]] | None = None
-) -> Plan:
-    """The plan with every boundary by this codec; `regions` (peer -> region) is what `auto` goes by.
+def auto(
+    a: Collection[str], b: Collection[str], *, regions: Mapping[str, str], known: Collection[frozenset[str]]
+) -> str:
+    """The codec of a boundary between these groups.
 
-    known   pairs of regions between which a link was measured; others are guesses, which round nothing. None: all
+    regions  peer -> region
+    known    pairs of regions between which a link was measured; others are guesses, which round nothing
     """
-
-    def between(a: Stage, b: Stage) -> str:
-        if codec != "auto":
-            return codec
-        pairs = {frozenset((regions[p], regions[q])) for p in a.peers for q in b.peers}
-        far = [pair for pair in pairs if len(pair) > 1 and (known is None or pair in known)]
-        return BETWEEN_REGIONS if far else "none"
-
-    def changed(pipeline: Pipeline) -> Pipeline:
-        names = ["none", *(between(a, b) for a, b in pairwise(pipeline.stages)), "none"]
-        coded = zip(pipeline.stages, names, names[1:])
-        return replace(pipeline, stages=tuple(replace(s, codec_back=back, codec_out=out) for s, back, out in coded))
-
-    return replace(plan, pipelines=tuple(map(changed, plan.pipelines)))
+    pairs = {frozenset((regions[p], regions[q])) for p in a for q in b}
+    return BETWEEN_REGIONS if any(len(pair) > 1 and pair in known for pair in pairs) else "none"
 
 
 def remarks(plan: Plan) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
-from meshcee.planner.codecs import BETWEEN_REGIONS, with_codec
+from meshcee.planner.codecs import BETWEEN_REGIONS, auto
 from meshcee.planner.job import Choice, Runs, plans
 from meshcee.planner.memory import STATE_FACTOR, copies_factor, shortages
 from meshcee.planner.regions import cluster_of
@@ -197,31 +198,12 @@ def _choose(
         runs = replace(runs, group=None, alike=alike)
     regions = {peer: device.region for peer, device in cluster.devices.items()}
     met = {frozenset((regions[a], regions[b])) for a, b in mesh.links if a in regions and b in regions}
-    mixed = job.codec == "auto" and any(len(pair) > 1 for pair in met)
-    codecs = (BETWEEN_REGIONS, "none") if mixed else ("none" if job.codec == "auto" else job.codec,)
-    choice = plans(cluster, workload, codecs=codecs, effort=effort or EFFORT, runs=runs)
-    if mixed:
-        choice = _exact_inside_regions(choice, cluster, workload, regions, met)
-    return choice, cluster, workload
-
-
-def _exact_inside_regions(
-    choice: Choice, cluster: Cluster, workload: Workload, regions: Mapping[str, str], met: set[frozenset[str]]
-) -> Choice:
-    """The search coded where it gained seconds; regions say where it may. Priced anew.
-
-    The best stays the best: why devices are left out was found out for it.
-    """
-    found: list[tuple[float, Plan]] = []
-    for plan in (choice.best, *choice.runners_up):
-        coded = with_codec(plan, "auto", regions, met)
-        step_s = period_s(coded, cluster, workload)
-        if plan.predicted is not None:
-            rate = workload.global_batch / step_s
-            coded = replace(coded, predicted=replace(plan.predicted, step_s=step_s, samples_per_s=rate))
-        found.append((step_s, coded))
-    others = [plan for _, plan in sorted(found[1:], key=lambda x: x[0])]
-    return Choice(found[0][1], others, choice.single)
+    codec = job.codec
+    if codec == "auto":
+        codec = "none"
+        if any(len(pair) > 1 for pair in met):
+            codec, runs = BETWEEN_REGIONS, replace(runs, codec=partial(auto, regions=regions, known=met))
+    return plans(cluster, workload, codecs=(codec,), effort=effort or EFFORT, runs=runs), cluster, workload
 
 
 def plan_job(

@@ -6,10 +6,11 @@ that proposes asks it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from meshcee.planner.chain import Layout
+from meshcee.planner.chain import Codecs, Layout
 
 __all__ = ["Runs"]
 
@@ -24,6 +25,7 @@ class Runs:
     pipelines: int | None = None  # side by side
     recompute_last: bool = True  # whether the last stage may recompute
     recompute: bool = False  # whether all others must
+    codec: Callable[[Sequence[str], Sequence[str]], str] | None = None  # of the boundary between two groups
 
     def may_share(self, peers: Sequence[str]) -> bool:
         """Whether these may hold a stage together."""
@@ -37,4 +39,16 @@ class Runs:
             (self.stages is None or len(chain.stages) == self.stages)
             and all(self.may_share(s.peers) for s in chain.stages)
             for chain in layout
+        )
+
+    def coded(self, layout: Layout) -> Layout:
+        """The layout with the codecs that it would run with."""
+        if (codec := self.codec) is None:
+            return layout
+
+        def of(a: Sequence[str], b: Sequence[str]) -> Codecs:
+            return Codecs(codec(a, b), codec(b, a))
+
+        return tuple(
+            replace(chain, codecs=tuple(of(a.peers, b.peers) for a, b in pairwise(chain.stages))) for chain in layout
         )

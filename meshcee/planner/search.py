@@ -123,7 +123,7 @@ class Search:
     def rank(self, layouts: Sequence[Layout]) -> list[tuple[float, Layout]]:
         """Those that fit and are not far behind, best first."""
         priced, best = [], math.inf
-        for i, layout in enumerate(dict.fromkeys(layouts)):
+        for i, layout in enumerate(dict.fromkeys(map(self.runs.coded, layouts))):
             period = self.price(layout, FAR_BEHIND * best)
             best = min(best, period)
             priced.append((period, i, layout))
@@ -134,6 +134,7 @@ class Search:
 
         limit   where the busiest device or line forbids a period below it, nothing is simulated and that bound returned
         """
+        layout = self.runs.coded(layout)
         if (known := self._known.get(layout)) is not None:
             return known
         if (bound := self._bounds.get(layout, -math.inf)) >= min(limit, 1e300):

@@ -1,8 +1,9 @@
-"""A job's codec on a plan: everywhere, or between regions only."""
+"""Codecs between regions only, and what is said of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,34 +12,32 @@ from torch import nn
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.codecs import remarks, with_codec
+from meshcee.planner.chain import layout_of
+from meshcee.planner.codecs import auto, remarks
+from meshcee.planner.runs import Runs
 
 
-def plan() -> Plan:
-    stages = tuple(Stage(i, i + 1, (Member(f"p{i}", 4),), window=2, live_cap=2) for i in range(4))
+def plan(codec: str = "none") -> Plan:
+    names = ["none", *[codec] * 3, "none"]
+    stages = tuple(
+        Stage(i, i + 1, (Member(f"p{i}", 4),), window=2, live_cap=2, codec_back=names[i], codec_out=names[i + 1])
+        for i in range(4)
+    )
     return Plan(4, (Pipeline(8, stages),))
 
 
-def codecs(plan: Plan) -> list[tuple[str, str]]:
-    return [(s.codec_back, s.codec_out) for s in plan.pipelines[0].stages]
-
-
-def test_one_codec_holds_at_every_boundary_and_nowhere_else() -> None:
-    coded = codecs(with_codec(plan(), "int8", {}))
-    assert coded == [("none", "int8"), ("int8", "int8"), ("int8", "int8"), ("int8", "none")]
-    assert with_codec(with_codec(plan(), "int8", {}), "none", {}) == plan()
-
-
-def test_auto_is_exact_inside_a_region_and_16_bits_between() -> None:
-    regions = {"p0": "home", "p1": "home", "p2": "cloud", "p3": "cloud"}
-    coded = codecs(with_codec(plan(), "auto", regions))
-    assert coded == [("none", "none"), ("none", "bf16"), ("bf16", "none"), ("none", "none")]
-    assert with_codec(plan(), "auto", dict.fromkeys(regions, "home")) == plan()
+@pytest.mark.parametrize("planned", ["bf16", "int8", "none"])
+def test_auto_is_exact_inside_a_region_and_16_bits_between_those_that_have_met(planned: str) -> None:
+    regions = {"p0": "home", "p1": "home", "p2": "cloud", "p3": "far"}
+    codec = partial(auto, regions=regions, known={frozenset(("home", "cloud"))})
+    (chain,) = Runs(codec=codec).coded(layout_of(plan(planned)))
+    assert [(c.out, c.back) for c in chain.codecs] == [("none", "none"), ("bf16", "bf16"), ("none", "none")]
+    assert Runs().coded(layout_of(plan(planned))) == layout_of(plan(planned))
 
 
 def test_what_is_rounded_is_said_with_the_way_out() -> None:
     assert remarks(plan()) == ()
-    (said,) = remarks(with_codec(plan(), "int8", {}))
+    (said,) = remarks(plan("int8"))
     assert "int8" in said
     assert "--codec none" in said
     grouped = replace(plan().pipelines[0].stages[0], members=(Member("a", 1), Member("b", 3)))

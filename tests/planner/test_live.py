@@ -89,6 +89,16 @@ def test_auto_codes_between_regions_only() -> None:
     assert plan(near, replace(JOB, codec="auto"), 5) == plan(near, JOB, 5)
 
 
+def test_what_auto_codes_is_priced_as_it_will_run_while_plans_are_searched() -> None:
+    """The LAN of c and d has 8 MB/s, so it matters that what stays inside of it is exact."""
+    devices = {p: DeviceProfile("cpu", "test", 10**9, 1e9) for p in "abcd"}
+    thin = {k: LinkProfile(v.latency_s, 8e6) if {*k} & {"c", "d"} else v for k, v in LINKS.items() if "e" not in k}
+    found, _, _ = choose(measured(devices, thin), replace(JOB, codec="auto", micro_batch=1), None, QUICK)
+    steps = [x.predicted.step_s for x in (found.best, *found.runners_up) if x.predicted is not None]
+    assert steps == sorted(steps)
+    assert steps[0] < 1.1 * 3 * 16 * BLOCKS * 1e7 / 4e9
+
+
 def test_a_line_that_a_plan_crosses_three_times_carries_it_three_times() -> None:
     """c and d are on one thin LAN, so each is a region; what leaves it shares a line all the same."""
     devices = {p: DEVICES[p] for p in "abcd"}
