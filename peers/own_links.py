@@ -19,9 +19,10 @@ from peers.links import Crossed
 from peers.senses import FAST, SHIFT, Senses, as_shown
 from peers.walk import Observed
 
-__all__ = ["REST_S", "OwnLinks"]
+__all__ = ["OLD_S", "REST_S", "OwnLinks"]
 
 REST_S = 3.0  # between two changes of one link that steps have shown, at least
+OLD_S = 600.0  # of a figure that steps bear out: it is dated anew, well before nobody believes it any more
 
 
 class OwnLinks:
@@ -55,12 +56,16 @@ class OwnLinks:
         me, now_s = self._me, self._monotonic()
         self._senses.hear(Observed({}, {(me, p): x for p, x in rates.items()}, {(me, p): x for p, x in depths.items()}))
         for peer in rates:
-            known, shown = self.known.get(peer), self._senses.rates.get((me, peer))
-            if known is None or shown is None or now_s < self._rests_until_s.get(peer, -math.inf):
+            known = self.known.get(peer)
+            if known is None or now_s < self._rests_until_s.get(peer, -math.inf):
                 continue
-            if abs(shown / min(known.bandwidth_bytes_per_s, FAST) - 1) < SHIFT:
+            before = min(known.bandwidth_bytes_per_s, FAST)
+            shown = self._senses.rates.get((me, peer), before)
+            if abs(shown / before - 1) >= SHIFT:
+                known = as_shown(known, shown)
+            elif self._clock() - known.measured_at < OLD_S:
                 continue
-            self.known[peer] = replace(as_shown(known, shown), measured_at=self._clock())
+            self.known[peer] = replace(known, measured_at=self._clock())
             self._rests_until_s[peer] = now_s + REST_S
             self._news.set()
 

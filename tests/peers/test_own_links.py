@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from dht.gossip import EVERY_S, FANOUT, MORE_TURNS
 from dht.records import LinkRecord
 from meshcee.errors import ProtocolError
 from meshcee.profile import LinkProfile
+from peers.agent import LINK_TTL_S
 from peers.links import Crossed, Links
-from peers.own_links import REST_S, OwnLinks
+from peers.own_links import OLD_S, REST_S, OwnLinks
 from peers.senses import FAST, HELD, Senses, as_shown
 from peers.walk import Observed
 from tests.dht.test_gossip import Mesh
@@ -132,6 +134,21 @@ async def test_the_newest_figure_counts_whether_probed_or_seen_in_steps() -> Non
         for _ in range(HELD):
             await peer.step(SAGGED)
         assert peer.link.bandwidth_bytes_per_s == SAGGED
+
+
+@virtual_time
+async def test_a_figure_that_steps_bear_out_does_not_grow_old() -> None:
+    """Peers that train do not probe, and what is older than half an hour is not believed."""
+    assert 2 * OLD_S < LINK_TTL_S
+    async with peer_of(2) as peer:
+        probed = peer.link
+        for _ in range(4 * math.ceil(OLD_S / (REST_S + STEP_S))):
+            await peer.step(0.9 * WELL)
+            await asyncio.sleep(REST_S)
+            assert now() - peer.link.measured_at <= OLD_S + REST_S + STEP_S
+        assert peer.told == 4
+        assert replace(peer.link, measured_at=probed.measured_at) == probed
+        await peer.known()
 
 
 @virtual_time
