@@ -67,7 +67,7 @@ class Past:
 
 def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id."""
-    past, asked, kept = Past(), 0, 0
+    past, asked, kept, handed = Past(), 0, 0, 0
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
     for entry in entries:
@@ -75,10 +75,12 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
         if event == "copies are asked for":
             past.every = max(past.every, entry["next_step"] - asked)
             asked = entry["next_step"]
-        elif event in whole:
+        elif event in whole or event == "copies are handed over":
+            tier = event if event in whole else "copies"
+            handed = handed if event in whole else entry["next_step"]
             keepers = [{names.get(peer, peer) for peer in peers} for peers in entry["keepers"]]
-            older = [c for c in whole[event] if c[0] < entry["next_step"]]
-            whole[event] = [*older[-1:], (entry["next_step"], keepers)]
+            older = [c for c in whole[tier] if c[0] < entry["next_step"]]
+            whole[tier] = [*older[-1:], (entry["next_step"], keepers)]
             if event == "copies":  # older far ones count on members of this plan alone, if it has any
                 members = (
                     {names.get(peer, peer) for stage in entry["holders"] for peer in stage} if entry["far"] else set()
@@ -102,6 +104,7 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             whole["far copies"] = [c for c in whole["far copies"] if c[0] <= back.next_step]
             past.every = max(past.every, done - asked)
             past.backs.append(back)
-            asked = back.next_step
-            kept = kept if back.with_peers else asked
+            if back.next_step != handed:  # what was handed over dies with any of its makers
+                asked = back.next_step
+            kept = kept if back.with_peers else back.next_step
     return past

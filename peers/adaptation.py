@@ -93,29 +93,30 @@ class Adaptation:
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
         self._cause: list[str] = []  # of the last search
         self._vetoed: Plan | None = None  # would pay, but not before the job ends
-        self._begin()
+        self._begin(None)
 
-    def _begin(self) -> None:
-        self._began_at, self._began_s = self._agent.clock(), self._agent.monotonic()
+    def _begin(self, since_s: float | None) -> None:
+        self._began_at, self._began_s = self._agent.clock(), since_s or self._agent.monotonic()
+        self._pauses = 2 if since_s is None else 1  # with none seen, an end is taken to last as long
         self._steps_s: list[float] = []  # of the running plan
         self._mesh = self._measured()  # under which it begins
         self._calm_s: float | None = None  # a step of it until something shifted
         self._shifted = False
         self._changing_s = 0.0  # what ending an epoch and beginning another takes
 
-    def moved(self, plan: Plan) -> bool:
-        """This plan begins; False when it is not the one that was chosen here."""
+    def moved(self, plan: Plan, since_s: float | None = None) -> bool:
+        """This plan begins; False when it is not the one that was chosen here. `since_s`: when the last step was reported."""
         if self._adapter is None or self._adapter.plan is not plan:
             return False
         self._plan = plan
-        self._begin()
+        self._begin(since_s)
         self._senses.restart()
         return True
 
     async def hear(self, report: Report) -> Plan | None:
         """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
         if not self._steps_s:
-            self._changing_s = 2 * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
+            self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
         recent_s = median(self._steps_s[-HELD:])
         if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:

@@ -66,7 +66,7 @@ def _nbytes(layout: Layout) -> int:
 
 
 class Buddy:
-    """Of one session. `copied` and `ask` only note what is to be done; `run` does it, near and far ones each in their order."""
+    """Of one session. `copied` and `ask` only note what is to be done; `run` does it, each kind in its order."""
 
     def __init__(
         self, offer: Offer, owner: str, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int
@@ -78,13 +78,14 @@ class Buddy:
         self._timeouts = timeouts
         self._memory_bytes = memory_bytes
         self._layouts: dict[str, tuple[dict[str, Shape], dict[str, Shape]]] = {}  # of others' stages
+        self._made: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)  # our own, near, far
         self._near: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
         self._far: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
         self._coming_bytes = 0  # of copies that are being read
 
     def copied(self, next_step: int) -> None:
         """The stage has been copied for its buddy."""
-        self._note(self._near, next_step)
+        self._note(self._made, next_step)
 
     def ask(self, frame: Frame) -> None:
         """The owner's KEEP."""
@@ -99,7 +100,7 @@ class Buddy:
     async def run(self, outbox: Outbox) -> None:
         """Until cancelled; what there is to say goes to the owner."""
         async with asyncio.TaskGroup() as group:
-            for waiting in (self._near, self._far):
+            for waiting in (self._made, self._near, self._far):
                 group.create_task(self._work(waiting, outbox))
 
     async def _work(self, waiting: asyncio.Queue[int | Frame], outbox: Outbox) -> None:

@@ -2,7 +2,8 @@
 
 The idea: the owner never sees a copy, only what it is: a digest for each tensor, from the member that made it, and word from
 the buddy that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
-are all that is kept. So it is with far copies, which count when every stage has one that outlives its region.
+are all that is kept. So it is with far copies, which count when every stage has one that outlives its region. What one plan
+hands over to the next is a copy that only its makers hold: older ones are kept beside it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Copied:
     stages: tuple[StageCopy, ...]
     missed: int = 0  # epochs that did not find all of it: a link may have failed, or it is gone
     far: bool = False  # whether it outlived the loss of any one region when it was made
+    handed: bool = False  # from one plan to the next, which has no copies of its own yet: its makers alone hold it
 
     @property
     def holders(self) -> set[str]:
@@ -74,13 +76,14 @@ class Copied:
 
     def to_json(self) -> dict[str, Any]:
         stages = [[dict(s.weights), dict(s.optimizer), sorted(s.holders)] for s in self.stages]
-        return {"next_step": self.next_step, "stages": stages, "far": self.far}
+        return {"next_step": self.next_step, "stages": stages, "far": self.far, "handed": self.handed}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Copied:
         """What `to_json` gave; ValueError, KeyError or TypeError for anything else."""
         stages = [StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
-        return cls(int(data["next_step"]), tuple(stages), far=bool(data.get("far", False)))
+        kind = {name: bool(data.get(name, False)) for name in ("far", "handed")}
+        return cls(int(data["next_step"]), tuple(stages), **kind)
 
     def sources(self, names: Collection[str]) -> tuple[str, ...]:
         """Who holds some of these weights."""
@@ -123,15 +126,21 @@ class Copies:
         self._found = list(found)
         self.newest(0, set().union(*(copied.holders for copied in found)).difference(alive))
 
-    def newest(self, done: int, gone: Collection[str] = ()) -> Copied | None:
+    @property
+    def were_handed(self) -> bool:
+        """Whether the newest near ones were handed over to a plan that has none of its own yet."""
+        return next((c.handed for c in reversed(self._found) if not c.far), False)
+
+    def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> Copied | None:
         """The newest of no step after `done`, of which these who are gone do not hold the last copies.
 
-        Who is gone has lost its copies, even if it comes back.
+        Who is gone has lost its copies, even if it comes back. `handed`: what was handed over counts.
         """
         for copied in self._found:
             for stage in copied.stages:
                 stage.holders.difference_update(gone)
-        return next((c for c in reversed(self._found) if c.is_usable and c.next_step <= done), None)
+        usable = (c for c in reversed(self._found) if c.is_usable and (handed or not c.handed))
+        return next((c for c in usable if c.next_step <= done), None)
 
     def forget_before(self, step: int, on_disk: int = 0) -> None:
         """Members are about to. Far ones count until there is another, or as new a state is on the disk."""

@@ -39,8 +39,10 @@ class Copying:
         self._stages = 1 + max(link.place.number for link in links)
         self._making: Copied | None = None
         self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
+        self._dropped: set[tuple[str, str]] = set()  # what was awaited of the copies that a hand-over has ended
         self._took_s = self._read_s = 0.0
-        self._since = start
+        self.handed_over = asyncio.Event()  # all members have told what they hand over
+        self._since = 0 if copies.were_handed else start  # what was handed over dies with any of its makers
         self.reported = start  # steps before this one have been
         copies.begin(start)
         copies.cadence.start(start, _now_s())
@@ -61,7 +63,27 @@ class Copying:
         """Every member is asked for a copy."""
         self._copies.cadence.begun(next_step, _now_s())
         log.debug("copies are asked for", next_step=next_step)
-        self._making = Copied(next_step, tuple(StageCopy() for _ in range(self._stages)))
+        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages))))
+
+    @property
+    def is_first_to_copy(self) -> bool:
+        """Whether this plan was handed what it began with, and will have copies of its own, but has none yet."""
+        return self._copies.were_handed and (self._replicas or bool(self._buddies))
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Not twice in a row: members would have to hold on to more copies than the plan has room for."""
+        return not self._copies.were_handed
+
+    def hand_over(self, next_step: int) -> None:
+        """Nothing is trained from here on, and another plan goes on from this step: every member is asked for a copy, which no
+        buddy keeps. One in the making is dropped; who was asked for it may still answer.
+        """
+        self._dropped, self._buddies = self._awaited, {}
+        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages)), handed=True))
+
+    def _await(self, making: Copied) -> None:
+        self._making = making
         self._awaited = {(messages.COPIED, peer) for peer in self._links}
         self._took_s = self._read_s = 0.0
 
@@ -73,7 +95,7 @@ class Copying:
     @property
     def since(self) -> int:
         """The step of the copies that this epoch may have to go back to."""
-        found = self._copies.newest(self.reported)
+        found = self._copies.newest(self.reported, handed=False)
         return max(self._since, found.next_step if found is not None else 0)
 
     def hear(self, link: Link, frame: Frame) -> None:
@@ -83,6 +105,11 @@ class Copying:
             return
         making = self._making
         source = link.peer_id if frame.kind == messages.COPIED else need(frame.header, "source", str)
+        if making is not None and making.handed and need(frame.header, "next_step", int) != making.next_step:
+            if (frame.kind, source) not in self._dropped:
+                raise ProtocolError(UNASKED)
+            self._dropped.remove((frame.kind, source))
+            return
         expected = (frame.kind, source) in self._awaited
         if frame.kind == messages.KEPT:
             expected = expected and self._buddies.get(source) == link.peer_id
@@ -94,7 +121,11 @@ class Copying:
         else:
             self._kept(link, frame, source, stage)
         self._awaited.remove((frame.kind, source))
-        if not self._awaited:
+        if not self._awaited and making.handed:
+            self._copies.add(making)
+            log.debug("copies are handed over", next_step=making.next_step, keepers=making.keepers)
+            self.handed_over.set()
+        elif not self._awaited:
             self._making = None
             self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
             self._copies.stay_with(self._links if self._far.chosen else ())

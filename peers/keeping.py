@@ -29,7 +29,8 @@ class Keeping:
 
     def __init__(self, kept: Kept, links: Sequence[Link], captured: Capture, start: int) -> None:
         self._links = links
-        self._start = start
+        handed = kept.copies is not None and kept.copies.were_handed
+        self._start = 0 if handed else start  # what was handed over dies with any of its makers
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
         self._saved = -1 if isinstance(kept.base, Copied) else start  # the step whose state need not be written
         leaders = [link for link in links if link.leads]
@@ -37,7 +38,7 @@ class Keeping:
         self.copying: Copying | None = None
         if kept.store is not None:
             self.snapshots = Snapshots(kept, [link.offer for link in leaders], captured, start)
-        if kept.copies is not None and len(links) > 1:
+        if kept.copies is not None:
             self.copying = Copying(kept.copies, links, kept.buddies, start)
         for link in links:
             link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
@@ -45,15 +46,26 @@ class Keeping:
     async def at(self, next_step: int) -> None:
         """Before this step is fed: ask for what is due."""
         durable = self.snapshots is not None and self.snapshots.is_due(next_step)
-        await self._ask(next_step, durable=durable, buddy=self.copying is not None and self.copying.is_due(next_step))
+        buddy = self.copying is not None and self.copying.is_due(next_step)
+        if self.copying is not None and self.copying.is_first_to_copy:
+            durable = durable and buddy  # members have room for one copy beside those that they may go back to
+        await self._ask(next_step, durable=durable, buddy=buddy)
 
-    async def end(self, next_step: int) -> None:
-        """Nothing is trained from here on: bring what the disk has not to it, so that the weights are never lost."""
+    async def end(self, next_step: int, *, hand_over: bool = False) -> bool:
+        """Nothing is trained from here on: bring what the disk has not to it, so that the weights are never lost.
+
+        `hand_over`: another plan goes on at once, so copies with the members are enough; whether they are made, which takes
+        room for them. `copying.handed_over` is set when they are.
+        """
+        if hand_over and self.copying is not None and self.copying.can_hand_over:
+            await self._ask(next_step, durable=False, buddy=True, hand_over=True)
+            return True
         if self.snapshots is not None and next_step > self._saved:
             self.snapshots.hurry_after(next_step)
             await self._ask(next_step, durable=True, buddy=False)
+        return False
 
-    async def _ask(self, next_step: int, *, durable: bool, buddy: bool) -> None:
+    async def _ask(self, next_step: int, *, durable: bool, buddy: bool, hand_over: bool = False) -> None:
         if not durable and not buddy:
             return
         since, besides = self._since, self.snapshots.reading if self.snapshots is not None else []
@@ -63,7 +75,7 @@ class Keeping:
         if durable and self.snapshots is not None:
             await self.snapshots.begin(next_step)
         if buddy and self.copying is not None:
-            self.copying.begin(next_step)
+            self.copying.hand_over(next_step) if hand_over else self.copying.begin(next_step)
         header = {"next_step": next_step, "buddy": buddy, "since": since, "besides": besides}
         for link in self._links:
             if buddy or (durable and link.leads):

@@ -105,13 +105,14 @@ class Owner:
         self.failures = Failures()
         self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
         self.leaving: set[str] = set()  # members that have asked to be left out
-        self.stopped = False
+        self.stopped = self._hands_over = False
+        self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
         self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
         self._step = 0  # the first step that is not yet complete, for errors
 
-    def stop(self) -> None:
-        """Finish the steps that are fed, then collect and end: the first Ctrl-C."""
-        self.stopped = True
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Finish the steps that are fed, then collect and end: the first Ctrl-C. `hand_over`: another plan goes on from here."""
+        self.stopped, self._hands_over = True, hand_over
 
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> Mapping[str, torch.Tensor]:
         """Run the job to its end; returns the weights and buffers by name, those on disk read when they are asked for.
@@ -123,7 +124,7 @@ class Owner:
         async def body() -> None:
             nonlocal state
             await self._report_all(feed, report)
-            state = await self._collect()
+            state = await self._collect(wanted=not self.handed_over)
 
         await self._run(feed, body)
         return state
@@ -269,7 +270,8 @@ class Owner:
                         links = [link for link in self._links if link.place.pipeline == k]
                         group.create_task(self._feed_pipeline(feed, spec, portion, links, self._ahead[k]))
         if self._keeping is not None:
-            await self._keeping.end(next_step)
+            hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
+            self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
         await self._order.put(None)
 
     async def _feed_pipeline(
@@ -431,10 +433,13 @@ class Owner:
         for link in self._links:
             await self._until(link.collected)
             trained.update(link.receiver.state)
-        if wanted:
-            check_replicas(self._links, self._describe)
+        if not wanted:
+            if self.handed_over and self._keeping is not None and self._keeping.copying is not None:
+                await self._until(self._keeping.copying.handed_over)
+            return {}
+        check_replicas(self._links, self._describe)
         kept: Mapping[str, torch.Tensor] = {}
-        if wanted and self._keeping is not None and snapshots is not None:
+        if self._keeping is not None and snapshots is not None:
             await self._until(snapshots.settled)
             if (last := self._keeping.latest) is not None:
                 kept = await asyncio.to_thread(last.weights, last.names)

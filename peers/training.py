@@ -135,6 +135,7 @@ class Training:
         self._noted: list[Copied] = []  # what an owner that has died knew of them
         self._request: PlanRequest
         self._stopping = False
+        self._reported_s: float | None = None  # when the last step was
         self._adaptation: Adaptation | None = None
         self._newcomers: Newcomers | None = None
         self._next: Planned | None = None  # to go over to at the next step's end
@@ -221,7 +222,9 @@ class Training:
             check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
                 await self._epoch(captured, plan, term)
-                if self._next is None or self._stopping or len(self.result.losses) == self._job.steps:
+                assert self._owner is not None
+                over = self._stopping and not self._owner.handed_over
+                if self._next is None or over or len(self.result.losses) == self._job.steps:
                     return
                 lost = None
                 if not self._leave_out(plan, self._next.plan):
@@ -337,7 +340,7 @@ class Training:
         start = self._base.next_step if self._base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
-        elif self._adaptation is None or not self._adaptation.moved(plan):
+        elif self._adaptation is None or not self._adaptation.moved(plan, self._reported_s):
             new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
             check = partial(check_generators, captured.train)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
@@ -398,6 +401,7 @@ class Training:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
         plan = planned.plan
         self.result.steps_s.append(report.step_s)
+        self._reported_s = self._agent.monotonic()
         again = report.step in self._known
         if self._owner is not None:
             self._recovery.hear(report.step, new=not again, ready_s=self._owner.ready_s)
@@ -411,7 +415,7 @@ class Training:
         if self._next is None and self._owner is not None:
             self._next = await self._other_plan(report, planned, self._owner.leaving)
             if self._next is not None:
-                self._owner.stop()
+                self._owner.stop(hand_over=True)
         if again:
             return
         self._known[report.step] = report.loss

@@ -83,6 +83,15 @@ def test_a_run_that_goes_over_to_another_plan_computes_nothing_again() -> None:
     assert (past.wrong, past.every, past.backs[0].again) == ([], 4, 0)
 
 
+def test_what_is_handed_over_counts_as_long_as_its_makers_live() -> None:
+    over = {**whole(11, "a", "b"), "event": "copies are handed over"}
+    past = read(*COPIED, over, went(11, 11, with_peers=True), lost("a"), went(12, 8, with_peers=True))
+    assert past.wrong == []
+    assert read(*COPIED, over, went(11, 8, with_peers=True)).wrong == [
+        "after 11 steps the run went back to 8 of peers, who held 11"
+    ]
+
+
 def test_copies_in_another_region_count_when_no_others_are_left_and_their_keepers_are_members() -> None:
     region = (whole(4, "ab", "bc", event="far copies"), *COPIED)
     assert read(*region, lost("a"), went(11, 8, with_peers=True)).wrong == []
