@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,10 @@ import pytest
 
 from meshcee.errors import ProtocolError, StaleTermError
 from peers import messages
+from peers.failures import Failures
+from peers.link import Link
 from peers.offering import Offering
+from peers.owner import Owner
 from peers.transport.base import Frame
 from peers.transport.stream import FramedStream
 from tests.mutation import breaks, changed
@@ -87,6 +91,49 @@ def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(t
 
 def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
     refused(tmp_path, r"^peer \(p\d, stage \d\): it sent a frame of kind 'ready'", {}, times=2)
+
+
+@contextmanager
+def ready_as_the_epoch_ends() -> Iterator[None]:
+    """The second member is ready between the beginning of the end of its epoch and the end of its own offer."""
+    offer, enough = Owner._offer, Failures.enough
+    links, second, ending = list[Link](), asyncio.Event(), asyncio.Event()
+    late = list[Link]()
+
+    async def offers(owner: Owner, *args: Any) -> Link:
+        links.append(link := await offer(owner, *args))
+        if len(links) == 2:
+            second.set()
+            await ending.wait()
+            await asyncio.sleep(0)
+            late.append(link)
+        return link
+
+    async def ends(failures: Failures) -> None:
+        await enough(failures)
+        await second.wait()
+        ending.set()
+
+    with mock.patch.object(Owner, "_offer", offers), mock.patch.object(Failures, "enough", ends):
+        yield
+    assert late
+
+
+def test_a_member_gets_ready_just_as_another_ends_the_epoch(tmp_path: Path) -> None:
+    """Kept in order by what Owner._offer_all asks before it starts tasks for a member: their group may be ending."""
+
+    async def story() -> None:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            with ready_as_the_epoch_ends(), lying({}, times=2), pytest.raises(ProtocolError, match="of kind 'ready'"):
+                await here.epoch(owner)
+            await here.idle()
+
+    run(story())
+
+
+def test_without_its_line_a_member_that_gets_ready_late_hides_why_its_epoch_ended(tmp_path: Path) -> None:
+    with changed(Owner._offer_all, "self.failures.cause is not None:", "False:"):
+        assert breaks(partial(test_a_member_gets_ready_just_as_another_ends_the_epoch, tmp_path))
 
 
 @pytest.mark.parametrize(("line", "instead"), [('"plan": ', '"epoch": '), (" and wrong:", " and False:")])
