@@ -1,8 +1,8 @@
 """Checkpoints on the owner's disk: the model and its optimizer by name, and where the run stood, whatever the plan was.
 
 The idea: a checkpoint is a folder of safetensors and a manifest with their hashes; it is written beside its place and
-renamed there once everything has reached the disk, so a folder with a manifest is whole or damaged, never half. Two are
-kept: while one is written the one before stays.
+renamed there once everything has reached the disk, and renamed away before it is removed, so a folder with a manifest is
+whole or damaged, never half, wherever its owner is killed. Two are kept: while one is written the one before stays.
 
     checkpoints/step-00000040/manifest.json     next_step, job, micro_batch, names, hashes
                               model-0.safetensors, optimizer-0.safetensors, ...   one pair for each stage that wrote it
@@ -12,6 +12,7 @@ kept: while one is written the one before stays.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -180,7 +181,7 @@ class Draft:
     def __init__(self, store: CheckpointStore, next_step: int) -> None:
         self.next_step = next_step
         self._store = store
-        self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}"
+        self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}.{next(_drafts)}"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._files: dict[str, dict[str, Any]] = {}
@@ -218,11 +219,11 @@ class Draft:
         _sync_folder(self.folder)
         place = self._store.folder / f"step-{self.next_step:08d}"
         if place.exists():  # written by an epoch that was lost; the same numbers
-            shutil.rmtree(place)
+            _remove(place)
         os.rename(self.folder, place)
         _sync_folder(self._store.folder)
         for old in self._store.list_complete()[KEPT:]:
-            shutil.rmtree(old.folder)
+            _remove(old.folder)
         return Checkpoint(place)
 
     def discard(self) -> None:
@@ -264,10 +265,18 @@ class CheckpointStore:
 
     @classmethod
     def of(
-        cls, folder: Path, job: Job, captured: Capture, micro_batch: int, devices: Sequence[Sequence[Any]] = ()
+        cls,
+        folder: Path,
+        job: Job,
+        captured: Capture,
+        micro_batch: int,
+        devices: Sequence[Sequence[Any]] = (),
+        before: CheckpointStore | None = None,
     ) -> CheckpointStore:
-        """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads)."""
-        for left in folder.glob(".step-*"):  # by an owner that died
+        """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads).
+        `before`: with which an earlier epoch wrote, and may be completing its last checkpoint.
+        """
+        for left in folder.glob(".step-*") if before is None else ():  # by an owner that died
             shutil.rmtree(left)
         about = {
             "job": description(job, captured),
@@ -279,7 +288,10 @@ class CheckpointStore:
             "config": _config(job),
             "torch": torch.__version__,
         }
-        return cls(folder, about)
+        store = cls(folder, about)
+        if before is not None:
+            store.lock = before.lock
+        return store
 
     def complete(self) -> list[Checkpoint]:
         """Newest first."""
@@ -302,13 +314,25 @@ class CheckpointStore:
 
     def forget_after(self, next_step: int) -> None:
         """A run goes on from here: what was written later will be written again."""
-        for later in self.complete():
-            if later.next_step > next_step:
-                shutil.rmtree(later.folder)
+        with self.lock:
+            for later in self.list_complete():
+                if later.next_step > next_step:
+                    _remove(later.folder)
 
     def draft(self, next_step: int) -> Draft:
         with self.lock:
             return Draft(self, next_step)
+
+
+_drafts = itertools.count()
+
+
+def _remove(folder: Path) -> None:
+    """Under its name it is whole until it is gone."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    shutil.rmtree(aside)
 
 
 def _sync_folder(folder: Path) -> None:

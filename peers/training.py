@@ -121,6 +121,7 @@ class Training:
         self._reports = reports
         self._owner: Owner | None = None
         self._run: Run | None = None
+        self._store: CheckpointStore | None = None  # of the newest epoch
         self._base: Checkpoint | Copied | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
@@ -303,8 +304,8 @@ class Training:
 
     async def _newest(self) -> Checkpoint | Copied | None:
         """The state to go on from: copies that peers hold, where they are newer than what is on the disk."""
-        if self._run is not None:
-            found = await asyncio.to_thread(CheckpointStore(self._run.checkpoints).complete)
+        if self._store is not None:
+            found = await asyncio.to_thread(self._store.complete)
             self._durable = found[0] if found else None
         copied = self._copies.newest(len(self.result.losses), self._recovery.gone)
         durable_step = self._durable.next_step if self._durable is not None else 0
@@ -392,10 +393,10 @@ class Training:
             self._run.take_over(**info)
         self.result.run, self._ledger.folder = self._run.id, self._run.folder
         folder, devices = self._run.checkpoints, sorted(self._kinds)
-        store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices)
+        self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store)
         if self._base is not None:
-            store.forget_after(self._base.next_step)
-        return store
+            self._store.forget_after(self._base.next_step)
+        return self._store
 
     async def _hear(self, report: Report, planned: Planned, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""

@@ -80,10 +80,13 @@ async def run(
 
 
 async def crashed(job: Job, home: Home, *, captured: Capture | None = None, until: int = 4) -> Run:
-    """A run on three stages that was cut off, with the checkpoint of step 3."""
+    """A run on three stages that was cut off, with the checkpoint of step 3 and half of another."""
     await run(job, home, 3, captured=captured, until=until)
     cut = home.run("last")
     assert CheckpointStore(cut.checkpoints).complete()[-1].next_step == 3
+    half = cut.checkpoints / ".step-00000007.4711.0"
+    half.mkdir()
+    (half / "model-0.safetensors").write_bytes(b"half")
     return cut
 
 
@@ -105,6 +108,7 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     assert told == list(range(STEPS))  # each once, although steps 3 and 4 were computed twice
     assert [line["loss"] for line in cut.reports()] == losses
     assert [c.next_step for c in CheckpointStore(cut.checkpoints).complete()] == [9, 6]
+    assert len(list(cut.checkpoints.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
