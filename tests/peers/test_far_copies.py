@@ -27,6 +27,7 @@ from peers.buddy import Buddy, digests_of, layouts_of
 from peers.cadence import Cadence, FarCadence, Stride
 from peers.compute import Pace
 from peers.copies import Copied, StageCopy
+from peers.fetch import Fetch
 from peers.member import Session
 from peers.owner import Report
 from peers.snapshot import Held
@@ -178,6 +179,43 @@ def test_a_far_buddy_dies_with_its_region_while_it_reads_and_the_set_before_coun
     back = of(logged, "the state to go on from")[0]
     assert (back["with_peers"], back["next_step"]) == (True, steps[0])
     assert [entry["next_step"] for entry in of(logged, "far copies")] == steps[:1]
+
+
+def test_a_far_buddy_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
+    tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storms: list[Storm] = []
+    half: list[tuple[str, int]] = []  # who died, and which set was in the making
+    monkeypatch.setattr("peers.cadence.LEAST_BYTES", 1024)
+    monkeypatch.setattr(virtual_chaos, "PACE", Pace(2e3))  # there is time for another set
+    take = Fetch._take
+
+    async def dies(fetch: Fetch, *part: Any) -> None:
+        await take(fetch, *part)
+        training = storms[0].mesh._training
+        assert training is not None
+        if fetch._far and fetch.missing and not half:
+            far = training._owner._keeping.copying._far  # type: ignore[union-attr]
+            buddy = far.chosen[far._left[0]]
+            half.append((buddy, far._making.next_step))
+            storms[0].kill(storms[0].names[buddy])
+
+    monkeypatch.setattr(Fetch, "_take", dies)
+    logged, names, _ = told(tmp_path, 1000, storms.append, at=0)
+    ((dead, step),) = half
+    (back,) = of(logged, "the state to go on from")
+    before, after = (of(entries, "far copies") for entries in cut(logged, back))
+    assert (back["with_peers"], before) == (True, [])
+    assert after
+    assert after[0]["next_step"] > step
+    assert all(dead not in peers for entry in after for peers in entry["holders"])
+    assert far_apart(after[-1], names) == {2}
+
+
+def cut(logged: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], ...]:
+    """What was logged before it, and after."""
+    at = logged.index(entry)
+    return logged[:at], logged[at + 1 :]
 
 
 def test_of_two_regions_that_both_hold_everything_only_that_of_the_owner_goes_on(

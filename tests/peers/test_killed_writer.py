@@ -77,6 +77,10 @@ def killed_at(number: int) -> Iterator[None]:
                 writer.abort()
 
 
+def no_disk(handle: int) -> None:
+    """Instead of os.fsync: what is killed here is a process, not the machine."""
+
+
 def store_in(folder: Path, before: CheckpointStore | None = None) -> CheckpointStore:
     return CheckpointStore.of(folder, job_of(), captured_job(), 6, before=before)
 
@@ -121,7 +125,7 @@ def go_on_from_the_first(store: CheckpointStore) -> None:
 
 def found_after_kills(folder: Path, work: Callable[[CheckpointStore], None]) -> list[int]:
     """Of which step the newest checkpoint was after each kill, and last after none. A run goes on from all of them."""
-    with mock.patch("os.fsync", lambda handle: None):
+    with mock.patch("os.fsync", no_disk):
         for step in (3, 6):
             write(store_in(folder / "whole"), step)
         found: list[int] = []
@@ -174,7 +178,7 @@ def test_whenever_its_owner_is_killed_a_run_goes_on_from_a_whole_checkpoint(
 def test_what_a_killed_owner_left_is_cleared_away_even_if_the_next_one_is_killed_at_that(tmp_path: Path) -> None:
     for at in range(4):
         folder = tmp_path / str(at)
-        with mock.patch("os.fsync", lambda handle: None):
+        with mock.patch("os.fsync", no_disk):
             check(write(store_in(folder), 6))
             with pytest.raises(Killed), killed_at(12):
                 write(CheckpointStore(folder, ABOUT), 9)
