@@ -42,6 +42,7 @@ def breaks(story: Callable[[], object]) -> bool:
     """Whether a story ends badly, in whatever way; what it leaves open is cleared away."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         try:
             story()
         except (KeyboardInterrupt, SystemExit):
