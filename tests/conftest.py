@@ -1,5 +1,19 @@
-"""Settings that every test shares."""
+"""Settings that every test shares, and how workers share the tests and the machine.
 
+The idea: a worker takes whole files, which capture a job or start a mesh once. A test that measures seconds, marked `alone`, waits
+at a door until no other worker is in a test, and keeps it shut meanwhile.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -9,3 +23,40 @@ settings.load_profile("meshcee")
 
 # The contract of equality is for one number of threads: every process that a test starts has one, and so has this one.
 torch.set_num_threads(1)
+
+LOCKS = "MESHCEE_TEST_LOCKS"  # a folder that the workers inherit
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[LOCKS] = folder = tempfile.mkdtemp(prefix="meshcee-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of tests/mesh one worker takes all files: they share five peers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class WholeFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/mesh" if nodeid.startswith("tests/mesh/") else nodeid.partition("::")[0]
+
+    return WholeFiles(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with _room(Path(os.environ[LOCKS]), alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _room(folder: Path, *, alone: bool) -> Iterator[None]:
+    with (folder / "door").open("w") as door, (folder / "room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield

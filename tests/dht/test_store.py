@@ -269,6 +269,7 @@ async def test_one_who_only_looks_reads_and_is_not_asked(tmp_path: Path) -> None
             assert set(await a.get()) == {a.identity.peer_id, o.identity.peer_id}
 
 
+@pytest.mark.alone
 async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path) -> None:
     async with one_peer(tmp_path, "a") as (a, daemon, _), one_peer(tmp_path, "b", [a.address]) as (b, _, _):
         restarted = asyncio.Event()

@@ -78,6 +78,7 @@ async def test_a_paced_device_measures_its_pace() -> None:
     )
 
 
+@pytest.mark.alone
 async def test_short_calls_of_a_paced_device_are_not_measured_by_its_timer() -> None:
     """Which is late by up to a millisecond, and makes up for it in the next call: neither may count as the block's."""
     job, captured = captured_job()

@@ -20,6 +20,8 @@ from peers.transport.libp2p import Libp2pTransport
 from peers.transport.shape import Shape, ShapedTransport
 from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
 
+pytestmark = pytest.mark.alone
+
 
 async def test_a_killed_p2pd_closes_every_stream_at_both_ends_quickly() -> None:
     async with p2pd() as p, p2pd() as q:
