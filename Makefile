@@ -4,9 +4,8 @@ STAMP := .venv/.installed
 ARGS ?=
 # Seconds for the whole test run; a single test has its own limit in pyproject.toml.
 TEST_LIMIT_S ?= 1500
-# Processes that run tests; 0 for all in this one, which a debugger needs.
+# Processes that `make test` starts to run tests; 0 for none, which a debugger needs.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 export PYTHON
 
 .PHONY: help demo test test-all lint types contracts bench check wheel clean
@@ -21,10 +20,11 @@ demo: $(STAMP)  ## train a small GPT over four peers on this machine, and check 
 	@$(BIN)/meshcee demo $(ARGS)
 
 test: $(STAMP)  ## the tests that take less than 20 s each; ARGS="tests/dht -x" narrows
-	$(PYTEST) -m "not slow" --session-timeout=$(TEST_LIMIT_S) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" \
+		--session-timeout=$(TEST_LIMIT_S) $(ARGS)
 
-test-all: $(STAMP)  ## every test
-	$(PYTEST) --session-timeout=7200 $(ARGS)
+test-all: $(STAMP)  ## every test, in one process
+	$(BIN)/python -m pytest --session-timeout=7200 $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check
