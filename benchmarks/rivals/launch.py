@@ -166,9 +166,12 @@ class Meter:
 
 
 def _jiffies() -> tuple[int, int]:
-    """Of all cores since the machine started: all, and those in which nothing ran."""
+    """Of all cores since the machine started: all, and those in which nothing ran but what gives way: what is niced does, where
+    sessions do not share the machine in equal parts whatever their niceness (the kernel's autogroups)."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return sum(counts), counts[3] + counts[4]
+    autogroups = Path("/proc/sys/kernel/sched_autogroup_enabled")
+    niced = 0 if autogroups.exists() and autogroups.read_text().strip() != "0" else counts[1]
+    return sum(counts), counts[3] + counts[4] + niced
 
 
 async def in_turn(
