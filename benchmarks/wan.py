@@ -181,7 +181,7 @@ async def measure(options: argparse.Namespace, data: dict[str, Any]) -> None:
     await asyncio.to_thread(plain_losses, 16, data)
     for name in options.network or NETWORKS:
         bed = bed_of(name, flops, options.slower)
-        data["bounds"][name] = bounds(bed, boundary, 36)
+        data["bounds"][name] = bounds(bed, boundary, 36) | {"filled_16_bit": bounds(bed, boundary / 2, 36)["filled"]}
         systems = [
             system
             for system in systems_of(bed, options.meshcee)
