@@ -44,6 +44,7 @@ def trainer(order: Order) -> Iterator[Train]:
         optimizer=job.optimizer.build(dict(model.named_parameters())),
         matchmaking_time=MATCHMAKING_S,
         averaging_timeout=WAIT_S,
+        next_chunk_timeout=WAIT_S,  # as long as matchmaking, unless told: on a slow line half of the gradients would be left out
         delay_optimizer_step=False,
         delay_state_averaging=False,
         average_state_every=1 << 30,  # all start equal and stay so
