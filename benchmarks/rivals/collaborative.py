@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     import hivemind
 
 MATCHMAKING_S = 2.0
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 @contextmanager
