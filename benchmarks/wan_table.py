@@ -15,7 +15,7 @@ from benchmarks.measure import row
 
 __all__ = ["BUSY", "SAME", "table"]
 
-BUSY = 0.7  # of the cores: beyond it devices are late, and the figures are no more those of the network
+BUSY = 0.7  # of the cores: beyond it devices are late: measure again, on a quieter machine or with a larger --slower
 SAME = 1e-4  # how far a loss may be from the plain loop's
 FULL = 0.85  # of a line: what is left goes to headers, copies and probes
 SINGLE = "best single device"
@@ -133,7 +133,7 @@ def _limit(found: Sequence[Row]) -> str:
             f"{statistics.median(b for b, _ in both):.2f} s before, {statistics.median(a for _, a in both):.2f} s after"
         )
     if (busy := max(r.get("cores_busy", 0.0) for r in good)) > BUSY:
-        said.append(f"CORES {100 * busy:.0f} % BUSY: measure again, on a quieter machine or with a larger --slower")
+        said.append(f"CORES {100 * busy:.0f} % BUSY")
     worst = max(r["loss_difference"] for r in good)
     if _differ(found):
         said.append(f"LOSSES DIFFER by {worst:.1e}")

@@ -45,12 +45,15 @@ def wait(child: subprocess.Popen[bytes], parent: int) -> None:
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    while child.poll() is None and os.getppid() == parent:
-        ready, _, _ = select.select([0, woken.fileno()], [], [], LOOK_EVERY_S)
-        if woken.fileno() in ready:
-            woken.recv(64)
-        if 0 in ready and not os.read(0, 64):
-            return
+    try:
+        while child.poll() is None and os.getppid() == parent:
+            ready, _, _ = select.select([0, woken.fileno()], [], [], LOOK_EVERY_S)
+            if woken.fileno() in ready:
+                woken.recv(64)
+            if 0 in ready and not os.read(0, 64):
+                return
+    finally:
+        signal.set_wakeup_fd(-1)  # before the sockets are closed: the child's end is a signal, too
 
 
 def remove(folder: str) -> None:
