@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import structlog
 import torch
@@ -23,15 +22,15 @@ from peers.buddy import Buddy
 from peers.compute import Compute
 from peers.executor import Executor
 from peers.failures import most_telling
-from peers.fetch import serve
 from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
 from peers.links import Crossed
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.pulse import live, while_alive
+from peers.remains import Remains
 from peers.restore import restore
-from peers.snapshot import Held, by_parameter
+from peers.snapshot import by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
 from peers.state_frames import SLOWEST_BYTES_PER_S
@@ -282,14 +281,12 @@ class Member:
         self.is_leaving = False
         self._job: Stream | None = None  # of the owner that has reserved this peer
         self._epochs: dict[str, tuple[int, int]] = {}  # owner -> the newest epoch that it has offered
-        self._held, self._held_of = Held(), ("", "")  # snapshots that outlive their session; (owner, job)
-        self._forgetting: asyncio.TimerHandle | None = None
+        self.remains = Remains(transport, timeouts)
         self._idle = asyncio.Event()
         self._idle.set()
         self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
-        transport.serve("copies", self.serve_copies)
 
     @property
     def is_busy(self) -> bool:
@@ -330,8 +327,7 @@ class Member:
             await self._serve(stream, frame)
         finally:
             self._reserved, self._job = False, None
-            if self._forgetting is None:  # an offer that was refused changes nothing
-                self._forgetting = asyncio.get_running_loop().call_later(self._timeouts.regroup_s, self._forget)
+            self.remains.over()
             self.session = None
             self._idle.set()
             self.busy_changed.set()
@@ -388,19 +384,6 @@ class Member:
             self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
             self.session.close()
 
-    def _held_for(self, offer: Offer, owner: str) -> Held:
-        """What is left here of the last epoch of the same job; anything else is forgotten."""
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            self._forgetting = None
-        if not offer.resumes or self._held_of != (owner, offer.job):
-            self._forget()
-        self._held_of = (owner, offer.job)
-        return self._held
-
-    def _forget(self) -> None:
-        self._held, self._forgetting = Held(), None
-
     async def _report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""
         lost = getattr(error, "__notes__", [None])[0] if isinstance(error, PeerLostError) else None
@@ -418,7 +401,7 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
-        held = self._held_for(offer, stream.peer_id)
+        held = self.remains.for_epoch(offer, stream.peer_id)
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
         weights, optimizer = await restore(stream, offer, held, self._transport, self._timeouts)
@@ -431,14 +414,6 @@ class Member:
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
         return session
-
-    async def serve_copies(self, stream: Stream) -> None:
-        """For whoever has a stage of the same job to restore, or to keep."""
-        await serve(stream, self._find, self._timeouts)
-
-    def _find(self, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
-        same = self._held_of == (need(header, "owner", str), need(header, "job", str))
-        return self._held.find(digest) if same else None
 
     async def serve_stage(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0  # until it has said which stage it is

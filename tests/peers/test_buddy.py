@@ -306,12 +306,11 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
     for stage in found.stages:
         assert len(stage.holders) == 2
         for j, member in enumerate(trained.members):
-            held = {d for d in (*stage.weights.values(), *stage.optimizer.values()) if member._held.find(d) is not None}
-            assert (len(held) == len({*stage.weights.values(), *stage.optimizer.values()})) == (
-                f"p{j}" in stage.holders
-            )
-            assert len(member._held._copies) <= 2
-            assert all(len(others) <= 2 for others in member._held._others.values())
+            own, digests = member.remains.held, {*stage.weights.values(), *stage.optimizer.values()}
+            held = {digest for digest in digests if own.find(digest) is not None}
+            assert (held == digests) == (f"p{j}" in stage.holders)
+            assert len(own._copies) <= 2
+            assert all(len(others) <= 2 for others in own._others.values())
 
 
 def began_at(logged: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -414,7 +413,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     prepare = Member._prepare
 
     async def refuses_one(member: Member, *args: Any) -> Any:
-        if member._held_of != ("", "") and member not in refused:
+        if member.remains.of != ("", "") and member not in refused:
             refused.add(member)
             raise StaleTermError("another coordinator is known")
         return await prepare(member, *args)
@@ -437,7 +436,7 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
 
     async def refuses_for_a_while(member: Member, *args: Any) -> Any:
         now_s = asyncio.get_running_loop().time()
-        if member._held_of != ("", ""):
+        if member.remains.of != ("", ""):
             refusals.append(now_s)
             if now_s < refusals[0] + 5.0:
                 raise StaleTermError("another coordinator is known")
