@@ -7,6 +7,7 @@ it knows of the commit. Until then `rollback` forgets the step. There is no barr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
@@ -83,6 +84,10 @@ class Executor:
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
+        self.whole = (
+            asyncio.Event()
+        )  # nothing is applied or copied while it is not set: what the optimizer has kept is coming
+        self.whole.set()
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -100,6 +105,7 @@ class Executor:
                 await self._train(walk)
 
     async def _snapshot(self, wanted: TakeSnapshot) -> None:
+        await self.whole.wait()
         which = wanted.next_step, self._runner, wanted.since, wanted.besides
         announced = await self._compute.run(self.held.take, *which)
         if wanted.durable:
@@ -120,6 +126,9 @@ class Executor:
             summed_s = time.perf_counter()
         self._waited(summed_s)
         clip = await self.settlement.run(walk)
+        settled_s = time.perf_counter()
+        await self.whole.wait()
+        self._waited(settled_s)
         applied_s = time.perf_counter()
         await self._compute.run(
             runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper

@@ -106,8 +106,9 @@ class _Source:
 class Fetch:
     """What is wanted, by digest. `found` holds what is here and checked; `run` may leave some that nobody has.
 
-    `gently`: one chunk at a time, and rests between them on a link that the training needs, longer ones if that is `far`; else
-    some are under way from each source. `about` tells a source whose job it is.
+    `gently`: parts that delay a step's tensors little, and between them, unless it is `urgent`, rests on a link that the training
+    needs, longer ones if that is `far`; else some whole chunks are under way from each source. `about` tells a source whose job it
+    is.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Fetch:
         *,
         gently: bool = False,
         far: bool = False,
+        urgent: bool = False,
     ) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.read_s = 0.0  # in which a link was used that had no rest since, or the device
@@ -130,6 +132,7 @@ class Fetch:
         self._timeouts = timeouts
         self._gently = gently
         self._far = far
+        self._urgent = urgent
         self._sources: dict[str, _Source] = {}
 
     @property
@@ -191,7 +194,8 @@ class Fetch:
             stride.bytes = CHUNK_BYTES
         requests, asked = self._requests(digests, stride), deque[list[Range]]()
         while True:
-            while len(asked) < (1 if self._gently else AHEAD) and (ranges := next(requests, None)) is not None:
+            ahead = AHEAD if not self._gently or (self._urgent and stride.is_fast) else 1
+            while len(asked) < ahead and (ranges := next(requests, None)) is not None:
                 asked.append(ranges)
                 await stream.send(Frame(messages.PULL, {"ranges": ranges}))
             if not asked:
@@ -203,7 +207,7 @@ class Fetch:
             await self._take(peer, ranges, frame)
             if self._gently:
                 stride.took(part_s, sum(count for _, _, count in ranges))
-            if stride.rest_s:
+            if stride.rest_s and not self._urgent:
                 await asyncio.sleep(stride.rest_s)
             else:
                 self.read_s += part_s

@@ -29,7 +29,7 @@ from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.pulse import live, while_alive
 from peers.remains import Remains
-from peers.restore import restore
+from peers.restore import Moments, restore
 from peers.snapshot import by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
@@ -60,6 +60,7 @@ class Session:
         timeouts: Timeouts,
         buddy: Buddy,
         crossed: Crossed,
+        moments: Moments,
     ) -> None:
         self.offer = offer
         self._timeouts = timeouts
@@ -83,6 +84,8 @@ class Session:
             copied=buddy.copied,
             crossed=crossed,
         )
+        self._executor.whole.clear()
+        self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
         self._ending = False  # the owner has asked for the weights: from here on neighbours may close
@@ -101,6 +104,7 @@ class Session:
                 group.create_task(self._read_owner())
                 group.create_task(self._watch_owner())
                 group.create_task(self._buddy.run(self._owner))
+                group.create_task(self._complete())
         except* _OwnerDone:
             pass
         except* StreamClosed as closed:
@@ -108,6 +112,15 @@ class Session:
             log.info("the owner is gone", reason=str(closed.exceptions[0]))
         finally:
             self._group = None
+
+    async def _take_moments(self, moments: Moments, runner: StageRunner, compute: Compute) -> None:
+        """Load what the optimizer has kept, which may come behind the first step's micro-batches; or tell that it is nowhere."""
+        state = await moments.all()
+        if state is None:
+            self._owner.post(Frame(messages.AGAIN))
+            return
+        await compute.run(runner.load_optimizer_state, by_parameter(state))
+        self._executor.whole.set()
 
     def leave(self) -> None:
         """Ask the owner to go on without this peer."""
@@ -404,13 +417,13 @@ class Member:
         held = self.remains.for_epoch(offer, stream.peer_id)
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
-        weights, optimizer = await restore(stream, offer, held, self._transport, self._timeouts)
+        weights, moments = await restore(stream, offer, held, self._transport, self._timeouts)
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
-        runner.load_optimizer_state(by_parameter(optimizer.state))
         stream.max_payload_bytes = self._limits.payload_bytes
         buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
-        session = Session(offer, runner, stream, self._transport, self._compute, self._timeouts, buddy, self._begun())
-        hashes = {"state": weights.hash, "optimizer": optimizer.hash}
+        devices = runner, stream, self._transport, self._compute, self._timeouts
+        session = Session(offer, *devices, buddy, self._begun(), moments)
+        hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
         return session

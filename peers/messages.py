@@ -21,7 +21,8 @@ Purposes of streams, and the frames on them:
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         CLOCK  ->  CLOCK               before steps that are traced
                                         PING, and PONG unasked         as long as the other side is heard
-                                        COLLECT  ->  STATE*, STATE_END     FAILED or LEAVING at any time
+                                        COLLECT  ->  STATE*, STATE_END     FAILED, LEAVING or, when what the optimizer has
+                                                                           kept was not found, AGAIN at any time
                                                      (STATE_END alone after an evaluation)
                                         SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk

@@ -33,6 +33,14 @@ class Offering:
         self._missed = kept.base.missed + 1 if isinstance(kept.base, Copied) else 0  # if a member does not find all
         self._making = asyncio.Lock()  # frames of weights
 
+    def missed(self) -> PeerLostError:
+        """A member has not found all of the copies that this epoch begins with. ProtocolError where it begins with none."""
+        base = self._kept.base
+        if not isinstance(base, Copied):
+            raise ProtocolError("it asked again for what no peer was to give it")
+        base.missed = self._missed
+        return PeerLostError(f"no peer has all of the state before step {base.next_step} any more")
+
     async def send(self, stream: Stream, offer: Offer) -> Frame:
         """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""
         # Encoding and hashing take seconds for a large model: not on the event loop.
@@ -62,8 +70,7 @@ class Offering:
         if reply.kind == messages.AGAIN:
             asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
             if isinstance(base, Copied) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
-                base.missed = self._missed
-                raise PeerLostError(f"no peer has all of the state before step {base.next_step} any more")
+                raise self.missed()
             for kind, names in asked.items():
                 await self._send_all(stream, senders[kind].frames(names))
             stream.max_payload_bytes = 0

@@ -90,6 +90,7 @@ class Owner:
         self._limits = limits
         self._kept = kept or Kept()
         self._trace = trace
+        self._offering = Offering(capture, self._kept, limits)
         self._keeping: Keeping | None = None
         self._links: list[Link] = []
         self._source: Feed | None = None
@@ -197,7 +198,7 @@ class Owner:
         beats: list[asyncio.Task[None]] = []
 
         async def offer_to(offer: Offer) -> None:
-            link = await self._offer(offer, offering)
+            link = await self._offer(offer)
             if self.failures.cause is not None:  # of one that was ready before: the group of the epoch is ending
                 raise _EpochFailed
             for task in (self._send(link), self._read(link)):
@@ -206,7 +207,6 @@ class Owner:
 
         terms = Terms.of(self._job, self._capture)
         same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
-        offering = Offering(self._capture, self._kept, self._limits)
         async with asyncio.TaskGroup() as offers:
             for peer_id in self.plan.peers:
                 offers.create_task(offer_to(Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)))
@@ -215,7 +215,7 @@ class Owner:
             self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)
         return beats
 
-    async def _offer(self, offer: Offer, offering: Offering) -> Link:
+    async def _offer(self, offer: Offer) -> Link:
         """The link to a member that is READY."""
         peer_id = offer.peer_id
         limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
@@ -225,7 +225,7 @@ class Owner:
                 stream.max_payload_bytes = 0  # READY has none
                 link = Link(offer, stream)
                 self._links.append(link)
-                reply = await unless_silent(partial(offering.send, stream, offer), stream, self._timeouts)
+                reply = await unless_silent(partial(self._offering.send, stream, offer), stream, self._timeouts)
         except (JoinError, StreamClosed, TimeoutError) as error:
             why = str(error) or f"it was not ready within {limit_s:.0f} s"
             lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")
@@ -341,6 +341,9 @@ class Owner:
             return
         if frame.kind == messages.LEAVING:
             self.leaving.add(link.peer_id)
+            return
+        if frame.kind == messages.AGAIN:
+            self.failures.add(LOST_HERE, self._offering.missed())
             return
         if frame.kind not in messages.ANSWERS:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")

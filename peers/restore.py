@@ -1,14 +1,16 @@
 """How a member comes by the state that its stage begins with: what it is sent, makes by recipe, or holds already.
 
 The idea: the owner says what the bits must be; where they come from does not matter, and only what is nowhere nearer is
-sent.
+sent. Micro-batches need weights alone, so what the optimizer has kept may come from peers behind those of the first step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import msgpack
@@ -21,55 +23,91 @@ from peers.fetch import Fetch
 from peers.offer import Offer
 from peers.pulse import unless_closed
 from peers.snapshot import Held
-from peers.state_frames import StateReceiver
+from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
 from peers.transport.base import Frame, Stream, Transport
 
-__all__ = ["restore"]
+__all__ = ["Moments", "restore"]
 
 log = structlog.get_logger()
 
 
+class Moments:
+    """What a stage's optimizer has kept before the first step, with the peers that have what is not here."""
+
+    def __init__(self, receiver: StateReceiver, copies: _Copies, timeouts: Timeouts) -> None:
+        self._receiver = receiver
+        self._copies = copies
+        self._timeouts = timeouts
+
+    @property
+    def hash(self) -> str:
+        """Of all of it, whether it is here or not."""
+        return self._receiver.hash
+
+    async def all(self) -> Mapping[str, torch.Tensor] | None:
+        """It, by "<parameter>/<key>", once it is here and checked, to be had once; None when some of it is with no peer, or does
+        not come in time."""
+        size = sum(dtype.itemsize * math.prod(shape) for _, (dtype, shape) in self._receiver.lacking.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.offer_s + size / SLOWEST_BYTES_PER_S):
+                await self._copies.fill(self._receiver, gently=True)
+        if self._receiver.unequal:
+            return None
+        state, self._receiver.state = self._receiver.state, {}
+        return state
+
+
 async def restore(
     stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts
-) -> tuple[StateReceiver, StateReceiver]:
-    """The weights, and what the optimizer has kept (nothing when the job begins), whole and checked."""
+) -> tuple[StateReceiver, Moments]:
+    """The weights, whole and checked, and what the optimizer has kept (nothing when the job begins)."""
+    copies = _Copies(offer, stream.peer_id, transport, timeouts)
+    late = bool(offer.sources)
     weights = StateReceiver(offer.expected_state, recipes=True, held=held.values)
-    optimizer = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values)
+    optimizer = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values, late=late)
     stream.max_payload_bytes = weights.max_payload_bytes
     receivers = (weights, optimizer) if offer.resumes else (weights,)
     for receiver in receivers:
         await _receive(stream, receiver)
-    if offer.sources and any(r.unequal for r in receivers):
-        copies = partial(_from_copies, receivers, offer, stream.peer_id, transport, timeouts)
-        await unless_closed(copies, stream, timeouts)
-    if unequal := sum(len(r.unequal) for r in receivers):
+    if late:
+        await unless_closed(partial(copies.fill, weights), stream, timeouts)
+    asked = [weights.unequal, set() if late else optimizer.unequal]
+    if unequal := sum(map(len, asked)):
         log.info("weights that are not here, or come out differently, are sent", tensors=unequal)
-        await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(r.unequal)) for r in receivers]))
+        await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(names)) for names in asked]))
         for receiver in receivers:
             await _receive(stream, receiver)
-    return weights, optimizer
+    return weights, Moments(optimizer, copies, timeouts)
 
 
-async def _from_copies(
-    receivers: Sequence[StateReceiver], offer: Offer, owner: str, transport: Transport, timeouts: Timeouts
-) -> None:
-    """What peers hold of it, from several at once."""
-    lacking = [entry for receiver in receivers for entry in receiver.lacking.values()]
-    uses = Counter(digest for digest, _ in lacking)  # equal tensors, as counts of steps are, come once
+class _Copies:
+    """What peers hold of a stage's state."""
 
-    async def open_stream(peer: str) -> Stream:
-        return await transport.open(peer, "copies", offer.addresses.get(peer, ()))
+    def __init__(self, offer: Offer, owner: str, transport: Transport, timeouts: Timeouts) -> None:
+        self._offer = offer
+        self._about = {"owner": owner, "job": offer.job}
+        self._transport = transport
+        self._timeouts = timeouts
 
-    def find(digest: str) -> torch.Tensor | None:
-        uses[digest] -= 1
-        tensor = fetch.found.get(digest)
-        return tensor.clone() if tensor is not None and uses[digest] else tensor
+    async def fill(self, receiver: StateReceiver, *, gently: bool = False) -> None:
+        """Read what it lacks, from several at once; `gently` beside a step."""
+        lacking = list(receiver.lacking.values())
+        if not lacking:
+            return
+        uses = Counter(digest for digest, _ in lacking)  # equal tensors, as counts of steps are, come once
 
-    fetch = Fetch(dict(lacking), open_stream, {"owner": owner, "job": offer.job}, timeouts)
-    await fetch.run(peer for peer in offer.sources if peer != offer.peer_id)
-    for receiver in receivers:
+        def find(digest: str) -> torch.Tensor | None:
+            uses[digest] -= 1
+            tensor = fetch.found.get(digest)
+            return tensor.clone() if tensor is not None and uses[digest] else tensor
+
+        fetch = Fetch(dict(lacking), self._open, self._about, self._timeouts, gently=gently, urgent=True)
+        await fetch.run(peer for peer in self._offer.sources if peer != self._offer.peer_id)
         receiver.fill(find)
-    log.info("state from copies", tensors=len(fetch.found), missing=len(fetch.missing))
+        log.info("state from copies", tensors=len(fetch.found), missing=len(fetch.missing))
+
+    async def _open(self, peer: str) -> Stream:
+        return await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
 
 
 async def _receive(stream: Stream, receiver: StateReceiver) -> None:

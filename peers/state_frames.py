@@ -140,7 +140,7 @@ class StateReceiver:
 
     `partial`: not all of it need come, as of an optimizer that has not met every parameter yet. `recipes`: RECIPES
     frames are followed; what then has other bits than the sender's is in `unequal`, and may come as values. `held` gives
-    what is here of a name, newest first, for empty recipes.
+    what is here of a name, newest first, for empty recipes. `late`: what is unequal may be taken from elsewhere later.
     """
 
     def __init__(
@@ -150,15 +150,16 @@ class StateReceiver:
         partial: bool = False,
         recipes: bool = False,
         held: Callable[[str], Iterable[torch.Tensor]] = lambda name: (),
+        late: bool = False,
     ) -> None:
         self._expected = dict(expected)
         self._partial = partial
         self._recipes = recipes
         self._held = held
-        self.digests: dict[str, str] = {}
+        self._late = late
+        self.digests: dict[str, str] = {}  # of what is unequal too: what it must be
         self.state: dict[str, torch.Tensor] = {}
         self.unequal: set[str] = set()
-        self._told: dict[str, str] = {}  # digests of what is unequal
         self._asked = False  # for what is unequal: it must come now
         self.hash = ""  # of all of it, once `take` has returned True
         largest = max((dtype.itemsize * math.prod(shape) for dtype, shape in self._expected.values()), default=0)
@@ -168,12 +169,12 @@ class StateReceiver:
         """Add one frame; True once STATE_END has confirmed that everything expected is here, unharmed, or `unequal`."""
         if frame.kind == messages.STATE_END:
             absent = set() if self._partial else self._expected.keys() - self.state.keys()
-            missing = sorted(absent | self.unequal if self._asked else absent - self.unequal)
+            missing = sorted(absent | self.unequal if self._asked and not self._late else absent - self.unequal)
             self._asked = True
             if missing:
                 raise ProtocolError(f"weights of {missing[0]} and {len(missing) - 1} others never arrived")
             self.hash = _hash(self.digests)
-            if not self.unequal and messages.need(frame.header, "hash", str) != self.hash:
+            if messages.need(frame.header, "hash", str) != self.hash:
                 raise ProtocolError("the weights that arrived are not those that were sent: their hash differs")
             return True
         if frame.kind not in (messages.STATE, messages.RECIPES) or len(frame.payloads) != 1:
@@ -197,14 +198,13 @@ class StateReceiver:
     @property
     def lacking(self) -> dict[str, tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
         """Digest, type and shape of what is unequal."""
-        return {name: (self._told[name], self._expected[name]) for name in sorted(self.unequal)}
+        return {name: (self.digests[name], self._expected[name]) for name in sorted(self.unequal)}
 
     def fill(self, find: Callable[[str], torch.Tensor | None]) -> None:
         """Take what has been found elsewhere: `find` gives it by digest, checked, each time in memory of its own."""
         for name, (digest, _) in self.lacking.items():
             if (tensor := find(digest)) is not None:
                 self._keep(name, tensor, digest)
-        self.hash = _hash(self.digests)
 
     def _awaited(self, name: object) -> tuple[torch.dtype, tuple[int, ...]]:
         if not isinstance(name, str) or name not in self._expected or name in self.state:
@@ -241,6 +241,6 @@ class StateReceiver:
                     tensor = None
             if tensor is None:
                 self.unequal.add(name)
-                self._told[name] = digest
+                self.digests[name] = digest
             else:
                 self._keep(name, tensor, digest)
