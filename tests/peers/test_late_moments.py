@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,10 +26,12 @@ from peers.buddies import Buddies, buddies
 from peers.cadence import Cadence
 from peers.copies import Copied, Copies
 from peers.feed import Feed
+from peers.fetch import Fetch
 from peers.kept import Kept
 from peers.owner import Owner, Report
 from peers.remains import Remains
 from peers.stage import StageRunner
+from peers.state_frames import digest_of
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.mesh_fixture import even_plan, members
@@ -217,3 +220,26 @@ async def test_moments_of_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch
         assert handed.missed == 1
         here.assert_undisturbed(await here.run(plan_of("p1", "p2")))
         assert here.copies.newest(STEPS) is handed
+
+
+@virtual_time
+async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() -> None:
+    network, times = MemoryNetwork(), Timeouts()
+    async with network.transport("p0") as source, network.transport("p1") as reader:
+        network.impair("p0", "p1", Impairment(bandwidth_bytes_per_s=5e3))
+        remains, tensor = Remains(source, times), torch.randn(100_000)
+        digest = digest_of(tensor)
+        remains.of = ("owner", "job")
+        remains.held.keep("p2", 3, {"weight": digest}, {digest: tensor})
+        remains.over()
+        wanted = {digest: (tensor.dtype, tuple(tensor.shape))}
+        about = {"owner": "owner", "job": "job"}
+        fetch = Fetch(wanted, lambda peer: reader.open(peer, "copies"), about, times, gently=True, urgent=True)
+        began_s = asyncio.get_running_loop().time()
+        await fetch.run(["p0"])
+        assert fetch.missing == set()
+        assert asyncio.get_running_loop().time() - began_s > times.regroup_s
+        await asyncio.sleep(times.regroup_s / 2)
+        assert remains.held.find(digest) is not None, "it may read more"
+        await asyncio.sleep(times.regroup_s)
+        assert remains.held.find(digest) is None
