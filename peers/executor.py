@@ -84,9 +84,7 @@ class Executor:
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
-        self.whole = (
-            asyncio.Event()
-        )  # nothing is applied or copied while it is not set: what the optimizer has kept is coming
+        self.whole = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
         self.whole.set()
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever

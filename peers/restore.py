@@ -71,7 +71,7 @@ async def restore(
         await _receive(stream, receiver)
     if late:
         await unless_closed(partial(copies.fill, weights), stream, timeouts)
-    asked = [weights.unequal, set() if late else optimizer.unequal]
+    asked = [set() if late and receiver is optimizer else receiver.unequal for receiver in receivers]
     if unequal := sum(map(len, asked)):
         log.info("weights that are not here, or come out differently, are sent", tensors=unequal)
         await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(names)) for names in asked]))
