@@ -389,18 +389,22 @@ def test_a_buddy_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_c
     read = Fetch._read
 
     async def dies(fetch: Fetch, peer: str, digests: Sequence[str]) -> None:
-        if not fetch._gently and storms[0].name_of(peer) in buddies:
-            storms[0].kill(buddies.pop())
+        if not fetch._gently and storms[-1].name_of(peer) in buddies:
+            storms[-1].kill(buddies.pop())
         await read(fetch, peer, digests)
 
     def befall(storm: Storm) -> None:
         victim = only_holder(storm)
         storms.append(storm)
-        buddies.append(storm.buddy_of(victim))
+        buddies[:] = [storm.buddy_of(victim)]
         storm.kill(victim)
 
     monkeypatch.setattr(Fetch, "_read", dies)
-    logged = told(tmp_path, 5, befall)
+    # Identities are random, and a buddy that is planned to take the stage over itself gives nothing.
+    for attempt in range(5):
+        logged = told(tmp_path / str(attempt), 5, befall)
+        if not buddies:
+            break
     assert buddies == []
     assert from_peers(logged) != []
     assert began_at(logged) == [5]
