@@ -66,13 +66,18 @@ class Past:
 
 
 def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
-    """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id."""
+    """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id, as far as the log does not tell:
+    who joins with the id of one that is gone has another name from then on.
+    """
     past, asked, kept, handed = Past(), 0, 0, 0
+    names = dict(names)
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
     for entry in entries:
         event = entry["event"]
-        if event == "copies are asked for":
+        if event in ("peer joined", "peer changed"):
+            names[entry["peer"]] = entry["name"]
+        elif event == "copies are asked for":
             past.every = max(past.every, entry["next_step"] - asked)
             asked = entry["next_step"]
         elif event in whole or event == "copies are handed over":

@@ -49,6 +49,21 @@ def test_the_newest_copy_that_survives_is_right() -> None:
     )
 
 
+def test_who_joins_with_the_id_of_one_that_is_gone_has_no_copy_of_its() -> None:
+    """Seed 10 of the chaos of 2026-11-22, whose names were those of the end."""
+    joined = [{"event": "peer joined", "peer": "id-a", "name": name} for name in ("a", "new")]
+    story = (
+        joined[0],
+        asked(4),
+        whole(4, "ab", "bc"),
+        whole(8, "a", "c"),
+        lost("a"),
+        went(11, 4, with_peers=True),
+        joined[1],
+    )
+    assert going_back(story, NAMES | {"id-a": "new"}).wrong == []
+
+
 def test_one_that_is_ahead_of_the_reports_does_not_count() -> None:
     assert read(*COPIED, lost("a"), went(7, 4, with_peers=True)).wrong == []
     assert read(*COPIED, lost("a"), went(7, 8, with_peers=True)).wrong == [
