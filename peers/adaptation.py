@@ -119,9 +119,8 @@ class Adaptation:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
         recent_s = median(self._steps_s[-HELD:])
-        if (
-            len(self._steps_s) == HELD and self._pauses == 1
-        ):  # moments that came behind its micro-batches held the first one up
+        if len(self._steps_s) == HELD and self._pauses == 1:
+            # Moments that came behind its micro-batches held the first one up.
             self._changing_s += max(0.0, self._steps_s[0] - recent_s)
         if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:
             change = self._changes[-1]

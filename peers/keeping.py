@@ -75,7 +75,8 @@ class Keeping:
         if durable and self.snapshots is not None:
             await self.snapshots.begin(next_step)
         if buddy and self.copying is not None:
-            self.copying.hand_over(next_step) if hand_over else self.copying.begin(next_step)
+            begin = self.copying.hand_over if hand_over else self.copying.begin
+            begin(next_step)
         header = {"next_step": next_step, "buddy": buddy, "since": since, "besides": besides}
         for link in self._links:
             if buddy or (durable and link.leads):

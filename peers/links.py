@@ -20,9 +20,8 @@ from peers.transport.base import Frame
 
 __all__ = ["Crossed", "Links"]
 
-Crossed = Callable[
-    [Mapping[str, float], Mapping[str, float]], None
-]  # of a step, by the peer that a link leads to: rates, depths
+# Told of a step: rates and depths, by the peer that a link leads to.
+Crossed = Callable[[Mapping[str, float], Mapping[str, float]], None]
 
 
 class Links:

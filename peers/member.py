@@ -421,8 +421,8 @@ class Member:
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
         buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
-        devices = runner, stream, self._transport, self._compute, self._timeouts
-        session = Session(offer, *devices, buddy, self._begun(), moments)
+        ours = self._transport, self._compute, self._timeouts
+        session = Session(offer, runner, stream, *ours, buddy, self._begun(), moments)
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))
