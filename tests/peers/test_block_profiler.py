@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -89,6 +92,33 @@ async def test_short_calls_of_a_paced_device_are_not_measured_by_its_timer() -> 
     largest = request.flops.index(max(request.flops))
     for (row,) in times.seconds:
         assert row[largest][0] == pytest.approx(0.004, rel=0.01)
+
+
+def _late(seconds: float, call: Callable[..., Any], *args: Any) -> Any:
+    time.sleep(seconds)
+    return call(*args)
+
+
+@pytest.mark.alone
+async def test_an_emulated_device_is_not_as_slow_as_the_machine_was_meanwhile() -> None:
+    """Where other emulated devices had the cores during most passes, the median would be their doing."""
+
+    class Disturbed(Compute):
+        calls = 0
+
+        async def run(self, call: Any, *args: Any, flops: float = 0.0) -> Any:
+            self.calls += flops > 0
+            disturbed = flops > 0 and self.calls % 5 != 0
+            return await super().run(partial(_late, 0.012, call) if disturbed else call, *args, flops=flops)
+
+    job, captured = captured_job()
+    request = request_of(job, captured, sizes=(2,))
+    speed = 2 * max(request.flops) / 0.004  # the largest block takes 4 ms
+    async with Disturbed(pace=Pace(speed)) as compute:
+        times = await profiler(compute, budget_s=4.0).measure(captured.train, request)
+    largest = request.flops.index(max(request.flops))
+    for (row,) in times.seconds:
+        assert row[largest] == pytest.approx((0.004,) * 3, rel=0.02)
 
 
 @virtual_time
