@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import why_not
+from benchmarks.lab.namespaces import congestion_control
 from benchmarks.measure import machine
 from benchmarks.rivals.launch import WARM, Bed, Run, System, run_jobs
 from benchmarks.rivals.rows import run_rivals
@@ -252,7 +253,13 @@ def load(path: Path) -> dict[str, Any]:
     if path.exists():
         data: dict[str, Any] = json.loads(path.read_text())
         return data
-    return {"machine": machine(), "congestion_control": "", "plain_losses": [], "bounds": {}, "rows": {}}
+    return {
+        "machine": machine(),
+        "congestion_control": congestion_control(),
+        "plain_losses": [],
+        "bounds": {},
+        "rows": {},
+    }
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
