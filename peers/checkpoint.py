@@ -39,6 +39,7 @@ FORMAT = 1
 KEPT = 2
 MANIFEST = "manifest.json"
 FROZEN = "frozen.safetensors"
+BEFORE = ".before"  # of a checkpoint that is written once more
 
 
 def description(job: Job, captured: Capture) -> dict[str, Any]:
@@ -218,10 +219,15 @@ class Draft:
         write_atomic(self.folder / MANIFEST, dumps(data, indent=1).encode(), durable=True)
         _sync_folder(self.folder)
         place = self._store.folder / f"step-{self.next_step:08d}"
-        if place.exists():  # written by an epoch that was lost; the same numbers
-            _remove(place)
+        before = place.with_name(place.name + BEFORE)
+        if place.exists():  # written by an epoch that was lost; it counts until this one is in its place
+            if before.exists():
+                _remove(before)
+            os.rename(place, before)
         os.rename(self.folder, place)
         _sync_folder(self._store.folder)
+        if before.exists():
+            _remove(before)
         for old in self._store.list_complete()[KEPT:]:
             _remove(old.folder)
         return Checkpoint(place)
@@ -301,7 +307,7 @@ class CheckpointStore:
     def list_complete(self) -> list[Checkpoint]:
         """As `complete`, for who holds the lock."""
         found = [f for f in self.folder.glob("step-*") if (f / MANIFEST).exists()] if self.folder.exists() else []
-        return [Checkpoint(f) for f in sorted(found, reverse=True)]
+        return [Checkpoint(f) for f in sorted(found, key=_age)]
 
     def find(self, step: str, run: str) -> Checkpoint:
         """The newest, or that before this step; UsageError when there is none. `run` is its id, for people."""
@@ -325,6 +331,12 @@ class CheckpointStore:
 
 
 _drafts = itertools.count()
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    """Sorts the newest first; of one step, what was written last."""
+    step = folder.name.removeprefix("step-").removesuffix(BEFORE)
+    return -int(step) if step.isdecimal() else 0, folder.name
 
 
 def _remove(folder: Path) -> None:
