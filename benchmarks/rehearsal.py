@@ -268,12 +268,13 @@ async def rehearse(
     real: Callable[[Plan, float], float] = step_s,
     gossips: bool = True,
     once: float | None = None,
+    late_s: float | None = None,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
     it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise); `real` is
     what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
-    they had the first factor."""
+    they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too."""
     played, changes = Played(factors), list[Change]()
     here = _Mesh(played, gossips, factors[0] if once is None else once)
     here.present -= {comes[0]} if comes is not None else set()
@@ -292,15 +293,17 @@ async def rehearse(
 
     with mock.patch.object(adaptation, "choose", search):
         for step, here.factor in enumerate(factors):
+            held_up_s = 0.0
             if following is not None and step == begins:
-                assert adapter.moved(following)
+                assert adapter.moved(following, None if late_s is None else here.now_s)
+                held_up_s = late_s or 0.0
                 plan, following = following, None
                 played.changes.append(step)
                 here.now_s += CHANGE_S
                 here.begin()
             if comes is not None and step == comes[1]:
                 here.present.add(comes[0])
-            seconds = real(plan, here.factor)
+            seconds = real(plan, here.factor) + held_up_s
             played.plans.append(plan)
             played.steps_s.append(seconds)
             here.pass_by(seconds)

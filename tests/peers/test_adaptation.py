@@ -281,6 +281,18 @@ async def test_each_decision_is_told_with_its_cause_alternatives_and_gains() -> 
     assert len(played.changes) == 1
 
 
+async def test_moments_that_held_up_the_first_step_are_part_of_what_a_change_takes() -> None:
+    takes_s = []
+    for late_s in (0.0, 3.0):
+        with capture_logs() as logged:
+            played = await rehearse([1.0] * 15 + [POOR] * 60 + [1.0] * 20, late_s=late_s)
+        assert len(played.changes) == 2
+        takes_s.append([entry["takes_s"] for entry in logged if entry["event"] == "the plan changes"])
+    (first, second), (same, later) = takes_s
+    assert same == first, "no plan had begun in the place of another"
+    assert later == pytest.approx(second + 3.0, abs=0.1)
+
+
 async def test_a_device_that_is_no_help_is_told_of_and_left_out() -> None:
     with capture_logs() as logged:
         played = await rehearse([POOR] * 40, comes=("far", 10))
