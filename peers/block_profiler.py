@@ -258,9 +258,8 @@ class _Bench:
                 rows += [_scaled(rows[-1], later / sizes[i - 1]) for later in sizes[i:]]
                 break
             *kinds, apply_s = zip(*taken)
-            if (
-                self._compute.pace is not None
-            ):  # what took longer than its pace is the doing of this machine's other devices
+            if self._compute.pace is not None:
+                # What took longer than an emulated device's pace is the doing of this machine's other ones.
                 kinds = [(min(kind),) for kind in kinds]
             rows.append([_triple(kind) for kind in kinds])
             applied += apply_s

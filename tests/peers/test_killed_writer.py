@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-from peers.checkpoint import KEPT, Checkpoint, CheckpointStore, Draft, Writer
+from peers.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft, Writer
 from peers.snapshot import Image
 from tests.mutation import breaks, changed
 from tests.peers.test_checkpoint import captured_job, job_of
@@ -173,6 +173,16 @@ def test_whenever_its_owner_is_killed_a_run_goes_on_from_a_whole_checkpoint(
     found = found_after_kills(tmp_path, work)
     assert len(found) > operations
     assert [b for a, b in zip([None, *found], found) if a != b] == steps
+
+
+def test_of_one_step_the_checkpoint_that_was_written_last_counts(tmp_path: Path) -> None:
+    """As an owner leaves them that is killed before it has removed the other."""
+    written = write(store_in(tmp_path), 6).folder
+    shutil.copytree(written, written.with_name(written.name + BEFORE))
+    listed = store_in(tmp_path).complete()
+    assert [c.next_step for c in listed] == [6, 6]
+    assert listed[0].folder == written
+    assert [c.folder for c in (write(store_in(tmp_path), 6), *store_in(tmp_path).complete())] == [written] * 2
 
 
 def test_what_a_killed_owner_left_is_cleared_away_even_if_the_next_one_is_killed_at_that(tmp_path: Path) -> None:
