@@ -130,6 +130,7 @@ class Agent:
                 limits=self.limits,
                 accept=lambda owner, term: self.elector.accept(term),
                 begun=self._links.begin,
+                bandwidth=self._links.bandwidth,
             )
             member = self._member
             profiler = BlockProfiler(

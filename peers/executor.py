@@ -27,7 +27,7 @@ from peers.buddy import digests_of
 from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Collect, Inbox, TakeSnapshot
-from peers.links import Crossed, Links
+from peers.links import Bandwidth, Crossed, Links
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.place import Piece, Place, StageFlops
@@ -59,6 +59,7 @@ class Executor:
         *,
         copied: Callable[[int], None] = lambda next_step: None,
         crossed: Crossed = lambda rates, depths: None,
+        bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:
         self._runner = runner
         self._place = place
@@ -80,7 +81,7 @@ class Executor:
         self._copied = copied  # told of a copy for a buddy
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
-        self.links = Links(place.epoch, crossed)
+        self.links = Links(place.epoch, crossed, bandwidth)
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members

@@ -10,28 +10,38 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from meshcee.errors import ProtocolError
 from peers import messages, tensors
 from peers.messages import need
 from peers.outbox import Outbox
+from peers.pace import Pace
 from peers.transport.base import Frame
 
-__all__ = ["Crossed", "Links"]
+__all__ = ["Bandwidth", "Crossed", "Links"]
 
 # Told of a step: rates and depths, by the peer that a link leads to.
 Crossed = Callable[[Mapping[str, float], Mapping[str, float]], None]
+Bandwidth = Callable[[str], float]  # of the link to a peer, in bytes per second, as far as is known; or inf
 
 
 class Links:
     """Outboxes by peer. `epoch` is written on every frame with tensors; `crossed` is told of each step."""
 
-    def __init__(self, epoch: tuple[int, int], crossed: Crossed = lambda rates, depths: None) -> None:
+    def __init__(
+        self,
+        epoch: tuple[int, int],
+        crossed: Crossed = lambda rates, depths: None,
+        bandwidth: Bandwidth = lambda peer: math.inf,
+    ) -> None:
         self._epoch = list(epoch)
         self._outboxes: dict[str, Outbox] = {}
         self._added = asyncio.Event()
         self._crossed = crossed
+        self._bandwidth = bandwidth
+        self._paces: dict[str, Pace] = {}
         self._told: dict[str, float] = {}  # by the peer that a link leads to: bytes per second, as it saw them come
 
     @property
@@ -40,6 +50,7 @@ class Links:
 
     def add(self, peer: str, outbox: Outbox) -> None:
         self._outboxes[peer] = outbox
+        self._paces[peer] = Pace(outbox.stream, partial(self._bandwidth, peer))
         self._added.set()
 
     def seen(self) -> dict[str, list[float | None]]:
@@ -67,6 +78,7 @@ class Links:
         if not 0 < rate < math.inf:
             raise ProtocolError(f"a link's rate is finite and positive, not {rate}")
         self._told[peer] = rate
+        self._paces[peer].hear(rate)
 
     async def put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         while peer not in self._outboxes:

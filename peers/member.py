@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -23,7 +24,7 @@ from peers.compute import Compute
 from peers.executor import Executor
 from peers.failures import most_telling
 from peers.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
-from peers.links import Crossed
+from peers.links import Bandwidth, Crossed
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
@@ -60,6 +61,7 @@ class Session:
         timeouts: Timeouts,
         buddy: Buddy,
         crossed: Crossed,
+        bandwidth: Bandwidth,
         moments: Moments,
     ) -> None:
         self.offer = offer
@@ -83,6 +85,7 @@ class Session:
             *offer.boundaries,
             copied=buddy.copied,
             crossed=crossed,
+            bandwidth=bandwidth,
         )
         self._executor.whole.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
@@ -279,6 +282,7 @@ class Member:
         limits: Limits,
         accept: Callable[[str, tuple[int, str]], None],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
+        bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:
         self._transport = transport
         self._compute = compute
@@ -287,6 +291,7 @@ class Member:
         self._limits = limits
         self._accept = accept  # (owner, term) -> raises NotPermittedError
         self._begun = begun  # for each session: what is told of its steps
+        self._bandwidth = bandwidth  # of the link to a peer, in bytes per second, as far as is known
         self.session: Session | None = None
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
@@ -422,7 +427,7 @@ class Member:
         stream.max_payload_bytes = self._limits.payload_bytes
         buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
-        session = Session(offer, runner, stream, *ours, buddy, self._begun(), moments)
+        session = Session(offer, runner, stream, *ours, buddy, self._begun(), self._bandwidth, moments)
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))

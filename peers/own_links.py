@@ -47,6 +47,11 @@ class OwnLinks:
         self._senses.assume((self._me, peer), link.bandwidth_bytes_per_s)
         await self._publish()
 
+    def bandwidth(self, peer: str) -> float:
+        """Bytes per second, as published; inf where it is FAST, or nobody has measured."""
+        known = self.known.get(peer)
+        return known.bandwidth_bytes_per_s if known is not None and known.bandwidth_bytes_per_s < FAST else math.inf
+
     def begin(self) -> Crossed:
         """A plan begins, of which each step is to be told: for how fast it is, a link's bandwidth counts where frames queued."""
         self._senses = Senses.of({(self._me, peer): link for peer, link in self.known.items()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -121,16 +122,17 @@ class Site:
             )
 
     def tails(self) -> str:
-        """The last line that each process has written to its log."""
+        """Where the logs are, and the last line of each."""
         logs = [(p.stem, p.read_text(errors="replace").strip().splitlines()) for p in sorted(self.folder.glob("*.log"))]
-        return "".join(f"; {name}: {lines[-1][:200]}" for name, lines in logs if lines)
+        return f"; logs are in {self.folder}" + "".join(f"; {name}: {lines[-1][:200]}" for name, lines in logs if lines)
 
 
 @asynccontextmanager
 async def site(bed: Bed, mtu: int) -> AsyncIterator[Site]:
-    with tempfile.TemporaryDirectory(prefix="wan-") as folder:
-        async with Lab(Network.of(bed.scenario).slower(bed.slower), mtu=mtu) as lab:
-            yield Site(bed, lab, Path(folder))
+    folder = Path(tempfile.mkdtemp(prefix="wan-"))
+    async with Lab(Network.of(bed.scenario).slower(bed.slower), mtu=mtu) as lab:
+        yield Site(bed, lab, folder)
+    shutil.rmtree(folder)  # but for that of a row that failed: its logs say why
 
 
 class Meter:

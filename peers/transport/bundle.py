@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import socket
 import struct
+import sys
 import termios
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ _FULL_BYTES = 1 << 20
 _TCP_INFO = struct.Struct(
     "=16xI4xI40xI76xI"
 )  # as Linux has it: segment size, segments under way, round trip and its least, us
+_SO_MAX_PACING_RATE = 47 if sys.platform == "linux" else None  # Python does not name it
+_ANY_PACE = 2**32 - 1  # bytes per second: no limit
 _SILENT_S = 30  # a machine that answers nothing for so long is gone
 
 
@@ -99,6 +102,12 @@ class Connection(asyncio.BufferedProtocol):
         except (OSError, ValueError):  # closed, or not TCP as we know it
             return None
         return int(unacknowledged) + self._transport.get_write_buffer_size()
+
+    def pace(self, bytes_per_s: float) -> None:
+        if self._transport is not None and _SO_MAX_PACING_RATE is not None:
+            most = int(min(bytes_per_s, _ANY_PACE))
+            with contextlib.suppress(OSError):
+                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, most)
 
     @property
     def free(self) -> bool:
@@ -228,6 +237,11 @@ class Bundle(asyncio.Transport):
         if name == "under_way":
             return self._under_way()
         return self._take_rate() if name == "rate" else default
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Of each connection: a thin line has one that carries all."""
+        for connection in self._connections:
+            connection.pace(bytes_per_s)
 
     def _under_way(self) -> int | None:
         total = sum(map(len, self._queue))

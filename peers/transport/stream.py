@@ -137,6 +137,10 @@ class FramedStream(asyncio.BufferedProtocol):
         found: int | None = self._transport.get_extra_info("under_way") if self._transport is not None else None
         return found
 
+    def pace(self, bytes_per_s: float) -> None:
+        if (pace := getattr(self._transport, "pace", None)) is not None:
+            pace(bytes_per_s)
+
     # -- sending
 
     async def send(self, frame: Frame) -> None:
