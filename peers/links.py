@@ -17,7 +17,7 @@ from meshcee.errors import ProtocolError
 from peers import messages, tensors
 from peers.messages import need
 from peers.outbox import Outbox
-from peers.pace import Pace
+from peers.throttle import Throttle
 from peers.transport.base import Frame
 
 __all__ = ["Bandwidth", "Crossed", "Links"]
@@ -41,7 +41,7 @@ class Links:
         self._added = asyncio.Event()
         self._crossed = crossed
         self._bandwidth = bandwidth
-        self._paces: dict[str, Pace] = {}
+        self._throttles: dict[str, Throttle] = {}
         self._told: dict[str, float] = {}  # by the peer that a link leads to: bytes per second, as it saw them come
 
     @property
@@ -50,7 +50,7 @@ class Links:
 
     def add(self, peer: str, outbox: Outbox) -> None:
         self._outboxes[peer] = outbox
-        self._paces[peer] = Pace(outbox.stream, partial(self._bandwidth, peer))
+        self._throttles[peer] = Throttle(outbox.stream, partial(self._bandwidth, peer))
         self._added.set()
 
     def seen(self) -> dict[str, list[float | None]]:
@@ -78,7 +78,7 @@ class Links:
         if not 0 < rate < math.inf:
             raise ProtocolError(f"a link's rate is finite and positive, not {rate}")
         self._told[peer] = rate
-        self._paces[peer].hear(rate)
+        self._throttles[peer].hear(rate)
 
     async def put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         while peer not in self._outboxes:

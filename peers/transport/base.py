@@ -61,8 +61,8 @@ class Stream(Protocol):
         """Bytes that were sent and, as far as this end knows, have not arrived; None where it cannot know."""
         ...
 
-    def pace(self, bytes_per_s: float) -> None:
-        """Send no faster from now on, where this end can say so; inf is no limit."""
+    def throttle(self, bytes_per_s: float) -> None:
+        """Send no faster from now on, where this end can see to it; inf is no limit."""
         ...
 
     async def send(self, frame: Frame) -> None: ...

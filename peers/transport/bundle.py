@@ -42,7 +42,7 @@ _TCP_INFO = struct.Struct(
     "=16xI4xI40xI76xI"
 )  # as Linux has it: segment size, segments under way, round trip and its least, us
 _SO_MAX_PACING_RATE = 47 if sys.platform == "linux" else None  # Python does not name it
-_ANY_PACE = 2**32 - 1  # bytes per second: no limit
+_NO_LIMIT = 2**32 - 1
 _SILENT_S = 30  # a machine that answers nothing for so long is gone
 
 
@@ -103,9 +103,9 @@ class Connection(asyncio.BufferedProtocol):
             return None
         return int(unacknowledged) + self._transport.get_write_buffer_size()
 
-    def pace(self, bytes_per_s: float) -> None:
+    def throttle(self, bytes_per_s: float) -> None:
         if self._transport is not None and _SO_MAX_PACING_RATE is not None:
-            most = int(min(bytes_per_s, _ANY_PACE))
+            most = struct.pack("=I", int(min(bytes_per_s, _NO_LIMIT)))
             with contextlib.suppress(OSError):
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, most)
 
@@ -238,10 +238,10 @@ class Bundle(asyncio.Transport):
             return self._under_way()
         return self._take_rate() if name == "rate" else default
 
-    def pace(self, bytes_per_s: float) -> None:
+    def throttle(self, bytes_per_s: float) -> None:
         """Of each connection: a thin line has one that carries all."""
         for connection in self._connections:
-            connection.pace(bytes_per_s)
+            connection.throttle(bytes_per_s)
 
     def _under_way(self) -> int | None:
         total = sum(map(len, self._queue))

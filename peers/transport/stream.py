@@ -137,9 +137,9 @@ class FramedStream(asyncio.BufferedProtocol):
         found: int | None = self._transport.get_extra_info("under_way") if self._transport is not None else None
         return found
 
-    def pace(self, bytes_per_s: float) -> None:
-        if (pace := getattr(self._transport, "pace", None)) is not None:
-            pace(bytes_per_s)
+    def throttle(self, bytes_per_s: float) -> None:
+        if (throttle := getattr(self._transport, "throttle", None)) is not None:
+            throttle(bytes_per_s)
 
     # -- sending
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -218,6 +220,28 @@ async def test_the_rate_of_a_direct_stream_is_seen() -> None:
         assert out is None
         assert seen is not None
         assert 1e6 < seen < 1e11
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces a socket for who is not root")
+async def test_a_direct_stream_sends_no_faster_than_it_may() -> None:
+    def limit_of(connection: Any) -> int:
+        found: socket.socket = connection._transport.get_extra_info("socket")
+        return found.getsockopt(socket.SOL_SOCKET, 47)  # SO_MAX_PACING_RATE
+
+    async with mesh("direct", timeouts=PATIENT) as (a, b):
+        near, far = await pair(a, b)
+        direct_one = bundle_of(near)
+        assert direct_one is not None
+        near.throttle(4e6)
+        assert {limit_of(connection) for connection in direct_one._connections} == {4_000_000}
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.gather(near.send(Frame("x", {}, [bytes(2 << 20)])), far.recv())
+        took_s = asyncio.get_running_loop().time() - begun_s
+        assert took_s > 0.25 * (2 << 20) / 4e6 / len(direct_one._connections), (
+            "a busy machine may take longer, none may be faster"
+        )
+        near.throttle(math.inf)
+        assert {limit_of(connection) & 0xFFFFFFFF for connection in direct_one._connections} == {0xFFFFFFFF}
 
 
 async def test_what_the_other_machine_has_not_acknowledged_is_under_way() -> None:

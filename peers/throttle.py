@@ -3,7 +3,7 @@
 The idea: TCP learns a link's bandwidth from what it is given all the time, and a pipeline gives it bursts. It then runs into the
 end of a router's queue, again and again, and a packet lost there holds up a step by two round trips. But the bandwidth is known:
 probes have measured it, and each step the receiver tells how fast frames have come. A figure that is too low mends itself: whoever
-sees all of the pace come does not see the link.
+sees as much come as was let through does not see the link.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 from peers.transport.base import Stream
 
-__all__ = ["Pace"]
+__all__ = ["Throttle"]
 
 HASTE = 1.1  # times what is known: a link is never left idle
-AT_PACE = 0.94  # of the pace came: the rest were headers
+ALL = 0.94  # of what was let through, less headers
 RECENT = 5  # steps in which what a link has shown is believed
 
 
-class Pace:
+class Throttle:
     """Of the stream to one member. `known`: bytes per second, as published; inf where there is no limit or nobody knows."""
 
     def __init__(self, stream: Stream, known: Callable[[], float]) -> None:
@@ -31,8 +31,8 @@ class Pace:
     def hear(self, rate: float) -> None:
         """So many bytes per second came in a step. What begins slowly, or shares the link, shows less than it has."""
         self._shown.append(rate)
-        self._set(2 * rate if rate >= AT_PACE * self.bytes_per_s else max(self._shown))
+        self._set(2 * rate if rate >= ALL * self.bytes_per_s else max(self._shown))
 
     def _set(self, shown: float) -> None:
         self.bytes_per_s = HASTE * max(self._known(), shown)
-        self._stream.pace(self.bytes_per_s)
+        self._stream.throttle(self.bytes_per_s)
