@@ -43,6 +43,7 @@ from peers.commands.session import unwrap
 FOLDER = Path(__file__).resolve().parent
 NETWORKS = ("cee-small", "three-cities", "last-mile", "sag")
 STEPS = 8  # of meshcee's rows; WARM of them are not counted
+MANY_STEPS = 1000  # of meshcee's job on a network that changes, which is ended earlier
 SLOWER = 2.0  # two cores have time for six devices, their network and what is measured
 WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
 MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
@@ -76,10 +77,13 @@ def systems_of(bed: Bed, meshcee: Sequence[str]) -> list[System]:
     fit = tuple(d.name for d in bed.scenario.cluster.devices.values() if d.memory_bytes >= need)
     best = max(fit, key=lambda host: bed.speeds_flops_per_s[host])
     everyone = tuple(bed.hosts)
-    found = [System("meshcee", "meshcee", everyone)]
+    ours = System("meshcee", "meshcee", everyone)
+    if bed.scenario.trace:  # what a change of plan may cost depends on how much is left to train
+        ours = replace(ours, endless=True, environment={"WAN_STEPS": str(MANY_STEPS)})
+    found = [ours]
     for entry in dict.fromkeys(meshcee):
         label, _, flags = entry.partition(":")
-        found.append(System(f"meshcee {label}", "meshcee", everyone, flags=tuple(flags.split())))
+        found.append(replace(ours, label=f"meshcee {label}", flags=tuple(flags.split())))
     found.append(System("best single device", "single", (best,)))
     found.append(System(f"torch DDP, {len(fit)} that fit", "ddp", fit))
     for hosts in dict.fromkeys((fit, everyone)):  # what a careful person leaves out may be what slows a pipeline down

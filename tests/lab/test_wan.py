@@ -237,4 +237,4 @@ async def test_rows_that_share_a_start_end_with_the_first_that_fails(
     await launch.in_turn(bed, systems, lambda s, r: told.append((s.label, r)), 0.05, 4000, start, measure)
     assert [label for label, _ in told] == ["good", "slow"]
     assert isinstance(told[0][1], Run)
-    assert str(told[1][1]) == "not done in 0 s; a: the last word"
+    assert str(told[1][1]) == f"not done in 0 s; logs are in {tmp_path}; a: the last word"

@@ -37,7 +37,7 @@ class Line:
         return self.limits[-1]
 
 
-@pytest.mark.parametrize("known", [WELL, 0.9 * WELL])
+@pytest.mark.parametrize("known", [WELL, 0.8 * WELL])
 def test_a_link_is_given_hardly_more_than_it_carries(known: float) -> None:
     line = Line(WELL, known)
     assert line.limits == [HASTE * known]
