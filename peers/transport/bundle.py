@@ -105,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def throttle(self, bytes_per_s: float) -> None:
         if self._transport is not None and _SO_MAX_PACING_RATE is not None:
-            most = struct.pack("=I", int(min(bytes_per_s, _NO_LIMIT)))
+            most = struct.pack("=I", int(min(max(bytes_per_s, 1), _NO_LIMIT)))
             with contextlib.suppress(OSError):
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, most)
 
