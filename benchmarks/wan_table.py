@@ -86,7 +86,7 @@ def _judged(name: str, label: str, rows: Rows, steps: Mapping[str, list[float]],
         said.append(f"{share:.2f} of the {words}" + (f" (aim {aim:.2f})" if aim else ""))
         if share < aim:
             short.append(f"{share:.2f} of {aim:.2f} of the {words}")
-    if predicted := [r["step_s"] / r["predicted_s"] - 1 for r in rows[label] if r.get("predicted_s") and "step_s" in r]:
+    if predicted := [_beside(r) for r in _good(rows[label]) if r.get("predicted_s")]:
         off = statistics.median(predicted)
         said.append(f"{100 * off:+.0f} % beside predicted (aim within {100 * OF_PREDICTED:.0f} %)")
         if abs(off) > OF_PREDICTED:
@@ -101,6 +101,12 @@ def _judged(name: str, label: str, rows: Rows, steps: Mapping[str, list[float]],
 
 def _good(found: Sequence[Row]) -> list[Row]:
     return [r for r in found if "step_s" in r]
+
+
+def _beside(found: Row) -> float:
+    """How much longer a step took than was predicted for the network as it was first."""
+    measured_s: float = found.get("step_before_s", found["step_s"])
+    return measured_s / float(found["predicted_s"]) - 1
 
 
 def _rounds(found: Row) -> bool:

@@ -163,6 +163,8 @@ def test_below_the_table_stands_how_meshcee_compares_with_the_best_of_the_rest()
         "SHORT: 2.67 of 2.8 against torch DDP, 2 that fit; 2.33 of 2.4 against best single device; 0.80 of 0.92" in line
     )
     assert "+22 % beside predicted. Limited by cloud>edge 90 % busy, full; 2.45 s predicted; reports say: links" in line
+    data["rows"]["cee-small / meshcee"] = made_up(3.0, predicted_s=2.45, step_before_s=2.5, step_after_s=4.0)
+    assert "+2 % beside predicted" in table(data), "the plan is for the network as it was before it changed"
 
 
 def test_on_every_network_no_baseline_may_be_faster_and_none_may_be_forgotten() -> None:
