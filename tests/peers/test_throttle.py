@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,8 +14,11 @@ from peers.links import Links
 from peers.own_links import OwnLinks
 from peers.senses import FAST
 from peers.throttle import HASTE, RECENT, Throttle
+from peers.transport.base import Frame
+from peers.transport.memory import MemoryNetwork
 from peers.transport.stream import FramedStream
 from tests.peers.test_live_groups import MICRO, Lopsided, lopsided, train
+from tests.peers.transport.harness import KEY, pair
 from tests.virtual_time import virtual_time
 
 WELL = 1e6  # bytes per second
@@ -119,6 +122,12 @@ async def test_members_of_a_mesh_are_throttled_by_what_they_have_probed(monkeypa
     assert any(bytes_per_s < FAST for bytes_per_s in limits), "the regions' link is slow, and known"
 
 
-def test_a_stream_without_a_socket_of_its_own_is_not_throttled() -> None:
-    through_libp2p: Callable[[float], None] = FramedStream("peer").throttle
-    through_libp2p(WELL)
+@virtual_time
+async def test_a_stream_without_a_socket_of_its_own_sends_as_before() -> None:
+    network = MemoryNetwork()
+    async with network.transport("a", KEY) as a, network.transport("b", KEY) as b:
+        near, far = await pair(a, b)
+        near.throttle(1.0)
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.gather(near.send(Frame("x", {}, [bytes(1 << 20)])), far.recv())
+        assert asyncio.get_running_loop().time() - begun_s < 1.0
