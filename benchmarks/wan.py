@@ -46,6 +46,7 @@ STEPS = 8  # of meshcee's rows; WARM of them are not counted
 MANY_STEPS = 1000  # of meshcee's job on a network that changes, which is ended earlier
 SLOWER = 2.0  # two cores have time for six devices, their network and what is measured
 WINDOW_S = 24.0  # for how long a network with a trace is watched: it changes after half of it
+PACKED = (26 / 32, 10 / 32)  # of a boundary's bytes, at least: exact and as 16 bits, when exponents are packed
 MTU = 4000  # packets of 1,500 bytes would keep a core busy, of 9,000 be too coarse for the slowest links
 
 
@@ -186,7 +187,8 @@ async def measure(options: argparse.Namespace, data: dict[str, Any]) -> None:
     await asyncio.to_thread(plain_losses, 16, data)
     for name in options.network or NETWORKS:
         bed = bed_of(name, flops, options.slower)
-        data["bounds"][name] = bounds(bed, boundary, 36) | {"filled_16_bit": bounds(bed, boundary / 2, 36)["filled"]}
+        exact, rounded = (bounds(bed, share * boundary, 36) for share in PACKED)
+        data["bounds"][name] = exact | {"filled_16_bit": rounded["filled"]}
         systems = [
             system
             for system in systems_of(bed, options.meshcee)

@@ -110,8 +110,8 @@ def _beside(found: Row) -> float:
 
 
 def _rounds(found: Row) -> bool:
-    """Whether a stage of this plan of ours sends by a codec; told as in "host: 0..8, bf16, window 4"."""
-    return any(stage.split(", ")[-2] != "none" for stage in found.get("stages", ()))
+    """Whether a stage of this plan of ours sends by a codec that rounds; told as in "host: 0..8, bf16, window 4"."""
+    return any(stage.split(", ")[-2] not in ("none", "lossless") for stage in found.get("stages", ()))
 
 
 def _filled_s(found: Sequence[Row], bound: Mapping[str, float]) -> float:

@@ -151,7 +151,7 @@ job = meshcee.Job(
     batch_size=16,
     micro_batch_size=4,
     steps=STEPS,
-    codec="none",  # equal to the plain loop on any mesh; the default rounds to 16 bits between regions
+    codec="lossless",  # equal to the plain loop on any mesh; the default rounds to 16 bits between regions
 )
 
 

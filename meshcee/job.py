@@ -21,7 +21,7 @@ from meshcee.errors import UsageError
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
-CODEC_CHOICES = ("none", "bf16", "int8", "int4", "auto")  # what a job may ask for
+CODEC_CHOICES = ("none", "lossless", "bf16", "int8", "int4", "auto")  # what a job may ask for
 # torch.optim classes whose update of a parameter reads that parameter and its own state only.
 PER_PARAMETER = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
@@ -125,8 +125,8 @@ class Job:
                streams: faster inside a region, but not encrypted, and they must reach one another directly
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     codec      how activations and gradients cross links: "auto" (16 bits between regions, exact inside of one; what a LAN
-               joins is one region), "none" (exact everywhere), "bf16", "int8" or "int4"; docs/benchmarks.md says what
-               each costs in loss
+               joins is one region), "lossless" (exact everywhere, and packed where a link between regions is thin), "none"
+               (as they are), "bf16", "int8" or "int4"; docs/benchmarks.md says what each costs in loss
     groups     let the planner give a stage to several devices of one region, which share the samples of every micro-batch.
                That may be faster, and gives sums another order than the plain loop's: losses agree to 1e-5. Never where
                samples influence one another (batch statistics)

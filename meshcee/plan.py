@@ -142,9 +142,9 @@ class Plan:
 
     @property
     def codecs(self) -> frozenset[str]:
-        """Of all boundaries, but for "none": where this is empty, nothing is rounded on its way."""
+        """Of all boundaries, but for the exact ones: where this is empty, nothing is rounded on its way."""
         stages = [s for p in self.pipelines for s in p.stages]
-        return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none"}
+        return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none", "lossless"}
 
     @property
     def sums_gradients(self) -> bool:

@@ -149,7 +149,9 @@ def train(
     ] = None,
     codec: Annotated[
         str | None,
-        typer.Option(help="What crosses links: auto (16 bits between regions), none (exact), bf16, int8, int4."),
+        typer.Option(
+            help="What crosses links: auto (16 bits between regions), lossless (exact), none, bf16, int8, int4."
+        ),
     ] = None,
     groups: Annotated[
         bool | None,

@@ -90,7 +90,8 @@ def unpack(
     checked = [_check(entry, codecs) for entry in meta]
     sizes = [tensor.wire_bytes for tensor in checked if tensor is not None]
     got = [memoryview(payload).nbytes for payload in payloads]
-    if sizes != got:
+    varies = [tensor.varies for tensor in checked if tensor is not None]
+    if len(sizes) != len(got) or any(not 0 < g <= s if v else g != s for s, g, v in zip(sizes, got, varies)):
         raise ProtocolError(f"the tensors' meta describes payloads of {sizes} bytes, {got} arrived")
     for index, want in enumerate(expected or ()):
         _check_expected(index, want, meta[index], checked[index])
@@ -155,6 +156,10 @@ class _Checked:
     @property
     def wire_bytes(self) -> int:
         return self.nbytes if self.codec is None else self.codec.wire_bytes(self.dtype, math.prod(self.shape))
+
+    @property
+    def varies(self) -> bool:
+        return self.codec is not None and self.codec.varies
 
 
 def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:

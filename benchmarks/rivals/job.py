@@ -110,5 +110,5 @@ job = meshcee.Job(
     batch_size=BATCH,
     micro_batch_size=int(os.environ.get("WAN_MICRO", "1")),
     steps=int(os.environ.get("WAN_STEPS", "6")),
-    codec="none",
+    codec="lossless",
 )

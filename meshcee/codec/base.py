@@ -1,6 +1,6 @@
 """What a codec is, and the simplest one: the tensor's own bytes.
 
-The idea: everything about a payload follows from (codec, type, count), so nothing needs to be declared that could lie.
+The idea: what a payload costs follows from (codec, type, count), so nothing needs to be declared that could lie.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class Codec(Protocol):
     name: str
     worst: float
     budget: float
+    varies: bool  # payloads are as long as their numbers make them, not longer than `wire_bytes`
 
     def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
-        """Bytes of the payload of `count` elements of this type."""
+        """Bytes of the payload of `count` elements of this type; where it `varies`, at most."""
         ...
 
     def encode(self, tensor: torch.Tensor, seed: int | None = None) -> torch.Tensor | None:
         """A flat uint8 tensor on the tensor's device, whatever its shape and strides (elements in logical order).
 
         With a seed numbers are rounded up or down by chance, so that the error has mean zero; without, to the nearest.
-        None when it holds what this codec cannot express: another one must carry it.
+        None when it holds what this codec cannot express: another one must carry it. What `varies` is on the host.
         """
         ...
 
@@ -58,6 +59,7 @@ class Plain:
     name = "none"
     worst = 0.0
     budget = 0.0
+    varies = False
 
     def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
         return count * dtype.itemsize

@@ -32,6 +32,7 @@ class _Blocks(ABC):
     name: str
     worst: float
     budget: float
+    varies = False
     row_bytes: int  # of the integers of one block
 
     def wire_bytes(self, dtype: torch.dtype, count: int) -> int:

@@ -21,6 +21,7 @@ class Bf16:
     name = "bf16"
     worst = 2.0**-8
     budget = 2.0**-8
+    varies = False
 
     def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
         return 2 * count

@@ -1,6 +1,7 @@
 """The codecs by name, from the fewest bytes to the exact ones.
 
-The idea: what is not fit for a rung climbs, so a peer that was told of a codec must accept that one and those above it.
+The idea: what is not fit for a rung climbs, so a peer that was told of a codec must accept that one and those above it. What
+cannot be packed travels by the rung that it was packed behind.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 from meshcee.codec.base import Codec, Plain
 from meshcee.codec.blocks import Int4, Int8
 from meshcee.codec.cast import Bf16
+from meshcee.codec.lossless import Lossless
 from meshcee.errors import UsageError
 
 __all__ = ["CODECS", "LADDER", "accepted", "codec_of"]
 
 LADDER: tuple[Codec, ...] = (Int4(), Int8(), Bf16(), Plain())
-CODECS: dict[str, Codec] = {codec.name: codec for codec in LADDER}
+_PACKED: dict[str, tuple[Codec, str]] = {
+    packed.name: (packed, behind.name) for behind in LADDER[-2:] for packed in [Lossless(behind)]
+}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (*LADDER, *(packed for packed, _ in _PACKED.values()))}
 
 
 def codec_of(name: str) -> Codec:
@@ -27,4 +32,7 @@ def codec_of(name: str) -> Codec:
 
 def accepted(name: str) -> tuple[Codec, ...]:
     """This codec and the ones that a tensor may climb to, in that order; the last is `none`."""
+    if name in _PACKED:
+        packed, behind = _PACKED[name]
+        return (packed, *accepted(behind))
     return LADDER[LADDER.index(codec_of(name)) :]

@@ -11,10 +11,11 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
-from meshcee.planner.codecs import BETWEEN_REGIONS, auto
+from meshcee.planner.codecs import between
 from meshcee.planner.job import Choice, Runs, plans
 from meshcee.planner.memory import STATE_FACTOR, copies_factor, shortages
 from meshcee.planner.regions import cluster_of
@@ -67,7 +68,7 @@ class JobCosts:
 
     alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
-    codec  of every boundary, or "auto": between regions only
+    codec  of every boundary, or "auto" or "lossless": as planner/codecs.py has it between regions
     groups whether devices of one region may share a stage; direct_sums and clips as the job says
     """
 
@@ -197,12 +198,19 @@ def _choose(
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}
         runs = replace(runs, group=None, alike=alike)
     regions = {peer: device.region for peer, device in cluster.devices.items()}
-    met = {frozenset((regions[a], regions[b])) for a, b in mesh.links if a in regions and b in regions}
     codec = job.codec
-    if codec == "auto":
-        codec = "none"
-        if any(len(pair) > 1 for pair in met):
-            codec, runs = BETWEEN_REGIONS, replace(runs, codec=partial(auto, regions=regions, known=met))
+    if codec in ("auto", "lossless"):
+        links: dict[frozenset[str], float] = {}
+        for (a, b), link in mesh.links.items():
+            if a in regions and b in regions:
+                pair = frozenset((regions[a], regions[b]))
+                links[pair] = max(links.get(pair, 0.0), link.bandwidth_bytes_per_s)
+        of = partial(between, codec, regions=regions, links=links)
+        runs = replace(runs, codec=of)
+        # The search looks for rows with one codec everywhere, and prices them with those that they would run with.
+        one_each = {region: [peer] for peer, region in regions.items()}.values()
+        codes = any(of(a, b) != "none" for a, b in combinations(one_each, 2))
+        codec = "none" if not codes else "lossless" if codec == "lossless" else "bf16"
     return plans(cluster, workload, codecs=(codec,), effort=effort or EFFORT, runs=runs), cluster, workload
 
 

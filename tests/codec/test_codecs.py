@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,12 @@ from meshcee import workload
 from meshcee.codec import CODECS, LADDER, Codec, accepted, codec_of
 from meshcee.codec.blocks import BLOCK, PIECE
 from meshcee.codec.coder import relative_error
-from meshcee.errors import UsageError
+from meshcee.errors import ProtocolError, UsageError
 from tests import small
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = [codec for codec in LADDER if codec.name != "none"]
+PACKED = [codec for codec in CODECS.values() if codec.varies]
 every_codec = pytest.mark.parametrize("codec", LADDER, ids=[codec.name for codec in LADDER])
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=[codec.name for codec in LOSSY])
 
@@ -148,27 +150,90 @@ def test_an_outlier_costs_its_neighbours_little_after_the_rotation() -> None:
 
 def test_sizes_are_as_documented() -> None:
     count = 1 << 20
-    ratios = {name: 4 * count / codec.wire_bytes(torch.float32, count) for name, codec in CODECS.items()}
+    ratios = {codec.name: 4 * count / codec.wire_bytes(torch.float32, count) for codec in LADDER}
     assert ratios == pytest.approx({"none": 1.0, "bf16": 2.0, "int8": 3.879, "int4": 7.529}, rel=1e-3)
 
 
 def test_the_planner_prices_the_sizes_that_are_sent() -> None:
     count = 1 << 16
-    for name, priced in workload.CODECS.items():
-        assert priced.bits == 8 * CODECS[name].wire_bytes(torch.float32, count) / count
+    assert set(CODECS) == {"none", *workload.CODECS}
     job = replace(small.workload(3), element_bytes=4)
     size = 4.0 * count
-    for name in CODECS:
-        assert job.wire_bytes(size, name) == CODECS[name].wire_bytes(torch.float32, count)
+    for codec in LADDER:
+        assert job.wire_bytes(size, codec.name) == codec.wire_bytes(torch.float32, count)
+    torch.manual_seed(0)
+    for codec in PACKED:  # by their numbers, hence roughly
+        assert job.wire_bytes(size, codec.name) == pytest.approx(through(codec, torch.randn(count))[1], rel=0.04)
     assert job.codec_s(size, "none") == 0.0
     assert job.codec_s(size, "int4") > job.codec_s(size, "int8") > job.codec_s(size, "bf16") > workload.PAYLOAD_S
     halves = replace(job, element_bytes=2)
     assert halves.wire_bytes(size, "bf16") == size
     assert halves.codec_s(size, "bf16") == 0.0
+    assert halves.wire_bytes(size, "bf16-lossless") == halves.wire_bytes(size, "lossless") == size * 11 / 16
+
+
+packed = pytest.mark.parametrize("codec", PACKED, ids=[codec.name for codec in PACKED])
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def through(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    payload = codec.encode(tensor)
+    assert payload is not None
+    assert payload.numel() <= codec.wire_bytes(tensor.dtype, tensor.numel())
+    return codec.decode(payload, tensor.dtype, tensor.shape), payload.numel()
+
+
+@packed
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_packed_unpacks_to_the_same_bits(codec: Codec, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(7, 150, 3).to(dtype)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-41, -1e-44])
+    tensor[0, :7, 0] = odd.to(dtype)
+    inner = CODECS[codec.name.replace("bf16-lossless", "bf16").replace("lossless", "none")]
+    exact = inner.encode(tensor)
+    assert exact is not None
+    expected = inner.decode(exact, dtype, tensor.shape)
+    for view in (tensor, tensor.transpose(0, 1)):
+        want = expected if view is tensor else expected.transpose(0, 1)
+        back, size = through(codec, view)
+        assert torch.equal(back.contiguous().view(BITS[dtype.itemsize]), want.contiguous().view(BITS[dtype.itemsize]))
+        assert size < 0.95 * exact.numel()
+    assert codec.encode(torch.ldexp(torch.ones(256), torch.arange(-126, 130).clamp(max=127))) is None
+    assert codec.encode(torch.empty(0)) is None
+
+
+@packed
+@given(data=st.data())
+def test_any_bits_that_pack_come_back(codec: Codec, data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300))
+    tensor = torch.tensor(words * 4, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    if (payload := codec.encode(tensor)) is not None and codec.name == "lossless":
+        back = codec.decode(payload, tensor.dtype, tensor.shape)
+        assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
+
+
+@packed
+def test_packed_bytes_that_are_not_what_they_say_are_refused(codec: Codec) -> None:
+    tensor = torch.randn(4096)
+    payload = codec.encode(tensor)
+    assert payload is not None
+    for size in (1, 3000, payload.numel() - 20):
+        with pytest.raises(ProtocolError, match="packed numbers"):
+            codec.decode(payload[:size], tensor.dtype, tensor.shape)
+    with pytest.raises(ProtocolError, match="packed numbers"):
+        codec.decode(payload, tensor.dtype, (4097,))
+    bomb = zlib.compressobj(9, zlib.DEFLATED, -15)
+    zeros = torch.frombuffer(bytearray(bomb.compress(bytes(1 << 26)) + bomb.flush()), dtype=torch.uint8)
+    raw = payload[: payload.numel() // 4096 * 4096]
+    back = codec.decode(torch.cat([raw, zeros]), tensor.dtype, tensor.shape)  # 64 MiB of which 4 KiB are unpacked
+    assert back.shape == tensor.shape
 
 
 def test_the_ladder_goes_up_to_none() -> None:
     assert [codec.name for codec in accepted("int4")] == ["int4", "int8", "bf16", "none"]
     assert [codec.name for codec in accepted("none")] == ["none"]
+    assert [codec.name for codec in accepted("lossless")] == ["lossless", "none"]
+    assert [codec.name for codec in accepted("bf16-lossless")] == ["bf16-lossless", "bf16", "none"]
     with pytest.raises(UsageError, match="codec 'mp3' is unknown"):
         codec_of("mp3")

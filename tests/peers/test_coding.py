@@ -126,7 +126,13 @@ def crossings(out: str, back: str, seed: int) -> Callable[[int, torch.Tensor], t
 
 @pytest.mark.parametrize(
     ("out", "back", "recompute"),
-    [("bf16", "bf16", False), ("int8", "int8", False), ("int4", "int4", True), ("none", "int4", False)],
+    [
+        ("bf16", "bf16", False),
+        ("bf16-lossless", "bf16-lossless", False),
+        ("int8", "int8", False),
+        ("int4", "int4", True),
+        ("lossless", "int4", False),
+    ],
 )
 async def test_the_mesh_equals_one_process_that_codes_at_the_same_boundaries(
     out: str, back: str, recompute: bool
@@ -140,6 +146,18 @@ async def test_the_mesh_equals_one_process_that_codes_at_the_same_boundaries(
         assert torch.equal(tensor, expected.state[name]), name
     plain = reference(make_job())
     assert any(not torch.equal(trained.state[n], t) for n, t in plain.state.items())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+async def test_lossless_boundaries_change_no_bit(recompute: bool) -> None:
+    trained = await run(make_job(recompute=recompute), "lossless", "lossless")
+    expected = reference(make_job())
+    assert trained.losses == [sum(float(loss) / MICROS for loss in step) for step in expected.losses]
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
+    for measured in trained.reports[0].codecs.values():
+        assert (measured.codec, measured.error) == ("lossless", 0.0)
+        assert measured.wire_bytes < 0.95 * measured.raw_bytes
 
 
 async def test_two_runs_give_the_same_numbers() -> None:
@@ -218,6 +236,7 @@ def meta_of(tensor: torch.Tensor, codec: str) -> tuple[list[Any], list[bytearray
         (lambda meta, payloads: (["float32", [64], "zip"], [bytearray(66)]), "does not allow"),
         (lambda meta, payloads: (["float32", [64], 5], [bytearray(66)]), "strides"),
         (lambda meta, payloads: (["float32", [-64], "int8"], [bytearray(66)]), "sensible"),
+        (lambda meta, payloads: (["float32", [64], "lossless"], [bytearray(200)]), "does not allow"),
     ],
 )
 async def test_hostile_payloads_are_refused(spoil: Callable[..., Any], why: str) -> None:
@@ -231,6 +250,17 @@ async def test_hostile_payloads_are_refused(spoil: Callable[..., Any], why: str)
             await coding.values(Frame(messages.F, {"tensors": [meta]}, payloads))
         with pytest.raises(ProtocolError, match="does not allow"):  # other kinds are never coded
             await coding.values(Frame(messages.SHARED, {"tensors": [["float32", [64], "int8"]]}, [bytearray(66)]))
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "why"),
+    [(0, [64], "payloads of"), (256, [64], "payloads of"), (200, [64], "packed numbers"), (9, [2048], "at most 4096")],
+)
+async def test_hostile_packed_payloads_are_refused(size: int, shape: list[int], why: str) -> None:
+    async with Compute() as compute:
+        coding = Coding({}, {messages.F: "lossless"}, compute, seed=0, stage=1, limit_bytes=4096)
+        with pytest.raises(ProtocolError, match=why):
+            await coding.values(Frame(messages.F, {"tensors": [["float32", shape, "lossless"]]}, [bytearray(size)]))
 
 
 async def test_any_bytes_of_the_right_size_decode_to_something() -> None:

@@ -75,22 +75,25 @@ def test_a_jobs_codec_is_planned_and_priced() -> None:
     assert steps["int8"] < steps["none"]
 
 
-def test_auto_codes_between_regions_only() -> None:
-    found = plan(measured(), replace(JOB, codec="auto"), 5)
+@pytest.mark.parametrize(("choice", "expected"), [("auto", "bf16-lossless"), ("lossless", "lossless")])
+def test_between_regions_only_boundaries_are_coded_and_priced_so(choice: str, expected: str) -> None:
+    job = replace(JOB, codec=choice)
+    found = plan(measured(), job, 5)
     stages = found.pipelines[0].stages
     for a, b in pairwise(stages):
         across = HOME[a.peers[0]] != HOME[b.peers[0]]
-        assert (a.codec_out, b.codec_back) == (("bf16", "bf16") if across else ("none", "none"))
-    assert "bf16" in {s.codec_out for s in stages}
-    cluster, workload = situation(measured(), replace(JOB, codec="auto"))
+        assert (a.codec_out, b.codec_back) == ((expected, expected) if across else ("none", "none"))
+    assert expected in {s.codec_out for s in stages}
+    cluster, workload = situation(measured(), job)
     assert found.predicted is not None
     assert found.predicted.step_s == period_s(found, cluster, workload)
     near = measured(links=dict.fromkeys(LINKS, NEAR))
-    assert plan(near, replace(JOB, codec="auto"), 5) == plan(near, JOB, 5)
+    assert plan(near, job, 5) == plan(near, JOB, 5)
 
 
-def test_what_auto_codes_is_priced_as_it_will_run_while_plans_are_searched() -> None:
+def test_what_auto_codes_is_priced_as_it_will_run_while_plans_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The LAN of c and d has 8 MB/s, so it matters that what stays inside of it is exact."""
+    monkeypatch.setattr("meshcee.planner.codecs.THIN_BYTES_PER_S", 0.0)
     devices = {p: DeviceProfile("cpu", "test", 10**9, 1e9) for p in "abcd"}
     thin = {k: LinkProfile(v.latency_s, 8e6) if {*k} & {"c", "d"} else v for k, v in LINKS.items() if "e" not in k}
     found, _, _ = choose(measured(devices, thin), replace(JOB, codec="auto", micro_batch=1), None, QUICK)
