@@ -15,8 +15,10 @@ from peers.transport.base import Stream
 
 __all__ = ["Throttle"]
 
-HASTE = 1.25  # times what is known: what came begins slowly, so frames show some tenth less than the link has
-ALL = 0.85  # of what was let through: more than comes of it where the link is what limits it
+# Times what is known. A step begins with a burst of some windows, and a queue of 100 ms has room for what is too much of it; and
+# frames that come as fast as the link lets them show that this is what limits them.
+HASTE = 1.08
+ALL = 0.96  # of what was let through: so much comes only where the throttle is what limits it
 RECENT = 5  # steps in which what a link has shown is believed
 
 
