@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +177,34 @@ async def test_two_regions_have_a_group_each_and_16_bits_between_them_and_the_st
     groups = shares(result.plan, names)
     assert [{home[name] for name in group} for group in groups] in ([{0}, {1}], [{1}, {0}])
     assert all(sorted(group.values()) == [4, 4] for group in groups)
-    assert [stage.codec_out for stage in result.plan.pipelines[0].stages] == ["bf16", "none"]
+    assert [stage.codec_out for stage in result.plan.pipelines[0].stages] == ["bf16-lossless", "none"]
     assert result.plan.predicted is not None
     assert step_s == pytest.approx(result.plan.predicted.step_s, rel=0.03)
     wanted = losses_of(reference(job))
     assert result.losses == pytest.approx(wanted, rel=0.05)
     assert result.losses != pytest.approx(wanted, rel=1e-9)
+
+
+@virtual_time
+async def test_between_regions_that_pack_what_they_send_no_bit_differs() -> None:
+    home = {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
+    job = lopsided(
+        model=Lopsided(2).double(),
+        cuts=("first", "heavy.0", "heavy.1"),
+        batch_size=8 * MICRO,
+        groups=False,
+        codec="lossless",
+    )
+    result, names, _ = await train(job, {"a0": 1e7, "a1": 1e5, "b0": 1e7, "b1": 1e5}, home)
+    assert result.plan is not None
+    stages = result.plan.pipelines[0].stages
+    at = [home[names[peer]] for stage in stages for peer in stage.peers]
+    assert {0, 1} == {*at}
+    assert [s.codec_out for s in stages[:-1]] == ["none" if a == b else "lossless" for a, b in pairwise(at)]
+    expected = reference(job)
+    assert result.losses == [sum(float(loss) / len(step) for loss in step) for step in expected.losses]
+    for name, tensor in result.state_dict.items():
+        assert torch.equal(tensor, expected.state[name]), name
 
 
 def test_what_may_not_be_shared_is_known_before_planning() -> None:
