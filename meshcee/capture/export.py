@@ -215,12 +215,7 @@ class _Flattener:
             shape = tuple(self._dim(d, maker) for d in held.shape)
             strides = [_hint(s) for s in held.stride()]
             sizes = [_hint(s) for s in held.shape]
-            # Ties (size 1) keep their place, so that a contiguous tensor has the identity order.
-            order = sorted(range(len(shape)), key=lambda d: (-strides[d] if sizes[d] > 1 else 0, d))
-            if held.is_contiguous():
-                order = list(range(len(shape)))
-            elif any(sizes[d] == 1 for d in range(len(shape))):
-                order = _order_with_ones(sizes, strides)
+            order = range(len(shape)) if held.is_contiguous() else _order(sizes, strides)
             return Value(name, held.dtype, shape, tuple(order))
         if isinstance(held, tuple | list):
             return Value(name, None, multiple=True)
@@ -243,11 +238,12 @@ class _Flattener:
         )
 
 
-def _order_with_ones(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dimensions from slow to fast; those of size 1 go where they were, between their neighbours."""
-    order = sorted((d for d in range(len(sizes)) if sizes[d] != 1), key=lambda d: (-strides[d], d))
+def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions from slow to fast; those of size 1, or expanded to more, go where they were, between their neighbours."""
+    apart = [d for d in range(len(sizes)) if sizes[d] != 1 and strides[d] != 0]
+    order = sorted(apart, key=lambda d: (-strides[d], d))
     for d in range(len(sizes)):
-        if sizes[d] == 1:
+        if d not in apart:
             order.insert(min(d, len(order)), d)
     return order
 

@@ -20,6 +20,7 @@ from meshcee.job import Schedule
 from peers.stage import clip_coefficient, global_norm
 from tests import zoo
 from tests.peers.chain import Chain
+from tests.peers.test_live_groups import Lopsided, lopsided
 from tests.reference import Reference, reference
 
 
@@ -91,6 +92,15 @@ def test_every_place_where_a_model_can_be_cut(model: str, order: str) -> None:
     chain = Chain(job, finely_cut(model), finely_cut(model).train.num_blocks, order)
     assert len(chain.runners) >= 10
     assert_equal(chain, chain.run(job.steps), expected(model, "adamw", steps=2))
+
+
+@pytest.mark.parametrize("order", ["fused", "late"])
+def test_what_is_expanded_arrives_as_a_sum_with_it_was_laid_out(order: str) -> None:
+    """Its dimension of stride 0 has no place of its own in memory; in another one, the next product rounds differently."""
+    job = lopsided(model=Lopsided(2).double(), cuts=("first", "heavy.0", "heavy.1"), groups=False)
+    chain = Chain(job, capture(job, evaluate=False), 4, order)
+    assert len(chain.runners[1].spec.sent) == 2
+    assert_equal(chain, chain.run(job.steps), reference(job))
 
 
 def test_recomputation_keeps_less_between_f_and_b() -> None:
