@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -43,6 +44,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "tests/mesh" if nodeid.startswith("tests/mesh/") else nodeid.partition("::")[0]
 
     return WholeFiles(config, log)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that a test runs in this process sets the level of logs for all; the next test begins as the first did."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
