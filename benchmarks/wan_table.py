@@ -44,8 +44,8 @@ def _network(name: str, rows: Rows, bound: Mapping[str, float]) -> list[str]:
     ours = [statistics.median(steps[label]) for label in OURS if steps.get(label)]
     filled, rounded, bare = bound["filled"], bound["filled_16_bit"], bound["bare"]
     lines = [
-        f"\n**{name}**: no system can take less than {filled:.2f} s a step with fill and drain ({rounded:.2f} s where 16 bits "
-        f"cross links), {bare:.2f} s without\n",
+        f"\n**{name}**: no system can take less than {filled:.2f} s a step with fill and drain ({rounded:.2f} s where packed "
+        f"16 bits cross links), {bare:.2f} s without\n",
         row("system", "s a step", "spread", "of the bounds", "meshcee is faster by (16-bit)", "what limits it"),
         row(*["---"] * 6),
     ]

@@ -15,8 +15,7 @@ from peers.transport.base import Stream
 
 __all__ = ["Throttle"]
 
-# Times what is known. A step begins with a burst of some windows, and a queue of 100 ms has room for what is too much of it; and
-# frames that come as fast as the link lets them show that this is what limits them.
+# Times what is known. A step begins with a burst of a second or two, and what is too much must have room in a queue of 100 ms.
 HASTE = 1.08
 ALL = 0.96  # of what was let through: so much comes only where the throttle is what limits it
 RECENT = 5  # steps in which what a link has shown is believed

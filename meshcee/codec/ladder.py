@@ -15,10 +15,7 @@ from meshcee.errors import UsageError
 __all__ = ["CODECS", "LADDER", "accepted", "codec_of"]
 
 LADDER: tuple[Codec, ...] = (Int4(), Int8(), Bf16(), Plain())
-_PACKED: dict[str, tuple[Codec, str]] = {
-    packed.name: (packed, behind.name) for behind in LADDER[-2:] for packed in [Lossless(behind)]
-}
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (*LADDER, *(packed for packed, _ in _PACKED.values()))}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (*LADDER, Lossless(Bf16()), Lossless(Plain()))}
 
 
 def codec_of(name: str) -> Codec:
@@ -32,7 +29,7 @@ def codec_of(name: str) -> Codec:
 
 def accepted(name: str) -> tuple[Codec, ...]:
     """This codec and the ones that a tensor may climb to, in that order; the last is `none`."""
-    if name in _PACKED:
-        packed, behind = _PACKED[name]
-        return (packed, *accepted(behind))
-    return LADDER[LADDER.index(codec_of(name)) :]
+    codec = codec_of(name)
+    if isinstance(codec, Lossless):
+        return (codec, *accepted(codec.inner.name))
+    return LADDER[LADDER.index(codec) :]

@@ -33,14 +33,14 @@ class Lossless:
     def __init__(self, inner: Codec) -> None:
         self.name = "lossless" if inner.name == "none" else f"{inner.name}-lossless"
         self.worst, self.budget = inner.worst, inner.budget
-        self._inner = inner
+        self.inner = inner
 
     def wire_bytes(self, dtype: torch.dtype, count: int) -> int:
-        return max(0, self._inner.wire_bytes(dtype, count) - 1)
+        return max(0, self.inner.wire_bytes(dtype, count) - 1)
 
     def encode(self, tensor: torch.Tensor, seed: int | None = None) -> torch.Tensor | None:
         """None, too, when it would save nothing."""
-        plain, count = self._inner.encode(tensor, seed), tensor.numel()
+        plain, count = self.inner.encode(tensor, seed), tensor.numel()
         if plain is None or not count:
             return None
         width = self._width(tensor.dtype)
@@ -72,7 +72,7 @@ class Lossless:
         turned = planes.reshape(-1).view(f"<u{width}")
         words = turned >> 1 | turned << (8 * width - 1)
         plain = torch.from_numpy(words.view(np.uint8)).to(payload.device)
-        return self._inner.decode(plain, dtype, shape)
+        return self.inner.decode(plain, dtype, shape)
 
     def _width(self, dtype: torch.dtype) -> int:
-        return self._inner.wire_bytes(dtype, 1)
+        return self.inner.wire_bytes(dtype, 1)

@@ -147,7 +147,7 @@ def test_below_the_table_stands_how_meshcee_compares_with_the_best_of_the_rest()
         "rows": {f"cee-small / {label}": found for label, found in rows.items()},
     }
     drawn = table(data)
-    assert "2.40 s a step with fill and drain (2.30 s where 16 bits cross links), 2.20 s without" in drawn
+    assert "2.40 s a step with fill and drain (2.30 s where packed 16 bits cross links), 2.20 s without" in drawn
     assert "3.20 times as fast as torch DDP, 2 that fit (2.69 to 3.75; aim 2.8)" in drawn
     assert "2.80 times as fast as best single device (2.69 to 3.12; aim 2.4)" in drawn
     assert "0.96 of the bound with fill and drain (aim 0.92); 0.88 of the bound without; +2 % beside predicted" in drawn
