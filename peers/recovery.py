@@ -204,7 +204,8 @@ class Recovery:
         lease = self._agent.lease
         if lease is not None and lease.peer_id not in self.gone:
             with contextlib.suppress(TimeoutError, JoinError):
-                async with asyncio.timeout(COORDINATOR_S):
+                # A part of the time that there is: whatever keeps the coordinator, the owner still gets to plan itself.
+                async with asyncio.timeout(min(COORDINATOR_S, self._agent.timeouts.regroup_s / 3)):
                     return await request_plan(self._agent, request)
         term = max(self._agent.elector.accepted, lease.term if lease is not None else (0, ""))
         plan, notes = await answer(self._agent, request)
