@@ -20,6 +20,7 @@ from meshcee.planner.memory import shortages
 from meshcee.planner.reasons import shortage, why_left_out
 from meshcee.planner.runs import Runs
 from meshcee.planner.search import Effort, Search
+from meshcee.planner.steady import steadiest
 from meshcee.profile import Cluster
 from meshcee.simulator import period_s
 from meshcee.workload import Workload
@@ -84,11 +85,15 @@ def plans(
         if runs.stages is None:
             raise missing
         raise PlanError(f"no plan of exactly {runs.stages} stages fits; ask for another number: {missing}")
+    single = search.best_single()
+    if len(priced[0][1].peers) > 1:
+        limit_s = min(inf if old is None else old[0], inf if single is None else single[1])
+        chosen = steadiest(priced, cluster, workload, limit_s=limit_s, events=effort.events, micros=effort.micros)
+        priced = [chosen, *(other for other in priced if other[1] != chosen[1])]
     period, best = priced[0]
     left = _left_out(search, best, period, runs)
     bound = lower_bound_s(cluster, workload)
     done = [replace(p, predicted=_predicted(s, workload, bound)) for s, p in priced]
-    single = search.best_single()
     return Choice(replace(done[0], left_out=tuple(left)), done[1:], single)
 
 
