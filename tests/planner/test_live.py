@@ -24,6 +24,7 @@ from meshcee.planner.live import (
 from meshcee.planner.live import JobCosts as Costs
 from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
+from meshcee.planner.steady import NEARLY
 from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.timing import BlockTimes
@@ -98,7 +99,8 @@ def test_what_auto_codes_is_priced_as_it_will_run_while_plans_are_searched(monke
     thin = {k: LinkProfile(v.latency_s, 8e6) if {*k} & {"c", "d"} else v for k, v in LINKS.items() if "e" not in k}
     found, _, _ = choose(measured(devices, thin), replace(JOB, codec="auto", micro_batch=1), None, QUICK)
     steps = [x.predicted.step_s for x in (found.best, *found.runners_up) if x.predicted is not None]
-    assert steps == sorted(steps)
+    assert steps[1:] == sorted(steps[1:])
+    assert steps[0] <= NEARLY * steps[1]
     assert steps[0] < 1.1 * 3 * 16 * BLOCKS * 1e7 / 4e9
 
 

@@ -12,6 +12,7 @@ from meshcee.planner.bounds import lower_bound_s
 from meshcee.planner.job import plan_cluster, plans
 from meshcee.planner.memory import shortages
 from meshcee.planner.search import Effort
+from meshcee.planner.steady import NEARLY
 from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.workload import Workload
@@ -119,11 +120,12 @@ def test_some_of_these_plans_have_two_pipelines() -> None:
     assert any(p is not None and len(p.pipelines) > 1 for p in plans_of)
 
 
-def test_runners_up_are_ready_and_slower() -> None:
+def test_runners_up_are_ready_and_hardly_faster() -> None:
+    """The best is the steadiest of those that are as good as equally fast."""
     where, work = random_case(9)
     choice = plans(where, work, effort=QUICK)
     assert choice.runners_up
-    assert all(step(choice.best) <= step(p) for p in choice.runners_up)
+    assert all(step(choice.best) <= NEARLY * step(p) for p in choice.runners_up)
     assert choice.single is not None
     assert step(choice.best) <= choice.single[1]
 
