@@ -49,7 +49,8 @@ def why_left_out(
     if with_one is None:
         return "no plan with it was faster than the best device alone"
     slower = with_one[0] / period_s - 1
-    return f"the best plan found with one of its kind takes {with_one[0]:.4g} s a step, {max(slower, 0):.1%} more"
+    more = f"{slower:.1%} more" if slower > 0 else "about as much"
+    return f"the best plan found with one of its kind takes {with_one[0]:.4g} s a step, {more}"
 
 
 def shortage(cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass]) -> PlanError:

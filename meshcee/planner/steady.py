@@ -24,7 +24,6 @@ __all__ = ["steadiest"]
 # Times what messages hold lines for, and times what they take besides: plans count on nine tenths of a link, which has ten or less.
 WEATHERS = ((1.0, 1.0), (0.9, 1.0), (1.1, 1.1), (1.25, 1.5))
 NEARLY = 1.02  # times the best period, on the network as measured: a plan that is no slower may be chosen
-COMPARED = 4  # plans that differ in more than windows
 BESIDES = 60  # events that a look at other windows counts for, besides those simulated
 
 
@@ -45,25 +44,12 @@ def steadiest(
     """
     limit_s = max(priced[0][0], min(limit_s, NEARLY * priced[0][0]))
     look = _Look(cluster, workload, micros)
-    forms: dict[object, tuple[float, Plan]] = {}
-    for period, plan in priced:
-        if period > limit_s:
-            break
-        if len(forms) < COMPARED or _form(plan) in forms:
-            kept = forms.get(_form(plan), (math.inf, plan))
-            forms[_form(plan)] = min(kept, (look.mean_s(plan, kept[0]), plan), key=lambda x: x[0])
-    found = sorted(forms.values(), key=lambda x: x[0])
-    for mean, plan in found[:1]:
-        found += look.shaken(mean, plan, events)
+    found = [(look.mean_s(plan), plan) for period, plan in priced if period <= limit_s]
+    found += look.shaken(*min(found, key=lambda x: x[0]), events)
     for _, plan in sorted(found, key=lambda x: x[0]):
         if (period := period_s(plan, cluster, workload)) <= limit_s:
             return period, plan
     return priced[0]
-
-
-def _form(plan: Plan) -> object:
-    """What plans share that differ in cuts and windows only."""
-    return tuple(tuple(stage.peers for stage in pipeline.stages) for pipeline in plan.pipelines)
 
 
 class _Look:
