@@ -39,7 +39,7 @@ from peers.transport.memory import Impairment
 from tests.peers.test_training import make_job
 
 STEPS = 30
-FAST = replace(QUICK, record_ttl_s=2.0, lease_ttl_s=2.0, beat_s=0.1, silent_s=1.0, regroup_s=3.0)
+FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=6.0)
 
 
 def job_of(**changes: object) -> Job:
