@@ -63,8 +63,12 @@ def plans(
     start: Plan | None = None,
     effort: Effort | None = None,
     runs: Runs | None = None,
+    steady: bool = False,
 ) -> Choice:
-    """As `plan_cluster`, with the runner-ups and the best single device; nothing that `runs` excludes."""
+    """As `plan_cluster`, with the runner-ups and the best single device; nothing that `runs` excludes.
+
+    steady  figures are measured, not true: of plans that are nearly as fast as the best the steadiest (steady.py)
+    """
     runs = runs or Runs()
     for device in cluster.devices.values():
         if device.kind not in workload.times:
@@ -86,7 +90,7 @@ def plans(
             raise missing
         raise PlanError(f"no plan of exactly {runs.stages} stages fits; ask for another number: {missing}")
     single = search.best_single()
-    if len(priced[0][1].peers) > 1:
+    if steady and len(priced[0][1].peers) > 1:
         limit_s = min(inf if old is None else old[0], inf if single is None else single[1])
         chosen = steadiest(priced, cluster, workload, limit_s=limit_s, events=effort.events, micros=effort.micros)
         priced = [chosen, *(other for other in priced if other[1] != chosen[1])]

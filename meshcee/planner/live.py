@@ -211,7 +211,7 @@ def _choose(
         one_each = {region: [peer] for peer, region in regions.items()}.values()
         codes = any(of(a, b) != "none" for a, b in combinations(one_each, 2))
         codec = "none" if not codes else "lossless" if codec == "lossless" else "bf16"
-    return plans(cluster, workload, codecs=(codec,), effort=effort or EFFORT, runs=runs), cluster, workload
+    return plans(cluster, workload, codecs=(codec,), effort=effort or EFFORT, runs=runs, steady=True), cluster, workload
 
 
 def plan_job(
