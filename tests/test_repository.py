@@ -19,7 +19,7 @@ import meshcee
 from meshcee import errors
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 450
+MAX_LINES = 700
 PRODUCT = ("meshcee", "dht", "peers")
 EXAMPLES = ("gpt", "digits", "hf_gpt2")
 
