@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.measure import machine, row
+from benchmarks.migration import moves, moving_s
 from meshcee.adapter import REST_STEPS, SETTLING_STEPS, WorkFunction
-from meshcee.migration import moves, moving_s
 from meshcee.plan import Plan
 from meshcee.planner.job import plans
 from meshcee.profile import Cluster, LinkProfile

@@ -19,8 +19,7 @@ import torch
 from meshcee.capture import StageSpec, Value
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import seed_of
-from meshcee.schedule.actions import Kind
-from meshcee.schedule.zero_bubble import StageView, choose
+from meshcee.schedule import Kind, StageView, choose
 from peers import messages
 from peers.buckets import Whole
 from peers.buddy import digests_of

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.adapter import NETWORKS, optimum_s, thresholds, total_s, work_function
+from benchmarks.migration import Move, moves, moving_s
 from meshcee.adapter import SETTLING_STEPS, Adapter, Level, WorkFunction, level_of
-from meshcee.migration import Move, moves, moving_s
 from meshcee.plan import Member, Pipeline, Plan, Predicted, Stage
 from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s

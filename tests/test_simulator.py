@@ -12,8 +12,7 @@ from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.profile import Cluster
 from meshcee.scenario import LinkChange
-from meshcee.schedule.actions import Kind
-from meshcee.schedule.zero_bubble import StageView, choose
+from meshcee.schedule import Kind, StageView, choose
 from meshcee.simulator import Timeline, period_s, simulate
 from meshcee.simulator.engine import run
 from meshcee.simulator.instance import build

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.profile import Cluster
-from meshcee.schedule.zero_bubble import residence_s
+from meshcee.schedule import residence_s
 from meshcee.workload import Workload
 
 __all__ = ["Chain", "ChainStage", "Codecs", "Layout", "layout_of", "peers_of", "shares", "to_plan"]

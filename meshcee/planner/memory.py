@@ -6,11 +6,10 @@ and gradient at two bytes, master and moments at four), plus what every live mic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshcee.plan import Plan
-from meshcee.profile import BlockCost, Cluster
+from meshcee.profile import Cluster
 from meshcee.workload import Workload
 
 __all__ = [
@@ -18,12 +17,9 @@ __all__ = [
     "OWN_COPIES",
     "STATE_FACTOR",
     "Shortage",
-    "activation_bytes",
     "copies_factor",
     "needs",
     "shortages",
-    "stage_bytes",
-    "state_bytes",
 ]
 
 STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
@@ -36,21 +32,6 @@ COPY_SHARE = 0.75  # of a stage's state: not its gradients
 def copies_factor(tiers: int) -> float:
     """What copies take at a member, times its own state, where stages are about equal: 1 tier for buddies, 2 for far ones too."""
     return COPY_SHARE * (OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1)) if tiers else 0.0
-
-
-def state_bytes(costs: Sequence[BlockCost]) -> int:
-    """Parameters, gradients and moments of these blocks, held all the time."""
-    return sum(STATE_FACTOR * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes) for c in costs)
-
-
-def activation_bytes(costs: Sequence[BlockCost], samples: int) -> int:
-    """What one micro-batch of this many samples keeps from F to W."""
-    return samples * sum(c.activation_bytes for c in costs)
-
-
-def stage_bytes(costs: Sequence[BlockCost], samples: int, live: int) -> int:
-    """Everything, with `live` micro-batches between F and W."""
-    return state_bytes(costs) + live * activation_bytes(costs, samples)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The idea: a device is looked at only when something can have changed for it: its own work is done, or what it waits for
 has arrived. A line is a clock that says when it is free again, so a message costs no event of its own.
 
-The rules are those of docs/simulator.md; the order of decisions is `schedule.zero_bubble.choose`, written out for speed
+The rules are those of docs/simulator.md; the order of decisions is `schedule.choose`, written out for speed
 (tests hold the two together).
 """
 
@@ -48,7 +48,6 @@ class Outcome:
     line_s: list[float] = field(default_factory=list)  # per line, over all steps
     max_live: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)  # when the first head finished each B
     events: int = 0
     end_s: float = 0.0  # of the last event
     period_s: float | None = None  # of a second step that finds everybody as the first did, or longer than the limit
@@ -242,11 +241,8 @@ def run(
                     wake_at[target] = at
                     sequence += 1
                     push(heap, (at, sequence, WAKE, target, 0))
-            if what == B_DONE and is_first[n]:
-                if n == first_head:
-                    out.backward_s.append(now)
-                if done_b[n] == limit[n] and not votes_left:
-                    ready_to_commit(n, step_of[n], now)
+            if what == B_DONE and is_first[n] and done_b[n] == limit[n] and not votes_left:
+                ready_to_commit(n, step_of[n], now)
         elif what == W_DONE:
             busy[n] = False
             if done_w[n] == limit[n]:

@@ -4,19 +4,24 @@ The idea: B as soon as its gradient is there, since another stage waits for it; 
 flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order.
 
 W's that are put off are not lost: a stage runs them while it waits for the commit of this step and the first F of the
-next, time that nothing else could fill. A second, softer window, above which W goes before F, saves memory where memory
-is short and costs up to a tenth of the speed (docs/simulator.md); it is off unless it is given.
+next, time that nothing else could fill.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from meshcee.schedule.actions import Kind
+__all__ = ["Kind", "StageView", "choose", "residence_s"]
 
-__all__ = ["StageView", "choose", "hard_window", "period_s", "residence_s", "soft_window"]
+
+class Kind(StrEnum):
+    """F forward, B input-gradient, W weight-gradient."""
+
+    F = "F"
+    B = "B"
+    W = "W"
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,6 @@ class StageView:
     weight_here: bool  # the next W could run
     window: int
     live_cap: int
-    soft: int | None = None  # in flight above which W goes before F; None: the window
 
 
 def choose(view: StageView) -> Kind | None:
@@ -40,21 +44,9 @@ def choose(view: StageView) -> Kind | None:
     if view.gradient_here:
         return Kind.B
     in_flight = view.forwards - view.backwards
-    may = view.input_here and in_flight < view.window and view.forwards - view.weights < view.live_cap
-    if may and (view.soft is None or in_flight < view.soft):
+    if view.input_here and in_flight < view.window and view.forwards - view.weights < view.live_cap:
         return Kind.F
-    if view.weight_here:
-        return Kind.W
-    return Kind.F if may else None
-
-
-def period_s(stages_s: Sequence[float], occupancies_s: Sequence[float]) -> float:
-    """T: the time between micro-batches once the pipeline is full. Latency does not enter.
-
-    stages_s       f + b + w of each stage
-    occupancies_s  bytes over bandwidth of each boundary and direction
-    """
-    return max(*stages_s, *occupancies_s, 0.0)
+    return Kind.W if view.weight_here else None
 
 
 def residence_s(stages_s: Sequence[float], boundaries_s: Sequence[float]) -> list[float]:
@@ -67,13 +59,3 @@ def residence_s(stages_s: Sequence[float], boundaries_s: Sequence[float]) -> lis
     for j in range(len(stages_s) - 1, -1, -1):
         residence[j] = stages_s[j] + (boundaries_s[j] + residence[j + 1] if j < len(boundaries_s) else 0.0)
     return residence
-
-
-def soft_window(residence: float, period: float) -> int:
-    """Micro-batches that fill the pipeline from here on, by Little's law, and one more."""
-    return math.ceil(residence / period - 1e-9) + 1
-
-
-def hard_window(residence: float, period: float) -> int:
-    """Twice as many, and two: room for jitter."""
-    return math.ceil(2 * residence / period - 1e-9) + 2
