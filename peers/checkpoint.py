@@ -30,6 +30,7 @@ from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, UsageError
 from meshcee.job import Job
 from meshcee.tensor_files import Layout, OnDemand, byte_view, head_of
+from peers import hugging_face
 from peers.home import write_atomic
 from peers.strict_json import dumps
 
@@ -56,15 +57,6 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "reduction": job.reduction,
         "precision": job.precision,
     }
-
-
-def _config(job: Job) -> dict[str, Any] | None:
-    """What Hugging Face's `from_pretrained` needs beside the weights, when the model is one of theirs."""
-    config = getattr(job.model, "config", None)
-    if not callable(getattr(config, "to_json_string", None)):
-        return None
-    assert config is not None
-    return {**json.loads(config.to_json_string()), "architectures": [type(job.model).__name__]}
 
 
 @dataclass(frozen=True)
@@ -152,6 +144,11 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._model_files)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The names that training may have changed."""
+        return frozenset(name for name, file in self._model_files.items() if file != FROZEN)
 
     def weights(self, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
         """Parameters (masters) and buffers, each read when it is asked for."""
@@ -291,7 +288,7 @@ class CheckpointStore:
             "devices": [list(device) for device in devices],
             "persistent": list(captured.persistent),
             "aliases": captured.aliases,
-            "config": _config(job),
+            **hugging_face.described(job.model),
             "torch": torch.__version__,
         }
         store = cls(folder, about)

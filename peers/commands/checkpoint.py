@@ -6,8 +6,9 @@ from pathlib import Path
 
 from meshcee.errors import UsageError
 from meshcee.tensor_files import OnDemand, save
+from peers import hugging_face
 from peers.checkpoint import Checkpoint, CheckpointStore
-from peers.home import Home, write_atomic
+from peers.home import Home
 from peers.strict_json import dumps
 
 __all__ = ["export", "find"]
@@ -30,22 +31,16 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> 
     manifest = checkpoint.manifest
     state = checkpoint.weights(manifest["persistent"])
     if hf is not None:
-        config = manifest.get("config")
-        if config is None:
-            raise UsageError(
-                "this model is not one of Hugging Face's, so it has no config.json; use --out FILE instead"
-            )
-        # Names that are tied are left out, as save_pretrained leaves them out: from_pretrained ties them again.
-        hf.mkdir(parents=True, exist_ok=True)
-        save(hf / "model.safetensors", state)
-        write_atomic(hf / "config.json", dumps(config, indent=2).encode())
+        kind, count = hugging_face.write(hf, manifest, state, checkpoint.changed)
+        how = f", for {kind}.from_pretrained"
     else:
         assert out is not None
         names = {name: name for name in state}
         names |= {other: name for other, name in manifest["aliases"].items() if name in state}
         save(out, OnDemand(names, lambda name: state[names[name]]))
+        how, count = "", len(state)
     place = str(hf or out)
     if as_json:
-        print(dumps({"out": place, "next_step": checkpoint.next_step, "tensors": len(state)}))
+        print(dumps({"out": place, "next_step": checkpoint.next_step, "tensors": count}))
     else:
-        print(f"{place}: {len(state)} tensors, as they were after {checkpoint.next_step} steps")
+        print(f"{place}: {count} tensors, as they were after {checkpoint.next_step} steps{how}")
