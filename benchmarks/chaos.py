@@ -33,7 +33,7 @@ from benchmarks.going_back import Past, going_back
 from benchmarks.lab import Lab, why_not
 from benchmarks.wires import network_of
 from meshcee._demo_job import job as demo
-from meshcee.eager import eager
+from meshcee.eager import plain
 
 PEERS, STAGES, CHECKPOINTS = 6, 4, 4
 LEAST = 2  # peers that stay
@@ -107,7 +107,7 @@ def judge(arena: Arena, steps: int, code: int, past: Past, orphans: list[int]) -
 def undisturbed(steps: int, micro_batch: int) -> list[float]:
     """The plain loop's losses."""
     torch.set_num_threads(1)
-    return eager(demo, steps, micro_batch)[0]
+    return plain(demo, steps, micro_batch).losses
 
 
 def keep(arena: Arena, seed: int) -> None:

@@ -17,13 +17,20 @@ _HOME = {
     "seeded": "meshcee.job",
     "MeshceeError": "meshcee.errors",
     "join": "meshcee.run",
+    "plain": "meshcee.eager",
     "train": "meshcee.run",
 }
 
-__all__ = ["Job", "MeshceeError", "Optimizer", "Schedule", "__version__", "join", "seeded", "train"]
+__all__ = ["Job", "MeshceeError", "Optimizer", "Schedule", "__version__", "capture", "join", "plain", "seeded", "train"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "capture":  # a package that can be called
+        return importlib.import_module("meshcee.capture")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'meshcee' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

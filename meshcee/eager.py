@@ -1,7 +1,8 @@
-"""The plain eager loop of a job: what one machine without meshcee would run, for users to compare with.
+"""The plain loop of a job: what one machine without meshcee would run, for everybody to compare with.
 
-`python -m meshcee.eager JOB.py STEPS MICRO_BATCH FOLDER` trains in this process, writes FOLDER/eager.safetensors and
-prints {"losses": [...], "seconds": s}. It is written against torch and `meshcee.seeded` alone, not against the mesh.
+The idea: this page is the definition of "exactly". It is written against torch, `meshcee.seeded` and `meshcee.sampling`
+alone; nothing of the capture or of the mesh takes part in it. `python -m meshcee.eager JOB.py STEPS MICRO_BATCH FOLDER`
+runs it in a process of its own, writes FOLDER/eager.safetensors and prints {"losses": [...], "seconds": s}.
 """
 
 from __future__ import annotations
@@ -10,17 +11,122 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, seeded
 from meshcee.sampling import draw
 from meshcee.tensor_files import Checkpoint
 
-__all__ = ["eager"]
+__all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
+
+
+class Plain(NamedTuple):
+    """What the plain loop leaves, under the names of what `meshcee.train` returns."""
+
+    losses: list[float]  # one a step: the weighted sum over its micro-batches
+    norms: list[float]  # one a step: of all gradients, before clipping
+    module: nn.Module  # the trained copy of the model; the job's own is as it was
+    state_dict: dict[str, torch.Tensor]  # in bf16 with the fp32 masters of what was trained
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """One step, told before the next one begins. The tensors are the loop's own: look at them now, or copy them."""
+
+    step: int
+    loss: float
+    losses: list[torch.Tensor]  # of each micro-batch, unweighted
+    norm: float
+    grads: Mapping[str, torch.Tensor]  # by the name of the parameter, after clipping
+    module: nn.Module
+    state_dict: dict[str, torch.Tensor]
+
+
+def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Plain:
+    """Train a copy of the job's model in one plain PyTorch loop, on this process's CPU.
+
+    `steps` are the job's unless given. `micro_batch` is the job's micro_batch_size, else its batch_size; where a plan
+    chose the size, it is `result.micro_batch_size`. Bits depend on torch's number of threads.
+
+    >>> result = meshcee.train(job, local=3)
+    >>> expected = meshcee.plain(job, micro_batch=result.micro_batch_size)
+    >>> assert result.losses == expected.losses
+    """
+    losses, norms = [], []
+    for done in plain_steps(job, steps, micro_batch):
+        losses.append(done.loss)
+        norms.append(done.norm)
+    return Plain(losses, norms, done.module, done.state_dict)
+
+
+def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Iterator[PlainStep]:
+    """The same, step by step."""
+    steps = job.steps if steps is None else steps
+    micro_batch = micro_batch or job.micro_batch_size or job.batch_size
+    if steps < 1 or job.batch_size % micro_batch:
+        raise UsageError(f"take at least one step, and a micro_batch that divides batch_size={job.batch_size}")
+    model = _built(job)
+    model.train()
+    # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
+    full = {name: p.detach().clone() for name, p in model.named_parameters()} if job.precision == "bf16" else {}
+    if full:
+        model.bfloat16()
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: nn.Parameter(full[name]) if full else p for name, p in live.items()}
+    optimizer = job.optimizer.build(masters)
+    schedule = job.schedule.build(optimizer) if job.schedule else None
+    for step in range(steps):
+        indices = draw(job.seed, len(job.data), job.batch_size, step)
+        batches = []
+        for start in range(0, job.batch_size, micro_batch):
+            samples = [job.data[i] for i in indices[start : start + micro_batch]]
+            batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
+        total, losses = 0.0, []
+        for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
+            with seeded(job.seed, step, micro):
+                loss = job.loss(_call(model, _halved(x) if full else x), y)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() * weight
+            losses.append(loss.detach())
+        if full:
+            for name, master in masters.items():
+                grad = live[name].grad
+                master.grad = None if grad is None else grad.float()
+        grads = {name: p.grad for name, p in masters.items() if p.grad is not None}
+        if job.clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), job.clip_norm)
+        else:
+            norm = torch.nn.utils.get_total_norm(grads.values())
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        if full:
+            with torch.no_grad():
+                for name, master in masters.items():
+                    live[name].copy_(master)
+        yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full))
+        optimizer.zero_grad()
+        model.zero_grad()
+
+
+def _built(job: Job) -> nn.Module:
+    """A model of our own, with the values that training starts from."""
+    if isinstance(job.model, nn.Module):
+        model = copy.deepcopy(job.model)
+    else:
+        torch.manual_seed(job.seed)
+        model = job.model()
+    if job.weights is not None:
+        # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
+        model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
+    return model
 
 
 def _collate(items: list[Any]) -> Any:
@@ -32,7 +138,15 @@ def _collate(items: list[Any]) -> Any:
     return torch.stack([torch.as_tensor(item) for item in items])
 
 
-def _call(model: torch.nn.Module, x: Any) -> Any:
+def _halved(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _halved(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(_halved(value) for value in x)
+    return x.bfloat16() if x.is_floating_point() else x
+
+
+def _call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, dict):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
@@ -48,48 +162,11 @@ def _weights(job: Job, targets: list[Any]) -> list[float]:
     return [w / sum(own) for w in own]
 
 
-def _built(job: Job) -> torch.nn.Module:
-    """A model of our own, with the values that training starts from."""
-    if isinstance(job.model, torch.nn.Module):
-        model = copy.deepcopy(job.model)
-    else:
-        torch.manual_seed(job.seed)
-        model = job.model()
-    if job.weights is not None:
-        # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
-        model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
-    return model
-
-
-def eager(job: Job, steps: int, micro_batch: int) -> tuple[list[float], torch.nn.Module]:
-    """Train `steps` steps; returns each step's loss and the model. fp32; micro-batches in ascending order."""
-    if job.precision != "fp32":
-        raise UsageError(f"the eager loop knows no precision {job.precision!r}; compare a job in fp32")
-    model = _built(job)
-    model.train()
-    optimizer = job.optimizer.build(dict(model.named_parameters()))
-    schedule = job.schedule.build(optimizer) if job.schedule else None
-    losses = []
-    for step in range(steps):
-        indices = draw(job.seed, len(job.data), job.batch_size, step)
-        total = 0.0
-        batches = []
-        for start in range(0, job.batch_size, micro_batch):
-            samples = [job.data[i] for i in indices[start : start + micro_batch]]
-            batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
-        for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
-            with seeded(job.seed, step, micro):
-                loss = job.loss(_call(model, x), y)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-            total += loss.item() * weight
-        if job.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-        losses.append(total)
-    return losses, model
+def _state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's state, with the full-precision tensors where there are any, under all names of a tied one."""
+    kept = model.state_dict(keep_vars=True)
+    of = {id(p): full[name] for name, p in model.named_parameters() if name in full}
+    return {name: of.get(id(tensor), tensor).detach() for name, tensor in kept.items()}
 
 
 def _main(arguments: list[str]) -> None:
@@ -106,11 +183,11 @@ def _main(arguments: list[str]) -> None:
     sys.modules["job_file"] = module
     spec.loader.exec_module(module)
     start_s = time.perf_counter()
-    losses, model = eager(module.job, steps, micro_batch)
+    done = plain(module.job, steps, micro_batch)
     seconds = time.perf_counter() - start_s
-    state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.clone().contiguous() for name, tensor in done.state_dict.items()}
     safetensors.torch.save_file(state, folder / "eager.safetensors")
-    print(json.dumps({"losses": losses, "seconds": seconds}))
+    print(json.dumps({"losses": done.losses, "seconds": seconds}))
 
 
 if __name__ == "__main__":

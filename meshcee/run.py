@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,11 @@ from meshcee.errors import UsageError
 from meshcee.job import Job
 
 if TYPE_CHECKING:
+    from meshcee.capture import Capture
+    from meshcee.plan import Plan
     from peers.mesh import Mesh, Result
     from peers.owner import Report
+    from peers.trace import Trace
 
 __all__ = ["join", "train"]
 
@@ -53,18 +56,39 @@ def train(
     *,
     join: str | None = None,
     local: int | None = None,
-    resume: str | None = None,
+    compute: bool = False,
+    device: str = "cpu",
     on_report: Callable[[Report], None] | None = None,
+    captured: Capture | None = None,
+    stages: int | None = None,
+    plan: Plan | None = None,
+    codec: str | None = None,
+    resume: str | None = None,
+    on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
+    trace: Trace | None = None,
+    wait: bool = True,
+    on_wait: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
-    `resume` goes on with a run of this machine on that mesh: its id, "RUN@STEP" or "last".
+    `join`, `local`, `compute` and `device` are those of `meshcee.join`, all others those of its `mesh.train`.
     Raises a MeshceeError naming the cause. Not for use inside a running event loop: there, use `meshcee.join`.
     """
 
     async def main() -> Result:
-        async with _joined(address=join, local=local if join or local else 1) as mesh:
-            async for report in mesh.train(job, resume=resume):
+        async with _joined(join, local=local if join or local else 1, compute=compute, device=device) as mesh:
+            async for report in mesh.train(
+                job,
+                captured=captured,
+                stages=stages,
+                plan=plan,
+                codec=codec,
+                resume=resume,
+                on_plan=on_plan,
+                trace=trace,
+                wait=wait,
+                on_wait=on_wait,
+            ):
                 if on_report is not None:
                     on_report(report)
             return mesh.result

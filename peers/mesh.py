@@ -128,6 +128,7 @@ class Mesh:
         captured: Capture | None = None,
         stages: int | None = None,
         plan: Plan | None = None,
+        codec: str | None = None,
         resume: str | None = None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
         trace: Trace | None = None,
@@ -136,11 +137,14 @@ class Mesh:
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
-        `plan` takes the place of the coordinator's: its members may be peer ids or names. `trace` hears what peers did in a few
+        `plan` takes the place of the coordinator's: its members may be peer ids or names. `codec` takes the place of the job's.
+        `trace` hears what peers did in a few
         steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
         `wait` False it begins at once, on the peers that are idle, if they can hold it.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
+        if codec is not None:
+            job = replace(job, codec=codec)
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
         training = Training(
             self.agent,

@@ -1,9 +1,13 @@
 """Any nn.Module as a program: exported, cut into blocks, priced, encoded, sliced into stages.
 
-Job -> capture() -> Capture(train: Program, evaluate: Program | None, costs, state)
+meshcee.capture(job) -> Capture(train: Program, evaluate: Program | None, costs, state)
 Program.slice(first, end) -> StageSpec -> build() -> a function of (raw inputs, received, parameters, buffers)
 encode_program / decode_program: the same as bytes that an untrusting peer can read
 """
+
+import sys
+import types
+from typing import Any
 
 from meshcee.capture.capture import Capture, capture
 from meshcee.capture.data import inputs_of, stack
@@ -28,3 +32,12 @@ __all__ = [
     "stack",
     "why_unsplit",
 ]
+
+
+class _Called(types.ModuleType):
+    """A package that is its function too: `meshcee.capture(job)` means the same whether or not a submodule was imported."""
+
+    __call__: Any = staticmethod(capture)
+
+
+sys.modules[__name__].__class__ = _Called

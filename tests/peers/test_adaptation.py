@@ -28,7 +28,7 @@ from benchmarks.rehearsal import (
 )
 from meshcee.adapter import Level
 from meshcee.capture import capture
-from meshcee.eager import eager
+from meshcee.eager import plain
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured, situation
@@ -374,7 +374,7 @@ async def test_a_link_that_sags_is_planned_around_and_no_number_changes(tmp_path
     assert change.gain > 1.5
     assert change.after_s is not None
     assert change.after_s < change.before_s
-    losses, model = eager(wide_job(), STEPS, MICRO)
+    losses, _, model, _ = plain(wide_job(), STEPS, MICRO)
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(result.state_dict[name], tensor), name
@@ -395,7 +395,7 @@ async def test_a_peer_that_joins_a_running_job_is_given_blocks_and_no_number_cha
     assert result.plan is not None
     assert late in result.plan.peers
     assert "late has joined" in {cause for change in result.changes for cause in change.cause}
-    losses, model = eager(wide_job(), STEPS, MICRO)
+    losses, _, model, _ = plain(wide_job(), STEPS, MICRO)
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(result.state_dict[name], tensor), name

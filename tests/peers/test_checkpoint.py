@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.capture import Capture, capture
-from meshcee.eager import eager
+from meshcee.eager import plain
 from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError
 from meshcee.job import PER_PARAMETER, Job, Optimizer
 from peers import messages
@@ -101,7 +101,7 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     home = Home(tmp_path)
     cut = await crashed(job_of(), home, captured=captured_job())
     result = await run(job_of(), home, stages, captured=captured_job(), resume=f"{cut.id}@3")
-    losses, model = eager(job_of(), STEPS, 6)
+    losses, _, model, _ = plain(job_of(), STEPS, 6)
     assert result.losses == losses
     assert_equal(result.state_dict, model.state_dict())
     told = [line["step"] for line in cut.reports()]
@@ -152,7 +152,7 @@ async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> N
     home = Home(tmp_path)
     cut = await crashed(job(1), home)
     result = await run(job(2), home, 2, resume=cut.id)  # a job file that draws other weights each time
-    losses, model = eager(job(1), STEPS, 6)
+    losses, _, model, _ = plain(job(1), STEPS, 6)
     assert result.losses == losses
     assert_equal(result.state_dict, model.state_dict())
 
@@ -197,7 +197,7 @@ async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_
     newest.write_bytes(data)
     await fails(CheckpointError, r"model-1.safetensors is not what was written; resume from the one before")
     result = await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
-    assert result.losses == eager(job_of(), STEPS, 6)[0]
+    assert result.losses == plain(job_of(), STEPS, 6).losses
     await fails(UsageError, "raise `steps`")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from meshcee.eager import eager
+from meshcee.eager import plain
 from meshcee.errors import ProtocolError
 from meshcee.plan import Plan
 from peers.adaptation import Adaptation
@@ -158,7 +158,7 @@ async def test_a_user_who_stops_while_plans_change_has_the_weights(
     result, told = await run(home, lambda here, mesh, report: meshes.append(mesh))
     assert result.stopped
     assert handed == [True, False]
-    losses, model = eager(job_of(), len(told), 6)
+    losses, _, model, _ = plain(job_of(), len(told), 6)
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(result.state_dict[name], tensor), name

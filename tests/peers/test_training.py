@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshcee.config import Limits, Timeouts
-from meshcee.eager import eager
+from meshcee.eager import plain
 from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, PlanError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Plan
@@ -82,7 +82,7 @@ def make_job(**changes: object) -> Job:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 async def test_any_number_of_stages_equals_the_plain_loop(stages: int) -> None:
     trained = await train(make_job(), stages, 6)
-    losses, model = eager(make_job(), 5, 6)
+    losses, _, model, _ = plain(make_job(), 5, 6)
     assert trained.losses == losses
     reference = model.state_dict()
     for name, tensor in trained.state.items():
@@ -202,7 +202,7 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     expected = reference(job)
     for name, tensor in trained.state.items():
         assert torch.equal(tensor, expected.state[name]), name
-    assert trained.losses == eager(make_job(loss=loss, weight=job.weight), 5, 6)[0]
+    assert trained.losses == plain(make_job(loss=loss, weight=job.weight), 5, 6).losses
 
 
 async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
@@ -213,7 +213,7 @@ async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
         return make_job(model=model, loss=nn.functional.mse_loss, data=data, clip_norm=0.01, schedule=None)
 
     trained = await train(job(), 3, 6)
-    losses, model = eager(job(), 5, 6)
+    losses, _, model, _ = plain(job(), 5, 6)
     assert trained.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(trained.state[name], tensor), name
@@ -242,7 +242,7 @@ async def test_norms_of_many_parameters_need_no_large_header(monkeypatch: pytest
 
     monkeypatch.setattr("peers.transport.endpoint.Limits", lambda: Limits(header_bytes=4096))
     trained = await train(job(), 2, 6)
-    losses, model = eager(job(), 2, 6)
+    losses, _, model, _ = plain(job(), 2, 6)
     assert trained.losses == losses
     assert all(torch.equal(trained.state[name], tensor) for name, tensor in model.state_dict().items())
     assert trained.reports[0].norm is not None
@@ -336,7 +336,7 @@ async def test_data_is_read_in_order_by_one_thread_that_is_not_the_event_loops()
         return plan
 
     trained = await train(job, 2, 6, adapt=adapt)
-    assert trained.losses == eager(make_job(steps=3), 3, 6)[0]
+    assert trained.losses == plain(make_job(steps=3), 3, 6).losses
     assert len(data.threads) == 1
     assert threading.main_thread().name not in data.threads
     assert data.read[: 3 * 24] == [i for step in range(3) for i in draw(3, 96, 24, step)]

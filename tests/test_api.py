@@ -1,0 +1,128 @@
+"""The names of `meshcee` that users call: what they are, in either order of import, and that their options agree.
+
+The idea: `meshcee.capture` is a package and a function, so each order of import is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import meshcee
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer, Schedule
+from meshcee.sampling import draw
+from peers.mesh import Mesh
+from tests.reference import reference
+
+TINY = """
+import torch, meshcee
+job = meshcee.Job(
+    model=torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss, optimizer=meshcee.Optimizer("SGD", lr=0.1),
+    data=[(torch.ones(2) * i, torch.ones(1)) for i in range(4)], batch_size=2, steps=1,
+)
+"""
+
+
+def test_dir_lists_the_public_names_and_each_is_there() -> None:
+    assert dir(meshcee) == sorted(meshcee.__all__)
+    for name in meshcee.__all__:
+        assert getattr(meshcee, name) is not None
+    # A module of the same name would take the place of the function once it is imported; capture can be called itself.
+    modules = {found.name for found in pkgutil.iter_modules(meshcee.__path__)}
+    assert modules & set(meshcee.__all__) == {"capture"}
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "",
+        "import meshcee.capture.program",
+        "from meshcee.capture import Capture",
+        "from meshcee import capture",
+    ],
+)
+def test_capture_can_be_called_in_any_order_of_import(first: str) -> None:
+    after = "found = meshcee.capture(job); print(len(found.costs), len(found.train.nodes) > 0)\n"
+    after += "import meshcee.capture.program; meshcee.capture(job); print(meshcee.capture.program.Program.__name__)"
+    command = [sys.executable, "-c", f"{first}\n{TINY}\n{after}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+    assert shown[1:] == ["True", "Program"]
+
+
+def test_train_takes_what_mesh_train_and_join_take() -> None:
+    train = inspect.signature(meshcee.train).parameters
+    inside, door = inspect.signature(Mesh.train).parameters, inspect.signature(meshcee.join).parameters
+    options = {name: p.default for name, p in inside.items() if name not in ("self", "job", "on_wait")}
+    options |= {name: p.default for name, p in door.items() if name != "address"}
+    assert {name: train[name].default for name in options} == options
+    assert set(train) == {*options, "job", "on_wait", "join", "on_report"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.drop = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.last = nn.Linear(8, 4, bias=False)
+        self.last.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+        return out
+
+
+def job_of(precision: str) -> Job:
+    torch.manual_seed(1)
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(20)]
+    return Job(
+        Net(),
+        lambda out, y: nn.functional.mse_loss(out.float(), y),
+        data,
+        Optimizer("AdamW", lr=1e-2, groups={"*.bias": {"weight_decay": 0.0}}),
+        batch_size=6,
+        steps=4,
+        micro_batch_size=3,
+        clip_norm=0.1,
+        schedule=Schedule("LinearLR", start_factor=0.5, total_iters=3),
+        weight=lambda y: float(1 + (y > 0).sum()),
+        precision=precision,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_plain_loop_is_the_reference_of_the_tests(precision: str) -> None:
+    """Written twice: the one that users call, and the one that every test of equality is held against."""
+    job = job_of(precision)
+    assert isinstance(job.model, nn.Module)
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    found, expected = meshcee.plain(job), reference(job)
+    shares = []
+    for step in range(job.steps):
+        drawn = [job.data[i][1] for i in draw(job.seed, 20, 6, step)]
+        own = [job.weight(torch.stack(drawn[k : k + 3])) for k in (0, 3)]  # type: ignore[misc]
+        shares.append([w / sum(own) for w in own])
+    assert found.losses == [
+        sum(float(x) * w for x, w in zip(step, share)) for step, share in zip(expected.losses, shares)
+    ]
+    frozen = {"last.weight": before["last.weight"]}  # given back as they came, also in bf16
+    wanted = {**expected.state, **frozen}
+    assert found.state_dict.keys() == wanted.keys()
+    assert [name for name, tensor in found.state_dict.items() if not torch.equal(tensor, wanted[name])] == []
+    assert all(norm > 0.1 for norm in found.norms)
+    assert found.module.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
+
+
+def test_the_plain_loop_refuses_what_no_mesh_would_train() -> None:
+    with pytest.raises(UsageError, match="divides batch_size=6"):
+        meshcee.plain(job_of("fp32"), micro_batch=4)
+    whole = meshcee.plain(replace(job_of("fp32"), clip_norm=None, micro_batch_size=None), steps=1)
+    assert len(whole.losses) == len(whole.norms) == 1
