@@ -36,7 +36,7 @@ from sized import LARGE, SIZED
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.sampling import draw
+from meshcee.sampling import draw, read
 from peers import messages
 from peers.compute import Compute
 from peers.executor import Executor
@@ -66,7 +66,7 @@ def batches_of(job: Job, steps: int) -> list[list[Batch]]:
     found = []
     for step in range(steps):
         drawn = draw(job.seed, len(job.data), job.batch_size, step)
-        found.append([stack([job.data[i] for i in drawn[k : k + size]]) for k in range(0, len(drawn), size)])
+        found.append([stack(read(job.data, drawn[k : k + size], job.seed, step)) for k in range(0, len(drawn), size)])
     return found
 
 

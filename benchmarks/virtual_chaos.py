@@ -29,6 +29,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from benchmarks.going_back import going_back
+from dht.election import CHANCE
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
@@ -382,7 +383,7 @@ async def train(
 async def one(seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3) -> dict[str, Any]:
     """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong."""
     began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
-    random.seed(seed)  # who claims first
+    CHANCE.seed(seed)  # who claims first
     activations = Activations()
     steps = sorted(chance.choices(range(-1, STEPS - 2), k=blows))  # -1: while it is planned and offered
     outcome, agreed_s, storm = "never began", None, None

@@ -31,6 +31,8 @@ __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Save
 log = structlog.get_logger()
 
 MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
+# Not the generator that `random` shares: a user's dataset may draw from that one on another thread, and must repeat.
+CHANCE = random.Random()
 THOROUGH_EVERY = 4  # looks for one that asks all replicas, while a lease holds
 
 
@@ -260,7 +262,7 @@ class Elector:
         ttl_s: float = 8.0,
         confirm_s: float = 1.0,
         every_s: float | None = None,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = CHANCE.random,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

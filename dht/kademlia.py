@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import secrets
 import time
 import warnings
@@ -29,6 +30,8 @@ from meshcee.errors import JoinError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import hivemind.dht.node
+    import hivemind.dht.routing
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
@@ -38,6 +41,9 @@ with warnings.catch_warnings():
 __all__ = ["KademliaStore"]
 
 log = structlog.get_logger(__name__)
+
+# It must not draw from the generator that `random` shares, which a user's dataset may be drawing from on another thread.
+hivemind.dht.node.random = hivemind.dht.routing.random = random.Random()
 
 REPLICAS = 6  # nodes that hold each key
 BEAM = 8  # nodes that a search visits: the replicas and a few beside them

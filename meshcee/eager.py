@@ -21,7 +21,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, seeded
-from meshcee.sampling import draw
+from meshcee.sampling import draw, read
 from meshcee.tensor_files import Checkpoint
 
 __all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
@@ -86,7 +86,7 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
         indices = draw(job.seed, len(job.data), job.batch_size, step)
         batches = []
         for start in range(0, job.batch_size, micro_batch):
-            samples = [job.data[i] for i in indices[start : start + micro_batch]]
+            samples = read(job.data, indices[start : start + micro_batch], job.seed, step)
             batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
         total, losses = 0.0, []
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):

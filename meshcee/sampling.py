@@ -1,22 +1,40 @@
-"""Which samples a step sees.
+"""Which samples a step sees, and how each is read.
 
-The idea: a pure function of (seed, length, batch size, step), so that any step can be drawn again at any time, by the
-owner after a restart and by a plain loop that checks it.
+The idea: both are pure functions. Which samples: of (seed, length, batch size, step). What `data[i]` draws from Python's,
+numpy's and torch's generators: of (seed, step, index). So any step can be had again at any time, by the owner after a restart
+and by a plain loop that checks it:
+
+    indices = draw(job.seed, len(job.data), job.batch_size, step)
+    samples = read(job.data, indices, job.seed, step)
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["draw"]
+__all__ = ["GENERATORS", "NO_STEP", "draw", "read"]
+
+NO_STEP = -1  # of reads that belong to no step of training: evaluation, and looks at what samples are like
+
+# Whoever seeds this process's generators, or draws from them, holds this meanwhile: the owner's samples are read beside the
+# stages that this process computes.
+GENERATORS = threading.RLock()
 
 
-@functools.lru_cache(maxsize=4)
-def _permutation(seed: int, length: int, data_epoch: int) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=2)
+def _permutation(seed: int, length: int, data_epoch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + data_epoch) % (1 << 63))
-    return tuple(torch.randperm(length, generator=generator).tolist())
+    order = torch.randperm(length, generator=generator)
+    return order.to(torch.int32) if length < 1 << 31 else order
 
 
 def draw(seed: int, length: int, batch_size: int, step: int) -> list[int]:
@@ -24,4 +42,39 @@ def draw(seed: int, length: int, batch_size: int, step: int) -> list[int]:
     per_epoch = length // batch_size
     data_epoch, position = divmod(step, per_epoch)
     order = _permutation(seed, length, data_epoch)
-    return list(order[position * batch_size : (position + 1) * batch_size])
+    drawn: list[int] = order[position * batch_size : (position + 1) * batch_size].tolist()
+    return drawn
+
+
+def read(data: Any, indices: Iterable[int], seed: int, step: int = NO_STEP) -> list[Any]:
+    """`data[i]` for each index, with `random`, `numpy.random` and torch's CPU generator seeded by (seed, step, i).
+
+    The caller's own generators are afterwards as they were. Without a step the samples are those of evaluations. It costs
+    some 10 microseconds a sample and 0.3 milliseconds a call.
+    """
+    with _put_back():
+        found = []
+        for i in indices:
+            _seed(seed, step, i)
+            found.append(data[i])
+        return found
+
+
+def _seed(seed: int, step: int, index: int) -> None:
+    digest = hashlib.sha256(f"meshcee sample:{seed}:{step}:{index}".encode()).digest()
+    random.seed(int.from_bytes(digest[:8], "big"))
+    np.random.seed(int.from_bytes(digest[8:12], "big"))
+    # Not torch.manual_seed, which visits every backend: that takes ten times as long as all of this.
+    torch.default_generator.manual_seed(int.from_bytes(digest[16:24], "big") >> 1)
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    with GENERATORS:
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])

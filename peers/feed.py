@@ -14,7 +14,7 @@ from meshcee.capture import Capture, stack
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
-from meshcee.sampling import draw
+from meshcee.sampling import NO_STEP, draw, read
 from peers.hyper import HyperSchedule
 from peers.messages import Step
 from peers.place import rows_of
@@ -100,7 +100,7 @@ class Feed:
         if rows is not None:
             indices = indices[rows[0] : rows[1]]
         try:
-            return stack([data[i] for i in indices])
+            return stack(read(data, indices, self._job.seed, NO_STEP if spec.forward_only else spec.step))
         except MeshceeError:
             raise
         except Exception as error:

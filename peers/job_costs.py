@@ -21,6 +21,7 @@ from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.job import Job
 from meshcee.planner.live import JobCosts
 from meshcee.profile import DeviceProfile
+from meshcee.sampling import read
 from meshcee.timing import MAX_SIZES, BlockTimes
 from peers import messages
 from peers.block_profiler import BUDGET_S, LONGEST, ProfileRequest
@@ -66,7 +67,8 @@ async def profile(agent: Agent, job: Job, captured: Capture, costs: JobCosts) ->
     """Times of the job's blocks on the idle devices that answered; warns of those that did not."""
     asked = _asked(agent.devices())
     data = await asyncio.to_thread(encode_program, captured.train)
-    questions = {peer: _request(job, captured, costs, agent.device_of(peer).memory_bytes) for peer in asked}
+    most = await asyncio.to_thread(_most, job, captured)  # once: the samples are the user's, and may take long
+    questions = {peer: _request(job, captured, costs, agent.device_of(peer).memory_bytes, most) for peer in asked}
     found: dict[str, BlockTimes] = {}
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -107,7 +109,9 @@ async def _ask(agent: Agent, peer: str, request: ProfileRequest, data: bytes) ->
     return times
 
 
-def _request(job: Job, captured: Capture, costs: JobCosts, memory_bytes: int) -> ProfileRequest:
+def _request(
+    job: Job, captured: Capture, costs: JobCosts, memory_bytes: int, most: Mapping[str, int]
+) -> ProfileRequest:
     blocks = tuple(sorted(set(costs.alike)))
     pair = next((a for a, b in zip(costs.alike, costs.alike[1:]) if a == b), None)
     place = next((k for k in range(len(costs.alike) - 1) if costs.alike[k] == costs.alike[k + 1] == k), None)
@@ -118,7 +122,7 @@ def _request(job: Job, captured: Capture, costs: JobCosts, memory_bytes: int) ->
         flops=tuple(captured.costs[k].flops for k in blocks),
         precision=job.precision,
         optimizer=job.optimizer,
-        most=_most(job, captured),
+        most=most,
     )
 
 
@@ -139,8 +143,7 @@ def sizes_of(job: Job, costs: JobCosts, memory_bytes: int) -> tuple[int, ...]:
 def _most(job: Job, captured: Capture) -> dict[str, int]:
     """The largest integer of each input in a few samples: what random ids must stay under."""
     found: dict[str, int] = {}
-    for i in range(SAMPLES):
-        sample = job.data[i * len(job.data) // SAMPLES]
+    for sample in read(job.data, (i * len(job.data) // SAMPLES for i in range(SAMPLES)), job.seed):
         for name, tensor in captured.inputs_of(data_rules.stack([sample])).items():
             if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
                 found[name] = max(found.get(name, 0), int(tensor.max()))

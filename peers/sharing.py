@@ -19,6 +19,7 @@ from meshcee.capture.rows import divided
 from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.sampling import read
 from peers.feed import loss_shares
 from peers.place import Piece, rows_of
 from peers.recut import Boundary
@@ -37,7 +38,7 @@ def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
         if widest == 1:
             continue
         samples = widest + 1
-        batch = stack([job.data[i % len(job.data)] for i in range(samples)])
+        batch = stack(read(job.data, (i % len(job.data) for i in range(samples)), job.seed))
         tried = [_with_samples(stage, samples) for stage in pipeline.stages]
         for program in (captured.train, captured.evaluate):
             if program is not None:

@@ -12,7 +12,6 @@ buffers that F writes are the step's own until `apply`, and `rollback` forgets t
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from meshcee.capture.program import Value
 from meshcee.capture.slicing import StageSpec
 from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
+from meshcee.sampling import GENERATORS
 from peers.deferred import Deferral, Tape
 from peers.weights import Weights
 
@@ -30,9 +30,6 @@ __all__ = ["Rng", "StageRunner", "clip_coefficient", "global_norm"]
 
 Boundary = torch.Tensor | int
 Rng = int | torch.Tensor | None  # a seed not yet used, the generator's state, or no randomness at all
-
-# Seeded forwards of several peers in one process must not interleave: the default generator is one per process.
-_generator_lock = threading.Lock()
 
 
 def global_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -409,7 +406,7 @@ class StageRunner:
         if not self.spec.uses_random or rng is None:
             yield after
             return
-        with _generator_lock:
+        with GENERATORS:  # of several peers in one process, and of the owner's samples
             # Only this device's generator: torch.manual_seed visits every backend, which takes half a millisecond.
             generator = torch.default_generator
             if self.device.type == "cuda":

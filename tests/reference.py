@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshcee.job import Job, seeded
-from meshcee.sampling import draw
+from meshcee.sampling import draw, read
 
 __all__ = ["Reference", "call", "reference"]
 
@@ -90,7 +90,7 @@ def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Refere
         drawn = draw(job.seed, len(job.data), job.batch_size, step)
         losses = []
         parts = [drawn[i : i + micro_size] for i in range(0, len(drawn), micro_size)]
-        batches = [tuple(stacked([job.data[i][k] for i in part]) for k in (0, 1)) for part in parts]
+        batches = [tuple(map(stacked, zip(*read(job.data, part, job.seed, step)))) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
         for micro, (x, y) in enumerate(mapped(pair, lambda t: t.to(device)) for pair in batches):
             with seeded(job.seed, step, micro):

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.rivals.job import job
 from benchmarks.rivals.pace import PacedDevice
 from meshcee.capture import stack
-from meshcee.sampling import draw
+from meshcee.sampling import draw, read
 
 __all__ = ["Order", "Train", "Trainer", "samples_of", "say", "serve"]
 
@@ -57,7 +57,7 @@ Trainer = Callable[[Order], AbstractContextManager[Train]]
 def samples_of(step: int, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
     """The inputs and targets of a step's samples, in the order that meshcee draws them."""
     drawn: Sequence[int] = draw(job.seed, len(job.data), job.batch_size, step)
-    batch: Any = stack([job.data[i] for i in drawn[part]])
+    batch: Any = stack(read(job.data, drawn[part], job.seed, step))
     return batch
 
 

@@ -28,6 +28,7 @@ from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
+from meshcee.sampling import read
 from meshcee.tensor_files import Checkpoint, Layout, OnDemand
 
 __all__ = ["Capture", "capture"]
@@ -167,8 +168,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
-    example = data_rules.stack([job.data[0]] * _EXAMPLES)
-    varying = data_rules.varying([job.data[i * len(job.data) // _PROBED] for i in range(_PROBED)])
+    example = data_rules.stack(read(job.data, [0], job.seed) * _EXAMPLES)
+    varying = data_rules.varying(read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed))
     work = model if job.precision == "fp32" else _rounded(model)
     try:
         model.train()

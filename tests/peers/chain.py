@@ -14,7 +14,7 @@ import torch
 
 from meshcee.capture import Capture, Free, stack
 from meshcee.job import Job, seed_of
-from meshcee.sampling import draw
+from meshcee.sampling import draw, read
 from peers.stage import StageRunner, clip_coefficient
 
 __all__ = ["Chain", "split_blocks"]
@@ -58,7 +58,7 @@ class Chain:
         job = self.job
         size = job.micro_batch_size or job.batch_size
         drawn = draw(job.seed, len(job.data), job.batch_size, step)
-        batches = [stack([job.data[i] for i in drawn[k : k + size]]) for k in range(0, len(drawn), size)]
+        batches = [stack(read(job.data, drawn[k : k + size], job.seed, step)) for k in range(0, len(drawn), size)]
         weights = [float(job.weight(b[1])) if job.weight else float(size) for b in batches]
         shares = [w / sum(weights) if job.reduction == "mean" else 1.0 for w in weights]
         for runner in self.runners:
