@@ -43,6 +43,10 @@ __all__ = ["Agent", "AgentOptions"]
 
 log = structlog.get_logger()
 
+SHUNNED_S, LONGEST_SHUNNED_S = (
+    60.0,
+    3600.0,
+)  # that a peer which answers and fails is not planned with; twice as long each time
 PROBE_EVERY_S = 60.0  # each link is measured again after this long, or later
 PROBE_SHARE = 0.02  # of a peer's time, at most, in which links that were measured before are measured again
 LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
@@ -107,6 +111,9 @@ class Agent:
         self._links = OwnLinks(self.peer_id, self.directory, clock=clock, monotonic=monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
         self._parted: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
+        self._shunned: dict[
+            str, tuple[float, int]
+        ] = {}  # peers that answer and fail: until when, and how often they have
         PlanService(self)
         self.gossip = GossipService(self)
         self._wishes = Wishes(self)
@@ -293,7 +300,8 @@ class Agent:
                 await self.elector.changed.wait_for(lambda: self.lease is not None and self.lease.term > term)
 
     def devices(self, free: Collection[str] = (), without: Collection[str] = ()) -> dict[str, DeviceProfile]:
-        """Devices of the peers that are idle, or in `free`, and not in `without`; not of those that are leaving."""
+        """Devices of the peers that are idle, or in `free`, and not in `without`; not of those that are leaving, or shunned."""
+        without = self.shunned().union(without)
         return {
             p: r.device
             for p, r in self.directory.peers.items()
@@ -315,6 +323,23 @@ class Agent:
             if source in idle and target in idle and source != target and now - link.measured_at < LINK_TTL_S
         }
         return without_links(found, [pair for pair in self.parted() if idle.keys() >= {*pair}])
+
+    def shun(self, peers: Iterable[str]) -> None:
+        """Plan no job of ours with these for a while: they answer, and fail."""
+        for peer in peers:
+            _, times = self._shunned.get(peer, (0.0, 0))
+            for_s = min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
+            self._shunned[peer] = self.monotonic() + for_s, times + 1
+
+    def shunned(self) -> set[str]:
+        now_s = self.monotonic()
+        return {peer for peer, (until_s, _) in self._shunned.items() if until_s > now_s}
+
+    def forgive(self) -> bool:
+        """There is no plan without those who are shunned: whether there are any. The next time counts as one more."""
+        found = self.shunned()
+        self._shunned |= {peer: (0.0, self._shunned[peer][1]) for peer in found}
+        return bool(found)
 
     def part(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Nothing crosses these links any more, though both ends are here."""

@@ -89,6 +89,11 @@ class Executor:
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
+    @property
+    def step(self) -> int:
+        """The step that was begun last."""
+        return self._runner.step
+
     async def run(self) -> None:
         """Take walks until cancelled."""
         while True:

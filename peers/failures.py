@@ -14,6 +14,7 @@ from typing import Any
 
 from meshcee.errors import MeshceeError, PeerLostError
 from peers import messages
+from peers.suspects import Fault
 
 __all__ = ["LOST_HERE", "Failures", "most_telling", "reported"]
 
@@ -28,6 +29,8 @@ class Failures:
         self.noticed_s: float | None = None  # when the first was, by the loop's clock
         self.blamed: Counter[str] = Counter()  # peers that other members have lost
         self.missed: set[str] = set()  # members that the owner itself has lost
+        self.stuck: set[str] = set()  # members that answer and do not do what is theirs to do
+        self.faults: list[Fault] = []  # errors that members have met by themselves
         self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []
         self._first, self._explained = asyncio.Event(), asyncio.Event()

@@ -226,15 +226,21 @@ class Session:
 
     async def _read_member(self, peer: str, stream: Stream) -> None:
         while True:
-            frame = await stream.recv()
-            if frame.kind == messages.PONG:
-                continue  # that it has come is all
-            if frame.kind == messages.RATE:
-                self._executor.links.hear(peer, frame.header)
-                continue
-            now_s = time.perf_counter()
-            self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
-            await self._take(peer, frame)
+            try:
+                frame = await stream.recv()
+                if frame.kind == messages.PONG:
+                    continue  # that it has come is all
+                if frame.kind == messages.RATE:
+                    self._executor.links.hear(peer, frame.header)
+                    continue
+                now_s = time.perf_counter()
+                self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
+                await self._take(peer, frame)
+            except StreamClosed:
+                raise
+            except Exception as error:  # ours, or of who has sent it
+                error.add_note(peer)
+                raise
 
     def _lost(self, peer: str, error: BaseException) -> PeerLostError:
         lost = PeerLostError(f"stage {self._place.label_of(peer)} on peer {peer} is gone: {error}")
@@ -404,13 +410,18 @@ class Member:
 
     async def _report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""
-        lost = getattr(error, "__notes__", [None])[0] if isinstance(error, PeerLostError) else None
+        peer = getattr(error, "__notes__", [None])[0]
+        about = {"lost": peer} if isinstance(error, PeerLostError) else {"of": peer, "step": self._step}
         try:
             async with asyncio.timeout(self._timeouts.shutdown_s):
-                await stream.send(Frame(messages.FAILED, messages.error_header(error, lost=lost)))
+                await stream.send(Frame(messages.FAILED, messages.error_header(error, **about)))
                 await stream.aclose()
         except (StreamClosed, TimeoutError):
             log.info("the owner did not hear of the failure", owner=stream.peer_id)
+
+    @property
+    def _step(self) -> int | None:
+        return self.session.executor.step if self.session is not None else None
 
     async def _prepare(self, stream: Stream, frame: Frame, limit: asyncio.Timeout) -> Session:
         # Decoding and hashing take seconds for a large model: not on the event loop.

@@ -39,6 +39,7 @@ from peers.offering import Offering
 from peers.pulse import SILENT, beat, unless_silent
 from peers.sharing import check_sharing
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
+from peers.suspects import Fault, is_own
 from peers.trace import Trace
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.walk import CodecNews, Report, Walk
@@ -191,6 +192,16 @@ class Owner:
         stage = f", stage {self.plan.label(*self.plan.where(peer_id))}" if peer_id in self.plan.peers else ""
         return f"{self._names.get(peer_id, '')} ({peer_id}{stage})".strip()
 
+    def _own_fault(
+        self, peer_id: str, text: str, error: MeshceeError, step: int | None = None, of: object = None
+    ) -> None:
+        """An error that ends the epoch, and is this member's own; `of` is the member whose frame it could not take, if any."""
+        pipeline, index = self.plan.where(peer_id)
+        stage = self.plan.pipelines[pipeline].stages[index]
+        suspects = frozenset(peer for peer in self.plan.peers if peer in (peer_id, of))
+        self.failures.faults.append(Fault(peer_id, error, text, (stage.first, stage.end), step, suspects))
+        self.failures.add(0, error)
+
     # -- offering ------------------------------------------------------------------------------------------------------
 
     async def _offer_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -228,17 +239,23 @@ class Owner:
                 reply = await unless_silent(partial(self._offering.send, stream, offer), stream, self._timeouts)
         except (JoinError, StreamClosed, TimeoutError) as error:
             why = str(error) or f"it was not ready within {limit_s:.0f} s"
+            if isinstance(error, TimeoutError):
+                self.failures.stuck.add(peer_id)
             lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")
             self.failures.add(LOST_HERE, lost)
             raise _EpochFailed from error
         except ProtocolError as error:
-            self.failures.add(0, ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
+            self._own_fault(peer_id, str(error), ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
             raise _EpochFailed from error
         except MeshceeError as error:
             self.failures.add(LOST_HERE, error)
             raise _EpochFailed from error
         if reply.kind != messages.READY:
-            self.failures.add(0, messages.error_from(reply.header))
+            refused = messages.error_from(reply.header)
+            if is_own(refused):
+                self._own_fault(peer_id, str(refused), refused)
+            else:
+                self.failures.add(0, refused)
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
         output_bytes = sum(value.nbytes(self.plan.micro_batch) for value in outputs)
@@ -317,7 +334,8 @@ class Owner:
             if not link.closing:
                 self._gone(link, closed)
         except ProtocolError as error:
-            self.failures.add(0, ProtocolError(f"peer {self._describe(link.peer_id)}: {error}"))
+            told = ProtocolError(f"peer {self._describe(link.peer_id)}: {error}")
+            self._own_fault(link.peer_id, str(error), told, self._step)
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self.failures.missed.add(link.peer_id)
@@ -332,9 +350,13 @@ class Owner:
         header = frame.header
         if frame.kind == messages.FAILED:
             link.closing = True  # its end of file is a consequence
-            rank, failure, lost = reported(header, link.peer_id, self._step, self._describe)
+            at = header["step"] if type(header.get("step")) is int else self._step
+            rank, failure, lost = reported(header, link.peer_id, at, self._describe)
             self.failures.blame(link.peer_id, lost)
-            self.failures.add(rank, failure)
+            if is_own(failure):
+                self._own_fault(link.peer_id, need(header, "message", str), failure, at, header.get("of"))
+            else:
+                self.failures.add(rank, failure)
             return
         if frame.kind == messages.CLOCK and self._trace is not None:
             self._trace.hear_clock(link.peer_id, header)

@@ -2,9 +2,10 @@
 
 The idea: the owner asks the members themselves, not their records, which outlive them by seconds. Who does not answer is
 left out at once, until it has announced itself anew and answers; who answers is free for the next plan, whatever its
-record still says. Where all answer, two of them have lost each other: the next plan does without the link between them, until a
-probe has crossed it. The coordinator is asked for the plan like before; if it is gone too, or silent, the owner plans by the
-same rules from the same records under the last term, which every member can refuse if it knows a newer one.
+record still says. Who answers and has failed is left out for a time, unless there is no plan without it. Where all answer
+and none has failed, two of them have lost each other: the next plan does without the link between them, until a probe has
+crossed it. The coordinator is asked for the plan like before; if it is gone too, or silent, the owner plans by the same
+rules from the same records under the last term, which every member can refuse if it knows a newer one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, answer, request_plan
 from peers.failures import Failures
+from peers.suspects import Suspects
 from peers.transport.base import StreamClosed
 from peers.view import named
 
@@ -80,6 +82,8 @@ class Recovery:
         self.free: tuple[str, ...] = ()
         self._parted: tuple[frozenset[str], frozenset[str]] | None = None  # who wanted to leave, the other devices
         self._course: Course | None = None  # of the recovery under way
+        self._suspects = Suspects()
+        self._failed: set[str] = set()  # who ever answered, and failed
 
     def notice(self, at_s: float | None) -> None:
         """A member was lost at this time of the loop's clock; on the way back from another loss, that one counts."""
@@ -108,9 +112,12 @@ class Recovery:
             self._course.mark(moment)
 
     async def after(self, lost: PeerLostError, members: Iterable[str], failures: Failures, done: int) -> None:
-        """Find out who is left; raises `lost` when going on again and again leads nowhere."""
+        """Find out who is left; raises `lost` when going on again and again leads nowhere, or what peers have failed alike at."""
         self.count += 1
-        self._fruitless = self._fruitless + 1 if done == self._done else 0
+        failed = failures.stuck | self._suspects.hear(failures.faults)
+        found = failed - self._failed  # who is left out from now on: that leads somewhere, as often as there are peers
+        self._failed |= failed
+        self._fruitless = self._fruitless + 1 if done == self._done and not found else 0
         self._done = done
         if self._fruitless >= FRUITLESS:
             raise lost
@@ -127,13 +134,16 @@ class Recovery:
             missed = {
                 peer_id for peer_id, _ in failures.blamed.most_common(1)
             }  # it answers us, but others keep losing it
+        self._agent.shun(failed)
+        missed |= failed
         self.gone.update(dict.fromkeys(missed, now))
         self.free = tuple(sorted(members - missed))
         names = self._agent.names()
         log.warning(
             "a member was lost",
             error=str(lost),
-            gone=[names.get(p, p) for p in sorted(missed)],
+            gone=[names.get(p, p) for p in sorted(missed - failed)],
+            failed=[names.get(p, p) for p in sorted(failed)],
             left=[names.get(p, p) for p in self.free],
             parted=[[names.get(p, p) for p in pair] for pair in sorted(parted) if pair[0] < pair[1]],
         )
@@ -187,6 +197,8 @@ class Recovery:
                     except (PlanError, JoinError) as error:
                         log.debug("no plan yet", error=str(error))
                         last = error
+                    if isinstance(last, PlanError) and self._agent.forgive():
+                        continue
                     await self._agent.directory.wait_for_change()
         except TimeoutError:
             raise last from None
@@ -214,10 +226,11 @@ class Recovery:
     async def _welcome_back(self) -> None:
         """Who was missed and has announced itself since may take part again, if it answers."""
         known = self._agent.directory.peers
+        shunned = self._agent.shunned()
         back = [
             p
             for p, missed_at in self.gone.items()
-            if p in known and known[p].sent_at > missed_at and not known[p].leaving
+            if p in known and known[p].sent_at > missed_at and not known[p].leaving and p not in shunned
         ]
         for peer_id in await roll_call(self._agent, back):
             del self.gone[peer_id]

@@ -246,6 +246,8 @@ class Training:
                     raise
                 self._recovery.free = ()
                 lost = None
+            except MeshceeError as error:
+                lost = self._one_peers(error)
             if lost is None and not self._recovery.count:
                 plan, term, self.result.notes = await self._plan(captured)
             else:
@@ -273,6 +275,13 @@ class Training:
         if self._given is not None:
             return await given_plan(self._agent, self._given, self._job, captured)
         return await ask_plan(self._agent, self._request)
+
+    def _one_peers(self, error: MeshceeError) -> PeerLostError:
+        """An error that a member has met by itself is the loss of that member. Raises any other."""
+        faults = self._owner.failures.faults if self._owner is not None else ()
+        if not any(fault.error is error for fault in faults):
+            raise error
+        return PeerLostError(str(error))
 
     def _leave_out(self, plan: Plan, following: Plan) -> bool:
         """Whether the plan to go over to has members that have left, or are about to, since it was made."""
