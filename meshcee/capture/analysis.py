@@ -36,6 +36,7 @@ class Analysis:
     users: list[list[int]]  # value number -> node positions that read it
     group: list[int]  # value number -> alias group
     mutations: dict[int, list[int]]  # alias group -> node positions that write it
+    written: dict[int, int]  # input whose memory is written -> the first node position that does
 
 
 @contextlib.contextmanager
@@ -62,19 +63,28 @@ def resolve(argument: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def analyse(inputs: Sequence[Input], nodes: Sequence[Node]) -> Analysis:
-    flops, saved, requires = _fake_pass(inputs, nodes)
+    flops, saved, requires, memory = _fake_pass(inputs, nodes)
     users: list[list[int]] = [[] for _ in range(len(inputs) + len(nodes))]
     for position, node in enumerate(nodes):
         for number in set(node.refs):
             users[number].append(position)
-    group, mutations = _aliases(inputs, nodes)
-    return Analysis(flops, saved, requires, users, group, mutations)
+    group, writes = _aliases(inputs, nodes, memory)
+    mutations: dict[int, list[int]] = {}
+    written: dict[int, int] = {}
+    for number, position in writes:
+        mutations.setdefault(group[number], []).append(position)
+        for i in range(len(inputs)):
+            if memory[i] & memory[number]:
+                written.setdefault(i, position)
+    return Analysis(flops, saved, requires, users, group, mutations, written)
 
 
-def _fake_pass(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[float], list[float], list[bool]]:
+def _fake_pass(
+    inputs: Sequence[Input], nodes: Sequence[Node]
+) -> tuple[list[float], list[float], list[bool], list[frozenset[int]]]:
+    """FLOPs and saved bytes of every node; whether a gradient flows, and the storages, of every value."""
     flops: list[float] = []
     saved: list[float] = []
-    requires: list[bool] = []
     now = [0.0]
     seen: set[int] = set()
     kept: list[torch.Tensor] = []  # keeps storages alive, so that their addresses stay unique
@@ -97,7 +107,6 @@ def _fake_pass(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[flo
             if entry.kind == "constant":
                 fake = entry.data  # type: ignore[assignment]
             kept.append(fake)
-            requires.append(entry.trainable)
             values.append(fake.requires_grad_(entry.trainable) if entry.trainable else fake)
         with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
             for node in nodes:
@@ -108,17 +117,30 @@ def _fake_pass(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[flo
                         **{k: resolve(v, values) for k, v in node.kwargs.items()},
                     )
                 values.append(out)
-                tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
+                tensors = _tensors(out)
                 counted = counter.get_total_flops() - before
                 elementwise = 0 if node.operator.aliases else sum(t.numel() for t in tensors)
                 flops.append(max(counted, elementwise) / _HINT)
                 saved.append(now[0] / _HINT)
-                requires.append(any(t.requires_grad for t in tensors))
-    return flops, saved, requires
+        # Asked at the end: a later write through a view gives the base a gradient, and every other view of it.
+        requires = [any(t.requires_grad for t in _tensors(value)) for value in values]
+        memory = [frozenset(t.untyped_storage()._cdata for t in _tensors(value)) for value in values]
+    return flops, saved, requires, memory
 
 
-def _aliases(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[int], dict[int, list[int]]]:
-    """Union-find over what may share memory, by the operators' schemas."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
+
+
+def _aliases(
+    inputs: Sequence[Input], nodes: Sequence[Node], memory: Sequence[frozenset[int]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A group for every value, by union-find over what may share memory; and every write, as (value, node position).
+
+    What may share memory is told by the operators' schemas, and by the storages of the fake pass.
+    Not every schema says that an operator returns a view (einsum, broadcast_tensors), and not every view that a schema
+    allows is one for these shapes.
+    """
     base = len(inputs)
     parent = list(range(base + len(nodes)))
 
@@ -142,11 +164,11 @@ def _aliases(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[list[int],
                         parent[root(number)] = root(shared.index)
                     if place in node.operator.mutates:
                         written.append((shared.index, position))
-    group = [root(number) for number in range(len(parent))]
-    mutations: dict[int, list[int]] = {}
-    for number, position in written:
-        mutations.setdefault(group[number], []).append(position)
-    return group, mutations
+    first: dict[int, int] = {}  # storage -> the first value in it
+    for number, storages in enumerate(memory):
+        for storage in storages:
+            parent[root(number)] = root(first.setdefault(storage, number))
+    return [root(number) for number in range(len(parent))], written
 
 
 def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> frozenset[int]:

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from meshcee.capture import data as data_rules
-from meshcee.capture.analysis import Analysis, analyse, find_recomputed
+from meshcee.capture.analysis import Analysis, find_recomputed
 from meshcee.capture.construct import InitialState, construct
 from meshcee.capture.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export import Exported, export_module
 from meshcee.capture.initial import from_checkpoint
-from meshcee.capture.program import Node, Program
+from meshcee.capture.program import Input, Node, Program
 from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
+from meshcee.capture.writes import settled
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
@@ -234,10 +235,9 @@ def _export(
 
 
 def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
-    inputs, nodes = exported.inputs, exported.nodes
-    analysis = analyse(inputs, nodes)
+    inputs, nodes, outputs, analysis = settled(exported)
     base = len(inputs)
-    if not analysis.requires_grad[exported.outputs[0]]:
+    if not analysis.requires_grad[outputs[0]]:
         raise CaptureError(
             "the loss does not depend on any trainable parameter; set requires_grad on what is to be trained"
         )
@@ -248,21 +248,21 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
         for i, n in enumerate(nodes)
     ]
     recomputed = find_recomputed(inputs, nodes, analysis)
-    live = positions(inputs, nodes, exported.outputs, analysis, recomputed)
-    chosen = named_cuts(nodes, live, cuts) if cuts else find_cuts(inputs, nodes, live, _work(exported, analysis))
+    live = positions(inputs, nodes, outputs, analysis, recomputed)
+    chosen = named_cuts(nodes, live, cuts) if cuts else find_cuts(inputs, nodes, live, _work(inputs, nodes, analysis))
     block, marks = 0, set(chosen)
     placed: list[Node] = []
     for i, node in enumerate(nodes):
         block += i in marks
         placed.append(dataclasses.replace(node, block=block))
-    return Program(tuple(inputs), tuple(placed), tuple(exported.outputs), len(chosen) + 1, recomputed), analysis
+    return Program(tuple(inputs), tuple(placed), tuple(outputs), len(chosen) + 1, recomputed), analysis
 
 
-def _work(exported: Exported, analysis: Analysis) -> list[float]:
+def _work(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> list[float]:
     """A node's share of the FLOPs plus its share of the parameter bytes, which count wherever they are used."""
     flops = sum(analysis.flops) or 1.0
-    parameters = [0.0] * len(exported.nodes)
-    for number, entry in enumerate(exported.inputs):
+    parameters = [0.0] * len(nodes)
+    for number, entry in enumerate(inputs):
         if entry.kind == "parameter":
             for position in analysis.users[number]:
                 parameters[position] += entry.value.nbytes(1)
@@ -279,15 +279,15 @@ def _overlay(exported: Exported, train: Program) -> Program:
                 blocks = holds.setdefault(train.inputs[r].name, [])
                 if not blocks or blocks[-1] != node.block:
                     blocks.append(node.block)
-    analysis = analyse(exported.inputs, exported.nodes)
-    recomputed = find_recomputed(exported.inputs, exported.nodes, analysis)
-    current, base = 0, len(exported.inputs)
+    own, nodes, outputs, analysis = settled(exported)
+    recomputed = find_recomputed(own, nodes, analysis)
+    current, base = 0, len(own)
     placed = []
-    for i, node in enumerate(exported.nodes):
+    for i, node in enumerate(nodes):
         if base + i not in recomputed:
             for r in node.refs:
-                if r < base and exported.inputs[r].kind in ("parameter", "buffer"):
-                    name = exported.inputs[r].name
+                if r < base and own[r].kind in ("parameter", "buffer"):
+                    name = own[r].name
                     later = [b for b in holds.get(name, ()) if b >= current]
                     if not later:
                         raise CaptureError(
@@ -297,8 +297,8 @@ def _overlay(exported: Exported, train: Program) -> Program:
         # As in training: it says which activations a codec may touch. Nothing is differentiated in an evaluation.
         value = dataclasses.replace(node.value, requires_grad=analysis.requires_grad[base + i] and node.value.is_tensor)
         placed.append(dataclasses.replace(node, block=current, no_grad=False, value=value))
-    inputs = tuple(dataclasses.replace(x, trainable=False) for x in exported.inputs)
-    return Program(inputs, tuple(placed), tuple(exported.outputs), train.num_blocks, recomputed)
+    inputs = tuple(dataclasses.replace(x, trainable=False) for x in own)
+    return Program(inputs, tuple(placed), tuple(outputs), train.num_blocks, recomputed)
 
 
 def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:

@@ -189,7 +189,9 @@ class _Flattener:
         number = len(self.inputs) + len(self.nodes)
         self.numbers[node] = Ref(number)
         value = self._value(held, f"n{len(self.nodes)}", f"operation {name}{where(node)} makes")
-        self.nodes.append(Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node)))
+        self.nodes.append(
+            Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=where(node))
+        )
 
     def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
         placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
@@ -295,20 +297,11 @@ def _canonical(exported: Exported) -> Exported:
                 keep += items
                 pending += items
     renumber = {old: new for new, old in enumerate(keep)}
-    mutated = {
-        node.args[p].index
-        for node in nodes
-        for p in node.operator.mutates
-        if p < len(node.args) and isinstance(node.args[p], Ref)
-    }
     new_inputs = []
     new_nodes: list[Node] = []
     for number in keep:
         if number < base:
-            old = inputs[number]
-            if number in mutated and old.kind != "buffer":
-                raise CaptureError(f"the model changes its {old.kind} {old.name!r} in place; work on a copy of it")
-            new_inputs.append(dataclasses.replace(old, mutated=number in mutated))
+            new_inputs.append(inputs[number])
             continue
         node = nodes[number - base]
         args = _renumbered(node.args, renumber)

@@ -146,6 +146,7 @@ class Node:
     block: int = 0
     no_grad: bool = False
     scope: str = ""  # the module it came from, for names of blocks
+    at: str = ""  # the user's line, for errors; neither this nor the scope is sent
 
     @functools.cached_property
     def refs(self) -> tuple[int, ...]:

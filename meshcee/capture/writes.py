@@ -1,0 +1,62 @@
+"""What forward writes in place that it has not made: buffers are marked, samples copied first, the rest refused.
+
+The idea: a write counts wherever it lands in memory. `buffer[:, 0] = h` writes the buffer as `buffer.copy_(h)` does, so
+the storages of the fake pass say who is written, not the arguments of the operators that write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from meshcee.capture.analysis import Analysis, analyse
+from meshcee.capture.export import Exported
+from meshcee.capture.operators import find_operator
+from meshcee.capture.program import Input, Node, Ref
+from meshcee.errors import CaptureError
+
+__all__ = ["settled"]
+
+
+def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Analysis]:
+    """Inputs, nodes and outputs of the same computation, in which only buffers are written; and its analysis."""
+    inputs, nodes, outputs = list(exported.inputs), list(exported.nodes), list(exported.outputs)
+    analysis = analyse(inputs, nodes)
+    samples = [n for n in analysis.written if inputs[n].kind == "raw"]
+    if samples:  # they are fresh in every micro-batch, so a copy is as good; and a stage may run F twice on them
+        nodes, outputs = _copied(inputs, nodes, outputs, samples)
+        analysis = analyse(inputs, nodes)
+    for number, position in analysis.written.items():
+        entry = inputs[number]
+        if entry.kind != "buffer":
+            what = f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer"
+            raise CaptureError(
+                f"the model changes {what} in place{nodes[position].at}; work on a copy of it, or register_buffer what is "
+                "to be kept"
+            )
+        inputs[number] = dataclasses.replace(entry, mutated=True)
+    return inputs, nodes, outputs, analysis
+
+
+def _copied(
+    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[int], numbers: Sequence[int]
+) -> tuple[list[Node], list[int]]:
+    """The nodes behind clones of these inputs, which all others read in their place; and the outputs."""
+    base, clone = len(inputs), find_operator("aten.clone.default")
+    copies = {number: base + i for i, number in enumerate(numbers)}
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            own = argument.index
+            return Ref(copies.get(own, own + len(numbers) if own >= base else own))
+        if isinstance(argument, list | tuple):
+            return type(argument)(moved(a) for a in argument)
+        return argument
+
+    made = [Node(clone, (Ref(n),), {}, inputs[n].value) for n in numbers]
+    for node in nodes:
+        kwargs = {k: moved(v) for k, v in node.kwargs.items()}
+        made.append(dataclasses.replace(node, args=moved(node.args), kwargs=kwargs))
+    named = [dataclasses.replace(n, value=dataclasses.replace(n.value, name=f"n{i}")) for i, n in enumerate(made)]
+    return named, [moved(Ref(o)).index for o in outputs]

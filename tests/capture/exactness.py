@@ -1,0 +1,68 @@
+"""A model cut wherever it may be, against the plain loop: every loss and every bit of the state.
+
+The idea: a cut is no promise for one program but for all, so small models are cut at every position that is allowed, and
+graph and state go the way that they go to peers: the graph as bytes, the state as contiguous tensors by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshcee.capture import Capture, capture, decode_program, encode_program
+from meshcee.job import Job, Optimizer
+from tests.peers.chain import Chain
+from tests.reference import reference
+
+__all__ = ["captured", "difference", "job_of"]
+
+WIDTH = 8
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def job_of(model: nn.Module, loss: Loss = F.mse_loss, steps: int = 2, **options: Any) -> Job:
+    """Six samples a step, in micro-batches of two."""
+    g = torch.Generator().manual_seed(5)
+    data = [(torch.randn(WIDTH, generator=g), torch.randn(WIDTH, generator=g)) for _ in range(24)]
+    settings: dict[str, Any] = {"batch_size": 6, "micro_batch_size": 2, "codec": "none", "data": data} | options
+    return Job(model=model, loss=loss, optimizer=Optimizer("AdamW", lr=1e-2), steps=steps, **settings)
+
+
+def captured(job: Job, *, everywhere: bool = True) -> Capture:
+    """The job as peers get it, cut at every position where a cut is allowed."""
+
+    def all_of(inputs: Any, nodes: Sequence[Any], live: Sequence[float | None], work: Any) -> list[int]:
+        return [p for p in range(1, len(nodes)) if live[p] is not None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if everywhere:
+            patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", all_of)
+        found = capture(job)
+    state = {name: tensor.contiguous() for name, tensor in found.state.items()}
+    return dataclasses.replace(found, train=decode_program(encode_program(found.train)), state=state)
+
+
+def difference(job: Job, orders: Sequence[str] = ("late", "fused"), *, everywhere: bool = True) -> str:
+    """What of the losses and the state is not the plain loop's; "" when all is. The job's model is left as it was."""
+    want = reference(job)
+    for order in orders:
+        own = dataclasses.replace(job, model=copy.deepcopy(job.model))
+        found = captured(own, everywhere=everywhere)
+        chain = Chain(own, found, found.train.num_blocks, order)
+        for step, (got, losses) in enumerate(zip(chain.run(job.steps), want.losses, strict=True)):
+            for micro, (a, b) in enumerate(zip(got, losses, strict=True)):
+                if not torch.equal(a, b):
+                    return f"{order}: the loss of step {step}, micro-batch {micro}: {a} instead of {b}"
+        state = chain.state()
+        for name, tensor in want.state.items():
+            if not torch.equal(state[name], tensor):
+                return f"{order}: {name} differs after {job.steps} steps"
+    return ""

@@ -1,0 +1,113 @@
+"""Ordinary code whose meaning lies in memory: views, writes, buffers. Cut anywhere, it trains what the plain loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.capture.exactness import WIDTH, difference, job_of
+
+
+class Around(nn.Module):
+    """Layers around whatever a test wants, and buffers for it to write."""
+
+    ema: torch.Tensor
+    count: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, then: Callable[[Around, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("ema", torch.zeros(WIDTH))
+        self.register_buffer("table", torch.zeros(3, WIDTH), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.then(self, self.a(x)))
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {}
+
+
+def case(then: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    CASES[then.__name__.strip("_")] = lambda: Around(then)
+    return then
+
+
+@case
+def filled_through_a_view(m: Around, h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(h)
+    out[:, :4] = h[:, :4]
+    return m.b(out)
+
+
+@case
+def a_view_that_is_older_than_the_write(m: Around, h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(h)
+    older = out[:, 2:6]
+    out[:, :4] = h[:, :4]
+    return m.b(out) + older.sum(1, keepdim=True)
+
+
+@case
+def filled_without_gradient(m: Around, h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(h)
+    with torch.no_grad():
+        out[:, :4] = h[:, :4]
+    behind = torch.zeros_like(h)
+    behind.detach()[:, 4:] = h[:, 4:].detach()
+    return m.b(out + behind) * h
+
+
+@case
+def a_view_that_the_schema_does_not_tell(m: Around, h: torch.Tensor) -> torch.Tensor:
+    turned = torch.einsum("ij->ji", m.b(h))
+    turned.mul_(2)
+    return turned.t() + h
+
+
+@case
+def buffers_written_through_views(m: Around, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.table[0].mul_(0.9).add_(h.mean(0))
+        m.table[1] = m.table[0] * 2
+        m.count += 1
+        m.ema.lerp_(h.mean(0), 0.1)
+    return m.b(h) + m.table.sum(0) * m.count + m.ema
+
+
+class Overwrites(nn.Module):
+    """Writes its sample, as a masked loss does its labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0] = 1.0
+        x.mul_(2)
+        return self.b(self.a(x)) + x
+
+
+CASES["writes_its_sample"] = Overwrites
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_anywhere_it_is_the_plain_loop(name: str) -> None:
+    torch.manual_seed(1)
+    assert difference(job_of(CASES[name]())) == ""
+
+
+def test_a_loss_that_writes_its_target() -> None:
+    def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target[target < 0] = 0.0
+        return F.mse_loss(output, target)
+
+    torch.manual_seed(1)
+    assert difference(job_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), masked)) == ""
