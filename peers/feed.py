@@ -1,6 +1,7 @@
 """What the owner feeds: the walks of a job in order, and the raw inputs of each micro-batch.
 
-The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch.
+The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch; of data that is
+not the same when it is read again, what was fed is (peers/fed.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcee.capture import Capture, stack
+from meshcee.capture.data import inputs_of, rebuild
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
 from meshcee.sampling import NO_STEP, draw, read
+from peers.fed import Fed
 from peers.hyper import HyperSchedule
 from peers.messages import Step
 from peers.place import rows_of
@@ -45,9 +48,9 @@ class Portion(NamedTuple):
 
 
 class Feed:
-    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan."""
+    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: data must not be read twice."""
 
-    def __init__(self, job: Job, capture: Capture, micro_batch: int, start: int = 0) -> None:
+    def __init__(self, job: Job, capture: Capture, micro_batch: int, start: int = 0, fed: Fed | None = None) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
         if job.eval_data is not None and not len(job.eval_data):
@@ -56,6 +59,8 @@ class Feed:
         self._capture = capture
         self._micro_batch = micro_batch
         self.start = start
+        self._fed = fed
+        self._current: tuple[int, list[tuple[Any, Any]]] = (-1, [])  # of `fed`: the last step, its micro-batches
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
         for _ in range(start):
             self._hyper.advance()
@@ -88,6 +93,24 @@ class Feed:
 
     def samples(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         """The stacked (x, y) of one micro-batch, or of some of its rows."""
+        if self._fed is not None and not spec.forward_only:
+            return self._kept(self._fed, spec.step, micro, rows)
+        return self._read(spec, micro, rows)
+
+    def _kept(self, fed: Fed, step: int, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
+        """Of samples that are read once, all of the step at a time."""
+        spec = Step(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
+        if self._current[0] != step:
+            found = fed.batches(step, lambda: [inputs_of(self._read(spec, m)) for m in range(spec.num_micro)])
+            x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
+            self._current = step, [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in found]
+        batch = self._current[1][micro]
+        if rows is None:
+            return batch
+        part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
+        return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
+
+    def _read(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         size = self._micro_batch
         if spec.forward_only:
             data: Any = self._job.eval_data

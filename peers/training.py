@@ -29,6 +29,7 @@ from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore
 from peers.coordinator import Planned, PlanRequest
 from peers.copies import Copied, Copies
+from peers.fed import FED, Fed, repeats
 from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
@@ -124,6 +125,8 @@ class Training:
         self._store: CheckpointStore | None = None  # of the newest epoch
         self._base: Checkpoint | Copied | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
+        self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
+        self._fed: Fed | None = None
         self._known: dict[int, float] = {}  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
@@ -156,6 +159,7 @@ class Training:
                 self._captured = await asyncio.to_thread(capture, self._job)
             if self._resume is not None:
                 await asyncio.to_thread(self._go_on, self._resume, self._captured)
+            self._repeats = await asyncio.to_thread(repeats, self._job, keeps=self._home is not None)
             await self._epochs()
             if self._run is not None:
                 self._run.end("stopped" if self.result.stopped else "done")
@@ -387,7 +391,7 @@ class Training:
         )
         if self._stopping:
             self._owner.stop()
-        self.result.state = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start), hear)
+        self.result.state = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start, self._fed), hear)
         self.result.stopped = self._stopping and self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
@@ -405,7 +409,14 @@ class Training:
         self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store)
         if self._base is not None:
             self._store.forget_after(self._base.next_step)
+        if self._fed is None and (not self._repeats or (self._run.folder / FED).exists()):
+            self._fed = Fed(self._run.folder / FED, self._known.__contains__, self._floor)
         return self._store
+
+    def _floor(self) -> int:
+        """The first step that training could still go back to."""
+        found = self._store.complete() if self._store is not None else []
+        return found[-1].next_step if found else 0
 
     async def _hear(self, report: Report, planned: Planned, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
@@ -452,6 +463,7 @@ class Training:
         told = f"step {report.step} had loss {before!r} and has {report.loss!r} now that it is computed again"
         if not self._coded and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
             raise MeshceeError(
-                f"{told}: the state that training went on from was not that of the run; please report it"
+                f"{told}: data[i] was not the same when it was read again (docs/models.md), or the state that training went on "
+                "from was not that of the run; if the data is not at fault, please report it"
             )
         log.warning(told + ": the peers' devices or codecs round differently")
