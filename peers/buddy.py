@@ -68,12 +68,10 @@ def _nbytes(layout: Layout) -> int:
 class Buddy:
     """Of one session. `copied` and `ask` only note what is to be done; `run` does it, each kind in its order."""
 
-    def __init__(
-        self, offer: Offer, owner: str, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int
-    ) -> None:
+    def __init__(self, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int) -> None:
         self.held = held
         self._offer = offer
-        self._about = {"owner": owner, "job": offer.job}
+        self._about = {"run": offer.run}
         self._transport = transport
         self._timeouts = timeouts
         self._memory_bytes = memory_bytes

@@ -26,16 +26,17 @@ FILE = "copies.json"
 
 
 class Ledger:
-    """One job's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
+    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
 
     def __init__(self, agent: Agent) -> None:
+        self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
         self._agent = agent
         self._next: dict[str, Any] | None = None
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, found: Sequence[Copied]) -> None:
-        self._next = {"owner": self._agent.peer_id, "copies": [copied.to_json() for copied in found]}
+        self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
         if self.folder is not None and (self._writing is None or self._writing.done()):
             self._writing = self._agent.beside(self._write(self.folder))
 
@@ -52,11 +53,11 @@ def _save(folder: Path, what: dict[str, Any]) -> None:
     write_atomic(folder / FILE, dumps(what).encode())
 
 
-def noted(folder: Path, owner: str, after: int, done: int) -> list[Copied]:
-    """Of steps beyond `after`, up to `done`; none for another owner, as members know whose copies they keep."""
+def noted(folder: Path, run: str, after: int, done: int) -> list[Copied]:
+    """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
     try:
         data = json.loads((folder / FILE).read_text())
-        found = [Copied.from_json(copied) for copied in data["copies"]] if data["owner"] == owner else []
+        found = [Copied.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     return [copied for copied in found if after < copied.next_step <= done]

@@ -41,7 +41,8 @@ __all__ = ["Member", "Session"]
 
 log = structlog.get_logger()
 
-MOST_OWNERS = 256  # whose newest epoch is remembered
+MOST_RUNS = 256  # whose newest epoch is remembered
+Epoch = tuple[int, str, int]  # of a run: the count of its owners' starts, the owner, the epoch's number
 
 
 class _OwnerDone(Exception):
@@ -304,7 +305,8 @@ class Member:
         self._reserved = False
         self.is_leaving = False
         self._job: Stream | None = None  # of the owner that has reserved this peer
-        self._epochs: dict[str, tuple[int, int]] = {}  # owner -> the newest epoch that it has offered
+        self._run_name = ""  # for which it has
+        self._epochs: dict[str, Epoch] = {}  # run -> the newest that was offered
         self.remains = Remains(transport, timeouts)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -344,7 +346,7 @@ class Member:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
             return
-        self._reserved, self._job = True, stream
+        self._reserved, self._job, self._run_name = True, stream, messages.run_of(frame.header)
         self._idle.clear()
         self.busy_changed.set()
         try:
@@ -357,20 +359,28 @@ class Member:
             self.busy_changed.set()
 
     async def _make_room(self, stream: Stream, frame: Frame) -> None:
-        """An owner's new epoch ends its old one here; an old epoch, or another owner, is refused while we are busy."""
+        """A run's new epoch ends its old one here; an old epoch, or another run, is refused while we are busy.
+
+        Two owners may believe that a run is theirs. Incarnations are ordered by their count, then by their owner, so one of
+        the two is newer for every member, and the other one hears so.
+        """
         owner = stream.peer_id
         if frame.kind != messages.OFFER:
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
-        epoch = messages.epoch_of(frame.header)
-        if epoch <= self._epochs.get(owner, (0, 0)):
-            raise NotPermittedError(f"epoch {epoch} is over: {self._epochs[owner]} has been offered since")
+        run, (incarnation, number) = messages.run_of(frame.header), messages.epoch_of(frame.header)
+        epoch, newest = (incarnation, owner, number), self._epochs.get(run)
+        if newest is not None and epoch <= newest:
+            since = "" if newest[1] == owner else f" by {newest[1]}, who owns the run now"
+            raise NotPermittedError(
+                f"epoch {incarnation}.{number} is over: {newest[0]}.{newest[2]} was offered since{since}"
+            )
         if self.is_leaving:
             raise PeerLostError("this peer is leaving the mesh; plan again without it")
-        self._epochs.pop(owner, None)
-        self._epochs[owner] = epoch
-        while len(self._epochs) > MOST_OWNERS:
+        self._epochs.pop(run, None)
+        self._epochs[run] = epoch
+        while len(self._epochs) > MOST_RUNS:
             del self._epochs[next(iter(self._epochs))]
-        if self._job is not None and self._job.peer_id == owner:
+        if self._job is not None and (self._job.peer_id == owner or self._run_name == run):
             await self.drop()
         if self._reserved:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
@@ -430,13 +440,13 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
-        held = self.remains.for_epoch(offer, stream.peer_id)
+        held = self.remains.for_epoch(offer)
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts)
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
-        buddy = Buddy(offer, stream.peer_id, held, self._transport, self._timeouts, self._memory_bytes)
+        buddy = Buddy(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
         session = Session(offer, runner, stream, *ours, buddy, self._begun(), self._bandwidth, moments)
         hashes = {"state": weights.hash, "optimizer": moments.hash}

@@ -42,7 +42,7 @@ import msgpack
 from meshcee import errors
 from meshcee.errors import MeshceeError, ProtocolError
 
-__all__ = ["Step", "body_of", "epoch_of", "error_from", "error_header", "need", "term_of"]
+__all__ = ["Step", "body_of", "epoch_of", "error_from", "error_header", "need", "run_of", "term_of"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ COPIED, KEEP, KEPT = "copied", "keep", "kept"
 SEEK, FOUND = "seek", "found"
 ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
 RATE = "rate"
+MOST_RUN_CHARACTERS = 400
 SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 
 
@@ -82,6 +83,14 @@ def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(x) is int for x in pair):
         raise ProtocolError("header field 'epoch' must be two integers")
     return (pair[0], pair[1])
+
+
+def run_of(header: Mapping[str, Any]) -> str:
+    """The name of the run that an offer belongs to."""
+    run = need(header, "run", str)
+    if not 0 < len(run) <= MOST_RUN_CHARACTERS:
+        raise ProtocolError(f"header field 'run' must have 1 to {MOST_RUN_CHARACTERS} characters")
+    return run
 
 
 def term_of(header: Mapping[str, Any]) -> tuple[int, str]:

@@ -115,6 +115,8 @@ class Offer:
     addresses: Mapping[str, tuple[str, ...]]
     resumes: bool = False  # the optimizer's state follows the weights
     sources: tuple[str, ...] = ()  # as a member hears it: peers that hold copies of its state
+    run: str = ""  # names the run over all its epochs and owners: who gives it may go on from its copies
+    owner: str = ""  # the peer that has made the offer
 
     def frame(self, sources: Sequence[str] = ()) -> Frame:
         """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
@@ -124,7 +126,7 @@ class Offer:
             "addresses": {peer: list(known) for peer, known in self.addresses.items()},
             "sources": list(sources),
         }
-        header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes}
+        header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes, "run": self.run}
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
         return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
 
@@ -149,6 +151,8 @@ class Offer:
             {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
             need(frame.header, "resumes", bool),
             tuple(map(str, need(body, "sources", list)))[:MOST_SOURCES],
+            messages.run_of(frame.header),
+            owner,
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
@@ -190,10 +194,11 @@ class Offer:
         return f"{self.stages[self.index].first}..{self.stages[self.index].end - 1}"
 
     def attach_header(self) -> dict[str, Any]:
-        return {"epoch": list(self.epoch), "job": self.job}
+        return {"epoch": list(self.epoch), "run": self.run, "owner": self.owner}
 
     def is_epoch(self, header: Mapping[str, Any]) -> bool:
-        return messages.epoch_of(header) == self.epoch and header.get("job") == self.job
+        theirs = header.get("run"), header.get("owner")
+        return messages.epoch_of(header) == self.epoch and theirs == (self.run, self.owner)
 
     @cached_property
     def specs(self) -> tuple[StageSpec, ...]:

@@ -33,7 +33,7 @@ from peers.feed import Feed, Portion
 from peers.keeping import Keeping
 from peers.kept import Kept
 from peers.link import Link, ReplicaReceiver, check_replicas
-from peers.messages import Step, need
+from peers.messages import MOST_RUN_CHARACTERS, Step, need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
 from peers.pulse import SILENT, beat, unless_silent
@@ -78,6 +78,7 @@ class Owner:
         limits: Limits,
         kept: Kept | None = None,
         trace: Trace | None = None,
+        run: str = "",
     ) -> None:
         self._job = job
         self._capture = capture
@@ -91,6 +92,7 @@ class Owner:
         self._limits = limits
         self._kept = kept or Kept()
         self._trace = trace
+        self._run_name = run or f"{transport.peer_id}/{job.name}"[:MOST_RUN_CHARACTERS]
         self._offering = Offering(capture, self._kept, limits)
         self._keeping: Keeping | None = None
         self._links: list[Link] = []
@@ -217,10 +219,13 @@ class Owner:
             beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
 
         terms = Terms.of(self._job, self._capture)
-        same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
+        programs, resumes = (self._capture.train, self._capture.evaluate), self._kept.base is not None
         async with asyncio.TaskGroup() as offers:
             for peer_id in self.plan.peers:
-                offers.create_task(offer_to(Offer(terms, self.plan, self._epoch, self._term, peer_id, *same)))
+                who = (self._epoch, self._term, peer_id)
+                offer = Offer(terms, self.plan, *who, *programs, self._addresses, resumes)
+                offer = replace(offer, run=self._run_name, owner=self._transport.peer_id)
+                offers.create_task(offer_to(offer))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._source is not None and (self._kept.store is not None or self._kept.copies is not None):
             self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)

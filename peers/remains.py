@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from meshcee.config import Timeouts
+from peers import messages
 from peers.fetch import serve
-from peers.messages import need
 from peers.offer import Offer
 from peers.snapshot import Held
 from peers.transport.base import Stream, Transport
@@ -28,19 +28,19 @@ class Remains:
     def __init__(self, transport: Transport, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self.held = Held()
-        self.of = ("", "")  # (owner, job)
+        self.of = ""  # the run
         self._forgetting: asyncio.TimerHandle | None = None
         self._readers = 0
         transport.serve("copies", self._serve)
 
-    def for_epoch(self, offer: Offer, owner: str) -> Held:
-        """What is left of the last epoch of the same job; anything else is forgotten."""
+    def for_epoch(self, offer: Offer) -> Held:
+        """What is left of the last epoch of the same run; anything else is forgotten."""
         if self._forgetting is not None:
             self._forgetting.cancel()
             self._forgetting = None
-        if not offer.resumes or self.of != (owner, offer.job):
+        if not offer.resumes or self.of != offer.run:
             self.held = Held()
-        self.of = (owner, offer.job)
+        self.of = offer.run
         return self.held
 
     def over(self) -> None:
@@ -56,7 +56,7 @@ class Remains:
             self.held = Held()
 
     async def _serve(self, stream: Stream) -> None:
-        """For whoever has a stage of the same job to restore, or to keep."""
+        """For whoever has a stage of the same run to restore, or to keep."""
         self._readers += 1
         try:
             await serve(stream, self._find, self._timeouts)
@@ -68,5 +68,5 @@ class Remains:
                 self.over()
 
     def _find(self, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
-        same = self.of == (need(header, "owner", str), need(header, "job", str))
+        same = self.of == messages.run_of(header)
         return self.held.find(digest) if same else None

@@ -61,7 +61,7 @@ async def restore(
     stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts
 ) -> tuple[StateReceiver, Moments]:
     """The weights, whole and checked, and what the optimizer has kept (nothing when the job begins)."""
-    copies = _Copies(offer, stream.peer_id, transport, timeouts)
+    copies = _Copies(offer, transport, timeouts)
     late = bool(offer.sources)
     weights = StateReceiver(offer.expected_state, recipes=True, held=held.values)
     optimizer = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values, late=late)
@@ -83,9 +83,9 @@ async def restore(
 class _Copies:
     """What peers hold of a stage's state."""
 
-    def __init__(self, offer: Offer, owner: str, transport: Transport, timeouts: Timeouts) -> None:
+    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts) -> None:
         self._offer = offer
-        self._about = {"owner": owner, "job": offer.job}
+        self._about = {"run": offer.run}
         self._transport = transport
         self._timeouts = timeouts
 

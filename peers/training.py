@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -135,6 +136,7 @@ class Training:
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent)
+        self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
         self._copies = Copies(self._ledger.note)
         self._noted: list[Copied] = []  # what an owner that has died knew of them
         self._request: PlanRequest
@@ -201,8 +203,9 @@ class Training:
         self._captured = replace(captured, state=base.weights(captured.state))
         for line in run.reports():
             self._known[line["step"]] = line["loss"]
+        self._key = str(run.info.get("key", self._key))
         told = next(s for s in itertools.count(base.next_step) if s not in self._known)
-        self._noted = [] if step else noted(run.folder, self._agent.peer_id, base.next_step, told)
+        self._noted = [] if step else noted(run.folder, self._key, base.next_step, told)
         done = max([base.next_step, *(copied.next_step for copied in self._noted)])
         for line in run.reports():
             if line.get("metrics") and line["step"] < done:
@@ -379,6 +382,7 @@ class Training:
             epoch,
             self._base.holders if isinstance(self._base, Copied) else (),
             trace=self._trace,
+            run=self._key,
             kept=Kept(
                 self._base,
                 store,
@@ -399,12 +403,12 @@ class Training:
         if self._home is None:
             return None
         info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
-        info["rounds"] = (self._shares, self._coded)
+        info |= {"rounds": (self._shares, self._coded), "key": self._key}
         if self._run is None:
             self._run = self._home.new_run(self._job.name, **info)
         else:
             self._run.take_over(**info)
-        self.result.run, self._ledger.folder = self._run.id, self._run.folder
+        self.result.run, self._ledger.run, self._ledger.folder = self._run.id, self._key, self._run.folder
         folder, devices = self._run.checkpoints, sorted(self._kinds)
         self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store)
         if self._base is not None:

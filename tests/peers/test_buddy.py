@@ -213,7 +213,7 @@ async def test_only_the_buddy_says_that_it_has_kept_a_copy_and_once() -> None:
 
 async def test_a_buddy_without_memory_says_how_much_it_lacks_and_reads_nothing() -> None:
     offer = offers()[1]
-    buddy = Buddy(offer, "owner", Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
+    buddy = Buddy(offer, Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
     ask = Frame(
         messages.KEEP,
         {"next_step": 4, "source": "p0", "since": 0, "far": False, "besides": []},
@@ -413,7 +413,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     prepare = Member._prepare
 
     async def refuses_one(member: Member, *args: Any) -> Any:
-        if member.remains.of != ("", "") and member not in refused:
+        if member.remains.of and member not in refused:
             refused.add(member)
             raise StaleTermError("another coordinator is known")
         return await prepare(member, *args)
@@ -436,7 +436,7 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
 
     async def refuses_for_a_while(member: Member, *args: Any) -> Any:
         now_s = asyncio.get_running_loop().time()
-        if member.remains.of != ("", ""):
+        if member.remains.of:
             refusals.append(now_s)
             if now_s < refusals[0] + 5.0:
                 raise StaleTermError("another coordinator is known")

@@ -229,11 +229,11 @@ async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() 
         network.impair("p0", "p1", Impairment(bandwidth_bytes_per_s=5e3))
         remains, tensor = Remains(source, times), torch.randn(100_000)
         digest = digest_of(tensor)
-        remains.of = ("owner", "job")
+        remains.of = "run"
         remains.held.keep("p2", 3, {"weight": digest}, {digest: tensor})
         remains.over()
         wanted = {digest: (tensor.dtype, tuple(tensor.shape))}
-        about = {"owner": "owner", "job": "job"}
+        about = {"run": "run"}
         fetch = Fetch(wanted, lambda peer: reader.open(peer, "copies"), about, times, gently=True, urgent=True)
         began_s = asyncio.get_running_loop().time()
         await fetch.run(["p0"])

@@ -67,15 +67,15 @@ def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('{"owner": "me", "copies": [{"next_step": 7, "stages": [[{"w": "ab"}, {}, ["p"]]]}]}', [7]),
-        ('{"owner": "me", "copies": [{"next_step": 4, "stages": []}, {"next_step": 9, "stages": []}]}', []),
-        ('{"owner": "another", "copies": [{"next_step": 7, "stages": []}]}', []),
-        ('{"owner": "me", "copies": [{"stages": 1}]}', []),
+        ('{"run": "mine", "copies": [{"next_step": 7, "stages": [[{"w": "ab"}, {}, ["p"]]]}]}', [7]),
+        ('{"run": "mine", "copies": [{"next_step": 4, "stages": []}, {"next_step": 9, "stages": []}]}', []),
+        ('{"run": "another", "copies": [{"next_step": 7, "stages": []}]}', []),
+        ('{"run": "mine", "copies": [{"stages": 1}]}', []),
         ("[]", []),
         ("{", []),
     ],
 )
 def test_only_what_can_be_gone_on_from_is_read(tmp_path: Path, text: str, found: list[int]) -> None:
-    assert noted(tmp_path, "me", 4, 8) == []
+    assert noted(tmp_path, "mine", 4, 8) == []
     (tmp_path / FILE).write_text(text)
-    assert [copied.next_step for copied in noted(tmp_path, "me", 4, 8)] == found
+    assert [copied.next_step for copied in noted(tmp_path, "mine", 4, 8)] == found
