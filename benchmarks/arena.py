@@ -33,6 +33,11 @@ from dataclasses import replace
 from meshcee._demo_job import job as demo
 job = replace(demo, name="demo", steps={steps}, eval_data=None, eval_every=0, metrics={{}})
 """
+AUGMENTED = """
+from benchmarks.augmented import Augmented
+from meshcee._demo_job import VOCABULARY
+job = replace(job, data=Augmented(job.data, len(VOCABULARY)))
+"""
 LONGEST_S = 120.0  # without a new step: a hang
 END_S = 5.0  # that a p2pd may outlive its peer
 OWNER = "owner"
@@ -55,7 +60,10 @@ class LabChildren(Children):
 class Arena:
     """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`."""
 
-    def __init__(self, folder: Path, steps: int, stages: int, lab: Lab | None = None) -> None:
+    def __init__(
+        self, folder: Path, steps: int, stages: int, lab: Lab | None = None, *, augmented: bool = False
+    ) -> None:
+        self.augmented = augmented
         self.home = Home(folder / "home")
         self.children = Children(self.home.folder) if lab is None else LabChildren(self.home.folder, lab)
         self.wires = Wires(lab) if lab is not None else None
@@ -63,7 +71,7 @@ class Arena:
         self.names: dict[str, str] = {}
         self._stages = stages
         self._job = folder / "demo_job.py"
-        self._job.write_text(JOB.format(steps=steps))
+        self._job.write_text(JOB.format(steps=steps) + AUGMENTED * augmented)
         self._owner: asyncio.subprocess.Process | None = None
         self._news = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None

@@ -5,7 +5,8 @@ which step, how far the run went back after each loss and from whose copies, how
 and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED. Six real peers, four
 stages, each process on a host of its own in the WAN lab. Where that cannot run (it needs root), all are on loopback, no blow
 falls on links, and the line says why. A seed takes two to four minutes on two cores. With `--virtual 2000` so many seeds are
-run in one process on virtual time (benchmarks/virtual_chaos.py).
+run in one process on virtual time (benchmarks/virtual_chaos.py). With `--augmented` every read of a sample draws from all
+three generators (benchmarks/augmented.py).
 
 The idea: the seed says what happens and when; who is struck follows from the plan, the coordinator and the copies of that moment.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ import torch
 
 from benchmarks import virtual_chaos
 from benchmarks.arena import OWNER, Arena
+from benchmarks.augmented import Augmented
 from benchmarks.going_back import Past, going_back
 from benchmarks.lab import Lab, why_not
 from benchmarks.wires import network_of
+from meshcee._demo_job import VOCABULARY
 from meshcee._demo_job import job as demo
 from meshcee.eager import plain
 
@@ -45,7 +49,7 @@ PAUSES_S = (1.0, 6.0), (12.0, 25.0)
 HALVED_S = 10.0, 40.0
 
 
-async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
+async def one(seed: int, steps: int, blows: int, augmented: bool = False) -> dict[str, Any]:
     """A run under blows; "outcome" is "equal", or what went wrong."""
     found: dict[str, Any] = {"seed": seed}
     began_s = time.monotonic()
@@ -57,7 +61,7 @@ async def one(seed: int, steps: int, blows: int) -> dict[str, Any]:
             hosts = [*(f"peer-{i}" for i in range(PEERS)), *(f"new-{i}" for i in range(blows)), OWNER]
             lab = await stack.enter_async_context(Lab(network_of(hosts)))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshcee-chaos-"))
-        arena = Arena(Path(folder), steps, STAGES, lab)
+        arena = Arena(Path(folder), steps, STAGES, lab, augmented=augmented)
         found |= await struck(arena, seed, steps, blows)
         if found["outcome"] != "equal":
             keep(arena, seed)
@@ -98,16 +102,17 @@ def judge(arena: Arena, steps: int, code: int, past: Past, orphans: list[int]) -
     if [r["step"] for r in reports] != list(range(steps)):
         return "steps were lost or told of twice"
     plan = next(event["plan"] for _, event in arena.events if "plan" in event)
-    if [r["loss"] for r in reports] != undisturbed(steps, plan["micro_batch"]):
+    if [r["loss"] for r in reports] != undisturbed(steps, plan["micro_batch"], arena.augmented):
         return "other losses"
     return "; ".join([*past.wrong, *([f"orphans: {orphans}"] if orphans else [])]) or "equal"
 
 
 @functools.cache
-def undisturbed(steps: int, micro_batch: int) -> list[float]:
+def undisturbed(steps: int, micro_batch: int, augmented: bool) -> list[float]:
     """The plain loop's losses."""
     torch.set_num_threads(1)
-    return plain(demo, steps, micro_batch).losses
+    data = Augmented(demo.data, len(VOCABULARY)) if augmented else demo.data
+    return plain(replace(demo, data=data), steps, micro_batch).losses
 
 
 def keep(arena: Arena, seed: int) -> None:
@@ -187,10 +192,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--blows", type=int, default=5)
     parser.add_argument("--virtual", type=int, metavar="SEEDS")
+    parser.add_argument("--augmented", action="store_true")
     options = parser.parse_args()
     failed = 0
     for seed in range(options.first, options.first + (options.virtual or options.seeds)):
-        result = virtual_chaos.play(seed) if options.virtual else asyncio.run(one(seed, options.steps, options.blows))
+        if options.virtual:
+            result = virtual_chaos.play(seed, options.augmented)
+        else:
+            result = asyncio.run(one(seed, options.steps, options.blows, options.augmented))
         print(json.dumps(result), flush=True)
         failed += result["outcome"] != "equal"
     sys.exit(1 if failed else 0)

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 from torch import nn
 
+from benchmarks.augmented import Augmented
 from benchmarks.going_back import going_back
 from dht.election import CHANCE
 from dht.signing import Identity
@@ -98,12 +99,13 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def job_of() -> Job:
+def job_of(augmented: bool = False) -> Job:
     torch.manual_seed(0)
+    data = [(i % 11, (i + 1) % 11) for i in range(64)]
     return Job(
         model=Net(),
         loss=nn.functional.cross_entropy,
-        data=[(i % 11, (i + 1) % 11) for i in range(64)],
+        data=Augmented(data, 11) if augmented else data,
         optimizer=Optimizer("AdamW", lr=1e-2),
         batch_size=8,
         micro_batch_size=MICRO,
@@ -122,8 +124,8 @@ def captured_job() -> Capture:
 
 
 @functools.cache
-def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses, _, model, _ = plain(job_of(), STEPS, MICRO)
+def expected(augmented: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, _, model, _ = plain(job_of(augmented), STEPS, MICRO)
     return losses, model.state_dict()
 
 
@@ -360,16 +362,20 @@ async def stormy(seed: int, folder: Path) -> AsyncIterator[Storm]:
 
 
 async def train(
-    storm: Storm, hear: Callable[[Report], None] = lambda report: None, job: Job | None = None, **more: Any
+    storm: Storm,
+    hear: Callable[[Report], None] = lambda report: None,
+    job: Job | None = None,
+    augmented: bool = False,
+    **more: Any,
 ) -> str:
     """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
     told: list[Report] = []
     mesh = storm.mesh
     stages = min(STAGES, len(mesh.agent.devices()))
-    async for report in mesh.train(job or job_of(), captured=captured_job(), stages=stages, **more):
+    async for report in mesh.train(job or job_of(augmented), captured=captured_job(), stages=stages, **more):
         told.append(report)
         hear(report)
-    losses, state = expected()
+    losses, state = expected(augmented)
     if [report.step for report in told] != list(range(STEPS)):
         return "steps were lost or told of twice"
     if [report.loss for report in told] != losses or mesh.result.losses != losses:
@@ -380,7 +386,9 @@ async def train(
     return "equal"
 
 
-async def one(seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3) -> dict[str, Any]:
+async def one(
+    seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3, augmented: bool = False
+) -> dict[str, Any]:
     """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong."""
     began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
     CHANCE.seed(seed)  # who claims first
@@ -408,7 +416,7 @@ async def one(seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3) ->
                     steps.pop(0)
                     striking.append(group.create_task(befall(chance.uniform(0, 4), chance.choice(BLOWS))))
                 async with asyncio.timeout(ENDS_WITHIN_S):
-                    outcome = await train(storm, hear)
+                    outcome = await train(storm, hear, augmented=augmented)
                 for task in striking:
                     task.cancel()
                 storm.heal()
@@ -437,10 +445,10 @@ async def one(seed: int, logged: Sequence[Mapping[str, Any]], blows: int = 3) ->
     }
 
 
-def play(seed: int) -> dict[str, Any]:
-    """The run of a seed, on a loop of its own."""
+def play(seed: int, augmented: bool = False) -> dict[str, Any]:
+    """The run of a seed, on a loop of its own; its samples may be augmented."""
     with capture_logs() as logged, quick_planning():
-        return run(one(seed, logged))
+        return run(one(seed, logged, augmented=augmented))
 
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

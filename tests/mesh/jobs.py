@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +31,15 @@ class Images:
         return self.x[i], self.y[i]
 
 
+class Noisy(Images):
+    """Under noise that Python, numpy and torch draw anew for every read."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(i)
+        x = x.flip(2) if random.random() < 0.5 else x
+        return x + 0.1 * torch.randn(x.shape) + float(np.random.normal(0, 0.1)), y
+
+
 class CNN(nn.Module):
     """Convolutions with batch norm, dropout and a skip connection."""
 
@@ -49,7 +60,7 @@ class CNN(nn.Module):
 
 
 def make_job(case: str) -> Job:
-    """ "gpt-adamw", "gpt-sgd", "cnn-adamw" or "cnn-sgd"; the same weights in every process."""
+    """ "gpt", "cnn" or "noisy" (a CNN whose samples are augmented), "-adamw" or "-sgd"; the same weights in every process."""
     model, optimizer = case.split("-")
     torch.manual_seed(0)
     if model == "gpt":
@@ -65,7 +76,7 @@ def make_job(case: str) -> Job:
         job = Job(
             model=CNN(),
             loss=F.cross_entropy,
-            data=Images(200),
+            data=Noisy(200) if model == "noisy" else Images(200),
             optimizer=Optimizer("AdamW", lr=3e-3),
             batch_size=16,
             steps=STEPS,

@@ -16,18 +16,19 @@ from tests.mesh.jobs import make_job
 from tests.reference import reference
 
 STEPS = 60
-JOB = f"""
+JOB = """
 from dataclasses import replace
 from tests.mesh.jobs import make_job
-job = replace(make_job("cnn-adamw"), steps={STEPS}, checkpoint_every=5)
+job = replace(make_job({case!r}), steps={steps}, checkpoint_every=5)
 """
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["cnn-adamw", "noisy-adamw"])
+def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path, case: str) -> None:
     job_file, out, home = tmp_path / "job.py", tmp_path / "out.safetensors", Home(tmp_path / "home")
-    job_file.write_text(JOB)
+    job_file.write_text(JOB.format(case=case, steps=STEPS))
     with peers(home.folder, 3) as mesh:
         with training(mesh, job_file, "--stages", "3", cwd=ROOT) as owner:
             run = home.run("last")
@@ -44,7 +45,7 @@ def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path) -> N
     assert [(r["run"], r["state"], r["checkpoints"][0]) for r in listed] == [(run.id, "done", STEPS)]
     plan = next(line["plan"] for line in done.lines if "plan" in line)
     assert len(plan["pipelines"][0]["stages"]) == 2
-    expected = reference(make_job("cnn-adamw"), STEPS)
+    expected = reference(make_job(case), STEPS)
     reports = run.reports()
     assert [r["step"] for r in reports] == list(range(STEPS))
     assert [r["loss"] for r in reports] == [sum(float(loss) / 4 for loss in step) for step in expected.losses]

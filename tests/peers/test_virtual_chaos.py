@@ -11,14 +11,18 @@ from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, s
 from tests.virtual_time import quiet, run
 
 
-def outcomes(seeds: range) -> list[tuple[int, list[str], str]]:
+def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[str], str]]:
     """Of the seeds whose runs were not as an undisturbed one."""
-    found = [play(seed) for seed in seeds]
+    found = [play(seed, augmented) for seed in seeds]
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
 
 
 def test_a_few_storms() -> None:
     assert outcomes(range(2)) == []
+
+
+def test_a_storm_over_samples_that_are_augmented() -> None:
+    assert outcomes(range(2, 3), augmented=True) == []
 
 
 @pytest.mark.slow
