@@ -42,9 +42,11 @@ from meshcee.planner.proposals import Effort
 from peers.agent import Agent
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace
+from peers.executor import Executor
 from peers.home import Home
 from peers.member import Session
 from peers.mesh import Mesh
+from peers.messages import Step
 from peers.owner import Report
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
@@ -73,6 +75,8 @@ BLOWS = (
     "slow",
     "lossy",
     "join",
+    "hung device",
+    "full device",
 )
 
 
@@ -154,6 +158,21 @@ def watched_frames(about_to_send: Callable[[str, str, str], None]) -> Iterator[N
         yield
 
 
+@contextlib.contextmanager
+def devices_fill_up(full: set[str]) -> Iterator[None]:
+    """The next step of each of these peers fails once, as that of a device without memory does."""
+    walk = Executor._walk
+
+    async def walked(executor: Executor, step: Step) -> None:
+        if (peer := executor._place.peer) in full:
+            full.remove(peer)
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(peer)}.00 GiB")
+        await walk(executor, step)
+
+    with mock.patch.object(Executor, "_walk", walked):
+        yield
+
+
 @dataclass
 class Activations:
     """Which plans members have begun to run, by owner and epoch."""
@@ -186,6 +205,8 @@ class Storm:
         self._folder = folder
         self._numbers = iter(range(1000))
         self._away: dict[str, Identity] = {}  # killed peers that may come back
+        self._hung: set[str] = set()
+        self.full: set[str] = set()  # peer ids
         self._apart: SharedMemory | None = None
         self._identities: dict[str, Identity] = {}
 
@@ -271,6 +292,12 @@ class Storm:
             victim = chance.choice(self.members())
             self._impair(victim, replace(LINK, bandwidth_bytes_per_s=2e4), last_s)
             return f"{victim} on slow links for {last_s:.1f} s"
+        if kind == "hung device" and len(self.lending) - len(self._hung) > least:
+            return self._hang(last_s * 20)
+        if kind == "full device":
+            victim = chance.choice(self.members())
+            self.full.add(self.here.agents[victim].peer_id)
+            return f"{victim} is out of memory in its next call"
         if kind == "lossy":
             victim = chance.choice(self.members())
             self._impair(victim, replace(LINK, loss=0.02), last_s)
@@ -278,6 +305,21 @@ class Storm:
         name = f"new-{next(self._numbers)}"
         await self.start(name)
         return f"{name} joined"
+
+    def _hang(self, last_s: float) -> str:
+        """Its device takes a call and does not end it; the peer itself answers, and becomes ready for anything."""
+        victim = self.chance.choice(self.members())
+        compute = self.here.agents[victim]._compute
+        assert compute is not None
+        compute.pace = Pace(1e-9)
+        self._hung.add(victim)
+
+        def recover() -> None:
+            compute.pace = PACE
+            self._hung.discard(victim)
+
+        asyncio.get_running_loop().call_later(last_s, recover)
+        return f"the device of {victim} hangs for {last_s:.0f} s"
 
     def _kill(self, kind: str) -> str:
         members = self.members()
@@ -358,7 +400,8 @@ async def stormy(seed: int, folder: Path) -> AsyncIterator[Storm]:
         for i in range(PEERS):
             await storm.start(f"p{i}")
         storm.mesh = await here.own("owner", Home(folder))
-        yield storm
+        with devices_fill_up(storm.full):
+            yield storm
 
 
 async def train(

@@ -25,7 +25,8 @@ class Timeouts:
     lease_ttl_s: float = 8.0
     lease_confirm_s: float = 1.0  # between writing a claim and believing it
     offer_s: float = 120.0  # graph and weights to a member, and its READY
-    idle_step_s: float = 600.0  # a running step without any progress
+    idle_step_s: float = 600.0  # a running step without any progress, where nothing tells how long steps take
+    hung_s: float = 30.0  # the same where something does, at least
     beat_s: float = 2.0  # between two signs of life, of owner and member or of two members
     silent_s: float = 10.0  # without any, the other side is given up
     regroup_s: float = 60.0  # that an owner waits for peers who can go on with its job

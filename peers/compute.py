@@ -54,6 +54,7 @@ class Compute:
         self.pace = pace
         self.staging = Staging(self.device) if self.device.type == "cuda" else None
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
+        self.running = self.done = 0  # calls under way or waiting, and those that have ended
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
@@ -74,6 +75,13 @@ class Compute:
 
     async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""
+        self.running += 1
+        try:
+            return await self._run(call, *args, flops=flops)
+        finally:
+            self.running, self.done = self.running - 1, self.done + 1
+
+    async def _run(self, call: Callable[..., T], *args: Any, flops: float) -> T:
         loop, start_s = asyncio.get_running_loop(), time.perf_counter()
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         if self.staging is not None:

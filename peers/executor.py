@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from peers.links import Bandwidth, Crossed, Links
 from peers.messages import Step
 from peers.outbox import Outbox
 from peers.place import Piece, Place, StageFlops
+from peers.progress import OWNER
 from peers.recut import Boundaries
 from peers.settlement import Settlement
 from peers.snapshot import Held
@@ -86,6 +88,7 @@ class Executor:
         self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
         self.whole = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
         self.whole.set()
+        self.wants: Callable[[], tuple[str, ...]] = tuple  # whom it waits for now; nobody while it has something to do
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -97,7 +100,8 @@ class Executor:
     async def run(self) -> None:
         """Take walks until cancelled."""
         while True:
-            walk = await self._inbox.walks.get()
+            with self._waiting(lambda: (OWNER,)):
+                walk = await self._inbox.walks.get()
             if isinstance(walk, Collect):
                 await self._send_state(walk)
             elif isinstance(walk, TakeSnapshot):
@@ -107,8 +111,13 @@ class Executor:
             else:
                 await self._train(walk)
 
+    async def _until_whole(self) -> None:
+        """What the optimizer has kept has a time-out of its own."""
+        with self._waiting(lambda: (OWNER,)):
+            await self.whole.wait()
+
     async def _snapshot(self, wanted: TakeSnapshot) -> None:
-        await self.whole.wait()
+        await self._until_whole()
         which = wanted.next_step, self._runner, wanted.since, wanted.besides
         announced = await self._compute.run(self.held.take, *which)
         if wanted.durable:
@@ -124,13 +133,15 @@ class Executor:
         start_s = time.perf_counter()
         self.spans.start(walk.trace)
         runner.begin(walk.step)
-        async with self.settlement.summing(walk) as self._wholes:
-            await self._walk(walk)
-            summed_s = time.perf_counter()
+        with contextlib.ExitStack() as summing:
+            async with self.settlement.summing(walk) as self._wholes:
+                await self._walk(walk)
+                summed_s = time.perf_counter()
+                summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
         self._waited(summed_s)
         clip = await self.settlement.run(walk)
         settled_s = time.perf_counter()
-        await self.whole.wait()
+        await self._until_whole()
         self._waited(settled_s)
         applied_s = time.perf_counter()
         await self._compute.run(
@@ -158,7 +169,7 @@ class Executor:
         while w < walk.num_micro:
             action = choose(self._view(walk, f, b, w))
             if action is None:
-                await self._wait()
+                await self._wait(partial(self._missing, walk, f, b, w))
             elif action is Kind.F and place.is_last:
                 # Its gradient needs nobody: F and B in one visit to the compute thread.
                 await self._forward_and_back(walk, f)
@@ -197,23 +208,44 @@ class Executor:
             live_cap=place.stage.live_cap,
         )
 
-    def _input_ready(self, walk: int, micro: int) -> bool:
-        return self._here(walk, micro, self._runner.spec, self._place.micro_batch)
+    def _missing(self, walk: Step, f: int, b: int, w: int) -> list[str]:
+        """Who has not sent what comes next of each kind."""
+        place, inbox, key = self._place, self._inbox, walk.walk
+        found: list[str] = []
+        if f < walk.num_micro:
+            found += self._absent(key, f, self._runner.spec, place.micro_batch)
+        if b < f and not place.is_last:
+            arrived = inbox.back.get((key, b), {})
+            found += [piece.peer for piece in place.targets(place.micro_batch) if piece.peer not in arrived]
+        return found + [peer for name, peer in place.partial_from if (name, peer) not in inbox.shared.get((key, w), {})]
 
-    def _here(self, walk: int, micro: int, spec: StageSpec, samples: int) -> bool:
-        """Whether all that F of this micro-batch needs has arrived, from the owner and from each source."""
-        raw = not spec.raw_inputs or (walk, micro) in self._inbox.raw
-        wanted = {piece.peer for piece in self._place.sources(samples)}
-        return raw and wanted <= self._inbox.forward.get((walk, micro), {}).keys()
+    def _absent(self, walk: int, micro: int, spec: StageSpec, samples: int) -> list[str]:
+        """Who has not sent what F of this micro-batch needs."""
+        arrived = self._inbox.forward.get((walk, micro), {})
+        found = [piece.peer for piece in self._place.sources(samples) if piece.peer not in arrived]
+        return found if not spec.raw_inputs or (walk, micro) in self._inbox.raw else [OWNER, *found]
+
+    def _input_ready(self, walk: int, micro: int) -> bool:
+        return not self._absent(walk, micro, self._runner.spec, self._place.micro_batch)
 
     def _partials_ready(self, walk: int, micro: int) -> bool:
         return self._place.partial_from <= self._inbox.shared.get((walk, micro), {}).keys()
 
-    async def _wait(self) -> None:
+    async def _wait(self, wants: Callable[[], Iterable[str]]) -> None:
+        """For the next arrival; `wants` are those who have not sent what is missing."""
         start_s = time.perf_counter()
         self._inbox.changed.clear()
-        await self._inbox.changed.wait()
+        with self._waiting(wants):
+            await self._inbox.changed.wait()
         self._waited(start_s)
+
+    @contextlib.contextmanager
+    def _waiting(self, wants: Callable[[], Iterable[str]]) -> Iterator[None]:
+        self.wants = lambda: tuple(dict.fromkeys(wants()))
+        try:
+            yield
+        finally:
+            self.wants = tuple
 
     def _waited(self, start_s: float) -> None:
         if "wait" in self.seconds:
@@ -362,8 +394,8 @@ class Executor:
             rows, targets = place.rows(size), place.targets(size)
             if rows[0] == rows[1]:
                 continue  # a last micro-batch that is too small for everyone
-            while not self._here(walk.walk, micro, spec, size):
-                await self._wait()
+            while absent := self._absent(walk.walk, micro, spec, size):
+                await self._wait(partial(list, absent))
             raw, parts = self._arrived(walk.walk, micro)
             sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
             await self._send_forward(targets, walk.walk, micro, spec.sent, sent)

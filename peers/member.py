@@ -28,6 +28,7 @@ from peers.links import Bandwidth, Crossed
 from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
+from peers.progress import Doing
 from peers.pulse import live, while_alive
 from peers.remains import Remains
 from peers.restore import Moments, restore
@@ -70,6 +71,7 @@ class Session:
         self.done = asyncio.Event()
         self._stream = stream
         self._transport = transport
+        self._compute = compute
         self._place = offer.place
         # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
@@ -139,9 +141,15 @@ class Session:
 
     async def _watch_owner(self) -> None:
         try:
-            await live(self._owner, self._timeouts)
+            await live(self._owner, self._timeouts, self._doing)
         except StreamClosed as closed:
             raise _OwnerDone from closed
+
+    def _doing(self) -> Frame:
+        streams = (self._stream, *(outbox.stream for outbox in self._executor.links.outboxes.values()))
+        moved_bytes = sum(stream.received_payload_bytes for stream in streams)
+        compute = self._compute
+        return Doing(compute.done, compute.running > 0, moved_bytes, self._executor.wants()).frame()
 
     async def _read_owner(self) -> None:
         while True:
@@ -164,7 +172,7 @@ class Session:
             elif frame.kind == messages.SNAPSHOT:
                 await self._inbox.walks.put(TakeSnapshot.from_header(frame.header))
             elif frame.kind == messages.PING:
-                self._owner.sign(Frame(messages.PONG))
+                self._owner.sign(self._doing())
             elif frame.kind == messages.CLOCK:
                 asked_s = need(frame.header, "asked_s", float)
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))

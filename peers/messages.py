@@ -20,7 +20,8 @@ Purposes of streams, and the frames on them:
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
                                         CLOCK  ->  CLOCK               before steps that are traced
-                                        PING, and PONG unasked         as long as the other side is heard
+                                        PING, and PONG unasked         as long as the other side is heard; a member's PONG
+                                                                       says what it does, and whom it waits for
                                         COLLECT  ->  STATE*, STATE_END     FAILED, LEAVING or, when what the optimizer has
                                                                            kept was not found, AGAIN at any time
                                                      (STATE_END alone after an evaluation)

@@ -36,6 +36,7 @@ from peers.link import Link, ReplicaReceiver, check_replicas
 from peers.messages import MOST_RUN_CHARACTERS, Step, need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
+from peers.progress import Watch
 from peers.pulse import SILENT, beat, unless_silent
 from peers.sharing import check_sharing
 from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
@@ -111,7 +112,7 @@ class Owner:
         self.leaving: set[str] = set()  # members that have asked to be left out
         self.stopped = self._hands_over = False
         self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
-        self._heard = 0  # frames that have come from members, to tell a slow mesh from a silent one
+        self._watch: Watch
         self._step = 0  # the first step that is not yet complete, for errors
 
     def stop(self, *, hand_over: bool = False) -> None:
@@ -219,17 +220,21 @@ class Owner:
             beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
 
         terms = Terms.of(self._job, self._capture)
-        programs, resumes = (self._capture.train, self._capture.evaluate), self._kept.base is not None
+        same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
+        ours = (), self._run_name, self._transport.peer_id
+        offered = [Offer(terms, self.plan, self._epoch, self._term, peer, *same, *ours) for peer in self.plan.peers]
+        state_bytes = max(offer.state_bytes for offer in offered)
+        self._watch = Watch(self.plan, self._timeouts, state_bytes, self._received_bytes)
         async with asyncio.TaskGroup() as offers:
-            for peer_id in self.plan.peers:
-                who = (self._epoch, self._term, peer_id)
-                offer = Offer(terms, self.plan, *who, *programs, self._addresses, resumes)
-                offer = replace(offer, run=self._run_name, owner=self._transport.peer_id)
+            for offer in offered:
                 offers.create_task(offer_to(offer))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._source is not None and (self._kept.store is not None or self._kept.copies is not None):
             self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)
         return beats
+
+    def _received_bytes(self) -> int:
+        return sum(link.stream.received_payload_bytes for link in self._links)
 
     async def _offer(self, offer: Offer) -> Link:
         """The link to a member that is READY."""
@@ -326,11 +331,12 @@ class Owner:
         try:
             while True:
                 frame = await link.stream.recv()
-                self._heard += 1
+                if frame.kind != messages.PONG:
+                    self._watch.progress()
                 if self._keeping is not None and await self._keeping.hear(link, frame):
                     continue
                 if frame.kind == messages.PONG:
-                    pass  # that it has come is all
+                    self._watch.hear(link.peer_id, frame.header)
                 elif frame.kind not in (messages.STATE, messages.STATE_END):
                     await self._take(link, frame)
                 elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
@@ -410,6 +416,7 @@ class Owner:
                 continue
             now_s = time.perf_counter()
             step_s, last_s = now_s - last_s, now_s
+            self._watch.stepped(step_s)
             mean_s = (now_s - started_s) / (walk.spec.step + 1 - feed.start)
             held = Report(
                 step=walk.spec.step,
@@ -433,18 +440,16 @@ class Owner:
             self._keeping.reported(what.step)
 
     async def _until(self, event: asyncio.Event) -> None:
-        """Wait for members, but not forever: one that is cut off without a word sends no end of its stream."""
-        idle_s = self._timeouts.idle_step_s
-        while not event.is_set():
-            heard = self._heard
-            try:
-                async with asyncio.timeout(idle_s):
-                    await event.wait()
-            except TimeoutError:
-                if heard == self._heard:
-                    self.failures.add(
-                        3, PeerLostError(f"no peer has answered in step {self._step} for {idle_s:.0f} s; run it again")
-                    )
+        """Wait for members, but not forever: one whose device hangs still says that it lives."""
+        while not await self._watch.until(event):
+            for_s, stuck, parted = self._watch.idle_s, self._watch.stuck(), self._watch.parted()
+            self.failures.stuck.update(stuck)
+            for a, b in parted:
+                self.failures.blame(a, [b])
+            who = " and ".join(map(self._describe, stuck or [a for a, _ in parted]))
+            why = "it has all that it needs" if stuck else "they wait for each other" if parted else "nobody says why"
+            told = f"{who or 'no peer'} has not got on with step {self._step} for {for_s:.0f} s: {why}"
+            self.failures.add(LOST_HERE, PeerLostError(told))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -48,9 +48,9 @@ async def beat(outbox: Outbox, timeouts: Timeouts, lost: Callable[[], None]) -> 
     lost()
 
 
-async def live(outbox: Outbox, timeouts: Timeouts) -> None:
+async def live(outbox: Outbox, timeouts: Timeouts, sign: Callable[[], Frame] = lambda: Frame(messages.PONG)) -> None:
     """Say that we live as long as the other side is heard; StreamClosed once it is not."""
-    await silence(outbox.stream, timeouts, partial(outbox.sign, Frame(messages.PONG)))
+    await silence(outbox.stream, timeouts, lambda: outbox.sign(sign()))
     raise StreamClosed(SILENT)
 
 

@@ -8,8 +8,9 @@ behind the sums and with the norms, and the head of the first pipeline sends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import torch
 
@@ -32,7 +33,8 @@ __all__ = ["Settlement"]
 
 
 class Settlement:
-    """`wait` returns when something has arrived in the inbox. `norm` is the last global norm, known to the head."""
+    """`wait` returns when something has arrived in the inbox; it is told who has yet to send. `norm` is the last global norm,
+    known to the head."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Settlement:
         compute: Compute,
         links: Links,
         coding: Coding,
-        wait: Callable[[], Awaitable[None]],
+        wait: Callable[[Callable[[], Iterable[str]]], Awaitable[None]],
         spans: Spans,
     ) -> None:
         self._runner = runner
@@ -77,6 +79,11 @@ class Settlement:
             for whole in wholes:
                 whole.all()
 
+    @property
+    def summed_with(self) -> list[str]:
+        """All members that we add up gradients with."""
+        return [peer for one in self._place.sums for peer in one.peers if peer != self._place.peer]
+
     def take(self, peer: str, frame: Frame) -> None:
         """A frame of a sum."""
         one = self._sums.get(need(frame.header, "sum", int))
@@ -95,7 +102,7 @@ class Settlement:
         if self._place.votes:
             await self._vote(walk.walk)
         while walk.walk not in self._inbox.commits:
-            await self._wait()
+            await self._wait(lambda: [] if self._place.above is None else [self._place.above])
         return self._inbox.commits[walk.walk]
 
     async def exchange_totals(self, walk: int) -> None:
@@ -107,8 +114,8 @@ class Settlement:
                 copies = [totals[n].clone() if n in totals else None for n in names]
                 header = {"epoch": list(place.epoch), "walk": walk, "micro": 0, "names": list(names)}
                 await self._links.put(peer, self._coding.frame(messages.TOTAL, header, copies, (), self._runner.step))
-        while not place.totals_from.keys() <= self._inbox.totals.get(walk, {}).keys():
-            await self._wait()
+        while lacking := place.totals_from.keys() - self._inbox.totals.get(walk, {}).keys():
+            await self._wait(lambda: map(place.totals_from.__getitem__, lacking))
         if place.totals_from:
             arrived = self._inbox.totals[walk]
             self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
@@ -120,8 +127,8 @@ class Settlement:
         if place.clip_norm is not None and place.leads:  # all who hold the same blocks have the same sums
             own = await self._compute.run(self._runner.norm_values)
             pairs = [(place.norm_order[name], norm) for name, norm in own if name not in place.totals_from]
-        while not set(place.below) <= inbox.norms.get(walk, {}).keys():
-            await self._wait()
+        while silent := set(place.below) - inbox.norms.get(walk, {}).keys():
+            await self._wait(partial(list, silent))
         pairs += [pair for peer in place.below for pair in inbox.norms[walk][peer]]
         if place.above is not None:
             # In a payload: a header would be too small for a few thousand parameters. float64 holds every norm as it is.

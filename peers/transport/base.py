@@ -49,6 +49,11 @@ class Stream(Protocol):
     received_bytes: int
 
     @property
+    def received_payload_bytes(self) -> int:
+        """Of payloads alone: what nobody sends but to get on with the work."""
+        ...
+
+    @property
     def closed(self) -> bool:
         """Nothing can be sent any more; frames that have arrived may still be received."""
         ...

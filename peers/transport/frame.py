@@ -200,6 +200,7 @@ class Decoder:
         self._head: tuple[int, int] | None = None  # (word, checksum) of the DATA record whose body is awaited
         self._frame: tuple[str, dict[str, Any], list[int]] | None = None  # the frame in assembly
         self._payloads: list[memoryview] = []
+        self.payload_bytes = 0  # that have come, of all payloads
         self._filled = 0  # bytes of the last payload that are in place, whole chunks and the current one
         self._chunk = (0, 0)  # (word, checksum) of the current chunk
         self._chunk_left = 0
@@ -342,6 +343,7 @@ class Decoder:
     def _fill(self, size: int, events: list[Event]) -> None:
         """`size` more bytes of the current chunk are in place."""
         self._filled += size
+        self.payload_bytes += size
         self._chunk_left -= size
         if self._chunk_left:
             return

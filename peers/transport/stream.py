@@ -121,6 +121,10 @@ class FramedStream(asyncio.BufferedProtocol):
         self._decoder.max_payload_bytes = value
 
     @property
+    def received_payload_bytes(self) -> int:
+        return self._decoder.payload_bytes
+
+    @property
     def closed(self) -> bool:
         return self._why is not None
 
