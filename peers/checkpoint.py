@@ -311,7 +311,7 @@ class CheckpointStore:
         found = [c for c in self.complete() if step in ("", str(c.next_step))]
         if not found:
             raise UsageError(
-                f"run {run} has no checkpoint{' of step ' + step if step else ''}; `meshcee runs` shows what there is"
+                f"run {run} has no checkpoint{' after ' + step + ' steps' if step else ''}; `meshcee runs` shows what there is"
             )
         return found[0]
 

@@ -166,7 +166,7 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with a run of this machine: RUN, RUN@STEP or last; `meshcee runs`.")
+        str | None, typer.Option(help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`.")
     ] = None,
     regroup: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
@@ -280,7 +280,7 @@ def demo(
 
 @checkpoint_app.command("export")
 def checkpoint_export(
-    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for an older one.")],
+    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.")],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
     as_json: Json = False,

@@ -296,7 +296,7 @@ class Executor:
                 value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
                 raise NonFiniteLossError(
-                    f"the loss of step {walk.step}, micro-batch {walk.first + micro} is {value}; the step was not applied. "
+                    f"the loss of step {walk.step + 1}, micro-batch {walk.first + micro + 1} is {value}; the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
             if self._place.fused:

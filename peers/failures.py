@@ -75,10 +75,10 @@ def reported(
     if isinstance(error, PeerLostError):
         lost = header.get("lost")
         who = describe(lost) if isinstance(lost, str) else "another stage"
-        told = PeerLostError(f"peer {who} was lost in step {step}, before it was applied: {error}")
+        told = PeerLostError(f"peer {who} was lost in step {step + 1}, before it was applied: {error}")
         return 2, told, (lost,) if isinstance(lost, str) else ()
     if type(error) is MeshceeError:  # nothing that it foresaw, so its message does not say where
-        return 0, MeshceeError(f"peer {describe(peer_id)} failed in step {step}: {error}"), ()
+        return 0, MeshceeError(f"peer {describe(peer_id)} failed in step {step + 1}: {error}"), ()
     return 0, error, ()
 
 

@@ -39,7 +39,7 @@ class Offering:
         if not isinstance(base, Copied):
             raise ProtocolError("it asked again for what no peer was to give it")
         base.missed = self._missed
-        return PeerLostError(f"no peer has all of the state before step {base.next_step} any more")
+        return PeerLostError(f"no peer has all of the state after {base.next_step} steps any more")
 
     async def send(self, stream: Stream, offer: Offer) -> Frame:
         """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""

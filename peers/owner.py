@@ -353,7 +353,7 @@ class Owner:
         self.failures.add(
             LOST_HERE,
             PeerLostError(
-                f"peer {self._describe(link.peer_id)} was lost in step {self._step}, before it was applied: {closed}"
+                f"peer {self._describe(link.peer_id)} was lost in step {self._step + 1}, before it was applied: {closed}"
             ),
         )
 
@@ -448,7 +448,7 @@ class Owner:
                 self.failures.blame(a, [b])
             who = " and ".join(map(self._describe, stuck or [a for a, _ in parted]))
             why = "it has all that it needs" if stuck else "they wait for each other" if parted else "nobody says why"
-            told = f"{who or 'no peer'} has not got on with step {self._step} for {for_s:.0f} s: {why}"
+            told = f"{who or 'no peer'} has not got on with step {self._step + 1} for {for_s:.0f} s: {why}"
             self.failures.add(LOST_HERE, PeerLostError(told))
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ __all__ = ["Result"]
 
 @dataclass
 class Result:
-    """What a job leaves: one loss a step, evaluations by step, the trained weights under their original names."""
+    """What a job leaves: one loss a step, evaluations by step (counted from 0, as reports are), the trained weights under their original names."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)

@@ -170,7 +170,7 @@ class Held:
         """
         copy = next((c for c in self._copies if c.next_step == next_step), None)
         if copy is None:
-            raise ProtocolError(f"no copy of step {next_step} is held here")
+            raise ProtocolError(f"no copy after {next_step} steps is held here")
         began_s = time.perf_counter()
         tensors = {name: tensor.to(layout[name][0]) for name, tensor in copy.tensors.items()}
         digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
@@ -230,7 +230,7 @@ class Held:
         next_step, file, start, count = (need(header, name, int) for name in ("next_step", "file", "start", "count"))
         copy = next((c for c in self._copies if c.next_step == next_step), None)
         if copy is None or not 0 <= file < len(FILES):
-            raise ProtocolError(f"no snapshot of step {next_step} is held here")
+            raise ProtocolError(f"no snapshot after {next_step} steps is held here")
         if not 0 < count <= CHUNK_BYTES:
             raise ProtocolError(f"{count} bytes of a snapshot were asked for at once")
         data = copy.images[file].read(start, count)

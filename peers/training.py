@@ -337,7 +337,7 @@ class Training:
         if self._run is None or self._durable is None:
             return f"{why}; start more peers and run the command again"
         return (
-            f"{why}; the state before step {self._durable.next_step} is in {self._durable.folder}: start more peers, then go on "
+            f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: start more peers, then go on "
             f"with `meshcee train JOB.py --resume {self._run.id}`"
         )
 
@@ -464,7 +464,7 @@ class Training:
         if report.loss == before:
             return
         alike = len(self._kinds) == 1 and not self._shares
-        told = f"step {report.step} had loss {before!r} and has {report.loss!r} now that it is computed again"
+        told = f"step {report.step + 1} had loss {before!r} and has {report.loss!r} now that it is computed again"
         if not self._coded and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
             raise MeshceeError(
                 f"{told}: data[i] was not the same when it was read again (docs/models.md), or the state that training went on "

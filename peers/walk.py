@@ -41,7 +41,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Report:
-    """One committed step. `loss` is the weighted sum over its micro-batches, in micro order."""
+    """One committed step, counted from 0 as `range(steps)` does. `loss` is the weighted sum over its micro-batches, in micro order."""
 
     step: int
     steps: int

@@ -91,7 +91,7 @@ def _gantt(timeline: Timeline) -> str:
         shapes.append(
             f'<rect x="{left + (start - low) * scale:.2f}" y="{span.node * row + 2}" '
             f'width="{max((end - start) * scale, 0.2):.2f}" height="{row - 4}" fill="{COLOURS[span.kind]}">'
-            f"<title>{span.kind}{span.micro} step {span.step}</title></rect>"
+            f"<title>{span.kind}{span.micro} step {span.step + 1}</title></rect>"
         )
     bottom = len(nodes) * row
     for k in range(11):

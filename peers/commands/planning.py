@@ -177,9 +177,9 @@ def simulate(
         print(dumps(result))
         return
     for s, seconds in enumerate(timeline.step_s):
-        print(f"step {s}: {seconds:.4g} s")
+        print(f"step {s + 1}: {seconds:.4g} s")
     if done < steps:
-        print(f"step {done} never ends: a device that it needs is dead")
+        print(f"step {done + 1} never ends: a device that it needs is dead")
     if done:
         print(f"period {timeline.period_s:.4g} s, {chosen.global_batch / timeline.period_s:.4g} samples/s")
         for peer, share in timeline.utilisation().items():

@@ -244,7 +244,7 @@ def test_a_loss_that_is_not_finite_exits_with_7(mesh: Peers, tmp_path: Path) -> 
     job = write_job(tmp_path, loss="(out / 0).mean()")
     done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home)
     assert done.code == 7, done.err
-    assert "step 0, micro-batch 0" in done.err
+    assert "step 1, micro-batch 1" in done.err
     assert "Traceback" not in done.err
 
 

@@ -172,7 +172,7 @@ async def test_a_loss_that_differs_when_computed_again_ends_the_run(tmp_path: Pa
     lines = cut.reports()
     lines[4]["loss"] += 1e-6
     (cut.folder / "reports.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(MeshceeError, match=r"step 4 had loss .* computed again"):
+    with pytest.raises(MeshceeError, match=r"step 5 had loss .* computed again"):
         await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
 
 

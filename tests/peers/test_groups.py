@@ -266,7 +266,7 @@ async def test_a_member_that_dies_in_a_process_group_ends_the_step_and_nothing_i
     monkeypatch.setattr(StageRunner, "apply", noted)
     monkeypatch.setattr(DirectSum, "_reduce", dies)
     async with asyncio.timeout(15):
-        with pytest.raises(PeerLostError, match=r"in step 1, before it was applied.*the sum over the group broke off"):
+        with pytest.raises(PeerLostError, match=r"in step 2, before it was applied.*the sum over the group broke off"):
             await train_shared(mixing_job("", steps=3, direct_sums=True), ((4, 2), (6,)))
     over.set()
     assert applied == [0] * 3

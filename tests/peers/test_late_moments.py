@@ -186,7 +186,7 @@ async def test_a_source_that_dies_behind_the_parameters_costs_the_steps_since_th
 
         here.about_to_send = kill
         with pytest.raises(
-            PeerLostError, match=f"no peer has all of the state before step {handed.next_step} any more"
+            PeerLostError, match=f"no peer has all of the state after {handed.next_step} steps any more"
         ):
             await here.run(plan_of("p1", "p2"))
         assert FIRST_STEP[1] in here.events
