@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
+from meshcee.user_code import calling
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
@@ -92,12 +93,10 @@ class Schedule:
         self.options = options
 
     def build(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        try:
+        with calling(f"torch.optim.lr_scheduler.{self.name}"):
             built: torch.optim.lr_scheduler.LRScheduler = getattr(torch.optim.lr_scheduler, self.name)(
                 optimizer, **self.options
             )
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"torch.optim.lr_scheduler.{self.name}: {error}") from error
         return built
 
 

@@ -39,6 +39,7 @@ async def join(
 
     from peers.assemble import JoinOptions
     from peers.assemble import join as joined
+    from peers.commands.session import unwrap
     from peers.home import Home
 
     if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
@@ -47,8 +48,18 @@ async def join(
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     options = JoinOptions(token=address, local=local, compute=compute, device=device)
-    async with joined(options, Home() if address else None) as mesh:
-        yield mesh
+    own: BaseException | None = None
+    try:
+        async with joined(options, Home() if address else None) as mesh:
+            try:
+                yield mesh
+            except BaseException as error:
+                own = error
+                raise
+        return
+    except BaseExceptionGroup as group:  # of task groups of ours: a user's `except` shall not have to know them
+        failure = unwrap(group) if own is None or isinstance(own, asyncio.CancelledError) else own
+    raise failure
 
 
 def train(
@@ -72,8 +83,10 @@ def train(
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
     `join`, `local`, `compute` and `device` are those of `meshcee.join`, all others those of its `mesh.train`.
-    Raises a MeshceeError naming the cause. Not for use inside a running event loop: there, use `meshcee.join`.
+    Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
+    still returns only at the end; code that must not wait uses `meshcee.join`.
     """
+    from peers.commands.session import run_blocking
 
     async def main() -> Result:
         async with _joined(join, local=local if join or local else 1, compute=compute, device=device) as mesh:
@@ -93,12 +106,7 @@ def train(
                     on_report(report)
             return mesh.result
 
-    try:
-        return asyncio.run(main())
-    except BaseExceptionGroup as group:
-        from peers.commands.session import unwrap
-
-        raise unwrap(group) from group
+    return run_blocking(main)
 
 
 _joined = join

@@ -9,6 +9,7 @@ peers, 7 non-finite loss, 8 not permitted, 9 damaged checkpoint, 130 interrupted
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -166,7 +167,10 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`.")
+        str | None,
+        typer.Option(
+            help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`."
+        ),
     ] = None,
     regroup: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
@@ -280,7 +284,9 @@ def demo(
 
 @checkpoint_app.command("export")
 def checkpoint_export(
-    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.")],
+    run: Annotated[
+        str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.")
+    ],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
     as_json: Json = False,
@@ -330,6 +336,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except MeshceeError as error:
+        if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
+            traceback.print_exception(error)
         _fail(error, error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -17,6 +17,7 @@ from meshcee.capture import Batch, Capture
 from meshcee.capture.rows import divided
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
+from meshcee.user_code import calling
 from peers import tensors
 from peers.feed import Feed
 from peers.messages import Step, need
@@ -86,10 +87,8 @@ class Outputs:
         output = self._captured.output_of(values[1:])
         _, target = self._feed.samples(spec, micro)
         for name, metric in self._job.metrics.items():
-            try:
+            with calling(f"metric {name!r}"):
                 found[name] = float(metric(output, target))
-            except Exception as error:
-                raise UsageError(f"metric {name!r} failed: {type(error).__name__}: {error}") from error
         return values, found
 
     def _joined(

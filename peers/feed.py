@@ -13,10 +13,11 @@ import torch
 
 from meshcee.capture import Capture, stack
 from meshcee.capture.data import inputs_of, rebuild
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
 from meshcee.sampling import NO_STEP, draw, read
+from meshcee.user_code import calling
 from peers.fed import Fed
 from peers.hyper import HyperSchedule
 from peers.messages import Step
@@ -36,7 +37,8 @@ def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[in
     if job.weight is None:
         own = [float(end - first) for first, end in rows]
     else:
-        own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
+        with calling("Job.weight"):
+            own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
     return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
 
 
@@ -122,13 +124,13 @@ class Feed:
             ]
         if rows is not None:
             indices = indices[rows[0] : rows[1]]
+        name, step = ("eval_data", NO_STEP) if spec.forward_only else ("data", spec.step)
+        found = read(data, indices, self._job.seed, step, name=name)
         try:
-            return stack(read(data, indices, self._job.seed, NO_STEP if spec.forward_only else spec.step))
-        except MeshceeError:
-            raise
-        except Exception as error:
-            name = "eval_data" if spec.forward_only else "data"
-            raise UsageError(f"{name}[i] failed in step {spec.step}: {type(error).__name__}: {error}") from error
+            return stack(found)
+        except UsageError as error:
+            when = "" if spec.forward_only else f" of step {spec.step + 1}"
+            raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
 
     def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
@@ -163,8 +165,10 @@ class Feed:
         if self._job.weight is None:
             return (self._micro_batch / self._job.batch_size,) * count
         spec = Step(0, step, (1.0,) * count)
-        own = [float(self._job.weight(self.samples(spec, m)[1])) for m in range(count)]
+        targets = [self.samples(spec, m)[1] for m in range(count)]
+        with calling(f"Job.weight of step {step + 1}"):
+            own = [float(self._job.weight(target)) for target in targets]
         total = sum(own)
         if not total > 0:
-            raise UsageError(f"the weights of step {step} add up to {total}; Job.weight must be positive somewhere")
+            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
         return tuple(w / total for w in own)

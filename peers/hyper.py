@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from meshcee.job import Optimizer, Schedule
+from meshcee.user_code import calling
 
 __all__ = ["HyperSchedule"]
 
@@ -38,7 +39,8 @@ class HyperSchedule:
             with warnings.catch_warnings():
                 # torch warns that optimizer.step() was not called: the peers call it.
                 warnings.simplefilter("ignore", UserWarning)
-                self._scheduler.step()
+                with calling("the schedule"):  # some take a function
+                    self._scheduler.step()
 
 
 def _plain(value: Any) -> Any:

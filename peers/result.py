@@ -17,9 +17,9 @@ from peers.adaptation import Change
 __all__ = ["Result"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
-    """What a job leaves: one loss a step, evaluations by step (counted from 0, as reports are), the trained weights under their original names."""
+    """What a job leaves: one loss a step, evaluations by step, counted from 0, the trained weights under their original names."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -31,6 +31,15 @@ class Result:
     notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
     steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
     changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
+
+    def __repr__(self) -> str:
+        """In one line: a notebook shows this."""
+        told = f", loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}" if self.losses else ""
+        told += "".join(
+            f", eval {name} {value:.4f}" for name, value in (self.metrics[-1][1] if self.metrics else {}).items()
+        )
+        told += (", stopped" if self.stopped else "") + (f", run {self.run}" if self.run else "")
+        return f"Result({len(self.losses)} steps{told})"
 
     @property
     def step_s(self) -> float | None:

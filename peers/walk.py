@@ -41,7 +41,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Report:
-    """One committed step, counted from 0 as `range(steps)` does. `loss` is the weighted sum over its micro-batches, in micro order."""
+    """One committed step. They count from 0, as `range(steps)` does. `loss` is the weighted sum over micro-batches in order."""
 
     step: int
     steps: int

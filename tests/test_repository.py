@@ -117,6 +117,17 @@ def test_wheel_and_layers_name_the_three_packages() -> None:
     assert tool["importlinter"]["root_packages"] == list(PRODUCT)
 
 
+def test_sentences_count_steps_from_one() -> None:
+    """docs/design.md, "The words": what people read says `step + 1`, or how many steps are done."""
+    found = re.compile(r"""\bstep \{(?![^}]*\+ 1)[^}]*\bs(tep)?\b[^}]*\}""")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in sources(*PRODUCT)
+        for match in found.finditer(path.read_text())
+    ]
+    assert wrong == []
+
+
 def test_every_dependency_has_one_exact_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(r for group in project["optional-dependencies"].values() for r in group)]

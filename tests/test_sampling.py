@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshcee.errors import UsageError
 from meshcee.sampling import draw, read
 
 
@@ -79,7 +80,7 @@ def test_each_step_seed_and_sample_draws_its_own_numbers() -> None:
 
 def test_the_callers_generators_are_put_back_when_a_sample_cannot_be_read() -> None:
     before = states()
-    with pytest.raises(IndexError):
+    with pytest.raises(UsageError):
         read([0, 1], [0, 5], 0, 0)
     assert states() == before
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -31,6 +32,7 @@ from meshcee.job import Job
 from meshcee.profile import BlockCost
 from meshcee.sampling import read
 from meshcee.tensor_files import Checkpoint, Layout, OnDemand
+from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture"]
 
@@ -185,6 +187,10 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
             evaluation = _overlay(_export(eval_wrap, example, names, varying), program)
             paths = eval_wrap.seen.paths
+    except CaptureError:
+        if recorder is None and job.precision == "fp32":
+            _eagerly(model, job, example)
+        raise
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -199,6 +205,19 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
     )
+
+
+def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
+    """Of what cannot be captured: UsageError if a copy fails on the same samples without any capture, as it will elsewhere."""
+    try:
+        copied = copy.deepcopy(model)
+    except Exception:  # the user's own: what capture said counts
+        return
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # it has printed already
+        with calling("the model"):
+            output = data_rules.call_model(copied, example[0])
+        with calling("the loss"):
+            job.loss(output, example[1])
 
 
 def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

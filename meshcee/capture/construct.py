@@ -9,7 +9,6 @@ its turn. What nobody can make again (a draw without a generator argument) is ke
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from meshcee.capture.recipe import Call, Const, Recipe, View, covers, fresh
 from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.memory import large_apart
+from meshcee.user_code import place_of
 
 __all__ = ["InitialState", "construct"]
 
@@ -317,10 +317,8 @@ def construct(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, R
         except MeshceeError:
             raise
         except Exception as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-            where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             raise CaptureError(
-                f"Job.model() failed{where}: {type(error).__name__}: {error}; if it runs by itself, it needs its large "
+                f"Job.model() failed{place_of(error)}: {type(error).__name__}: {error}; if it runs by itself, it needs its large "
                 "tensors as they are: give the built module instead of the function"
             ) from error
     recorder.finish()

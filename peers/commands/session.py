@@ -7,11 +7,13 @@ nothing of ours remains.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import structlog
@@ -19,7 +21,7 @@ import uvloop
 
 from meshcee.errors import MeshceeError
 
-__all__ = ["Interrupted", "configure_logging", "run_async", "unwrap"]
+__all__ = ["Interrupted", "configure_logging", "run_async", "run_blocking", "unwrap"]
 
 T = TypeVar("T")
 
@@ -48,10 +50,38 @@ def configure_logging(*, as_json: bool, level: str | None = None) -> None:
 
 def unwrap(error: BaseException) -> BaseException:
     """The error inside task groups that a user should see: the first of ours, else the first of all."""
-    while isinstance(error, BaseExceptionGroup):
-        ours = [e for e in error.exceptions if isinstance(e, MeshceeError)]
-        error = ours[0] if ours else error.exceptions[0]
-    return error
+    errors = _leaves(error)
+    return next((e for e in errors if isinstance(e, MeshceeError)), errors[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+
+
+def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end, in this thread; where a loop runs already, as in a notebook, beside it in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    begun: Future[Callable[[], object]] = Future()
+
+    async def told() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await main()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshcee") as pool:
+        done = pool.submit(lambda: asyncio.run(told()))
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+                begun.result()()
+            raise  # once the pool has ended
 
 
 def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
@@ -85,6 +115,6 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
         sys.exit(130)
     except BaseExceptionGroup as group:
         error = unwrap(group)
-        if isinstance(error, Interrupted | asyncio.CancelledError | KeyboardInterrupt):
-            sys.exit(130)
-        raise error from group
+    if isinstance(error, Interrupted | asyncio.CancelledError | KeyboardInterrupt):
+        sys.exit(130)
+    raise error  # out here, so that its cause stays what it was

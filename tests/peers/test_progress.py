@@ -64,7 +64,7 @@ async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypa
             await asyncio.Event().wait()
 
     monkeypatch.setattr(Settlement, "exchange_totals", never)
-    with pytest.raises(PeerLostError, match=r"p1.*stage 1.* has not got on with step 0 for 60\d s: it has all that"):
+    with pytest.raises(PeerLostError, match=r"p1.*stage 1.* has not got on with step 1 for 60\d s: it has all that"):
         await train(make_job(), 3, 6)
 
 
