@@ -34,7 +34,7 @@ from peers import hugging_face
 from peers.home import write_atomic
 from peers.strict_json import dumps
 
-__all__ = ["Checkpoint", "CheckpointStore", "Draft", "description"]
+__all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
 
 FORMAT = 1
 KEPT = 2
@@ -57,6 +57,21 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "reduction": job.reduction,
         "precision": job.precision,
     }
+
+
+def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
+    """Raises UsageError naming what this job and a run with that `description` do not have in common."""
+    for key, value in json.loads(dumps(description(job, captured))).items():
+        if value != run.get(key):
+            what = "another model" if key == "model" else f"{key} {run.get(key)!r}, the job says {value!r}"
+            raise UsageError(
+                f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
+            )
+    if job.micro_batch_size is not None and job.micro_batch_size != micro_batch:
+        raise UsageError(
+            f"the run has micro-batches of {micro_batch}, the job says {job.micro_batch_size}: "
+            "leave micro_batch_size as it was"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,18 +120,7 @@ class Checkpoint:
 
     def check(self, job: Job, captured: Capture) -> None:
         """Whether this job may go on from here; raises UsageError naming what is different."""
-        own, theirs = description(job, captured), self.manifest["job"]
-        for key, value in json.loads(dumps(own)).items():
-            if value != theirs.get(key):
-                what = "another model" if key == "model" else f"{key} {theirs.get(key)!r}, the job says {value!r}"
-                raise UsageError(
-                    f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
-                )
-        if job.micro_batch_size is not None and job.micro_batch_size != self.micro_batch:
-            raise UsageError(
-                f"the run has micro-batches of {self.micro_batch}, the job says {job.micro_batch_size}: "
-                "leave micro_batch_size as it was"
-            )
+        check_same(job, captured, self.manifest["job"], self.micro_batch)
 
     @cached_property
     def _model_files(self) -> dict[str, str]:

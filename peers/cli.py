@@ -172,6 +172,9 @@ def train(
             help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`."
         ),
     ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Follow this job's run on another machine; take over when its owner dies.")
+    ] = False,
     regroup: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
     ] = None,
@@ -205,6 +208,7 @@ def train(
             trace,
             wait,
             groups,
+            standby,
         ),
         as_json=as_json,
     )

@@ -130,8 +130,8 @@ class Home:
             raise JoinError(f"a peer on this machine already runs with the identity {chosen}: leave --identity out")
         raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
 
-    def next_incarnation(self) -> int:
-        """The owner's start counter: higher with every start, on disk before it is used."""
+    def next_incarnation(self, after: int = 0) -> int:
+        """The owner's start counter: higher with every start, and than `after`; on disk before it is used."""
         path = self.folder / "incarnation"
         try:
             last = int(path.read_text())
@@ -139,8 +139,9 @@ class Home:
             last = 0
         except ValueError as error:
             raise UsageError(f"{path} is damaged: write a number into it that is higher than any before") from error
-        write_atomic(path, str(last + 1).encode(), durable=True)
-        return last + 1
+        following = max(last, after) + 1
+        write_atomic(path, str(following).encode(), durable=True)
+        return following
 
     def new_run(self, name: str, **info: Any) -> Run:
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"

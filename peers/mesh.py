@@ -19,11 +19,13 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.agent import Agent
 from peers.asking import ask_plan, question
+from peers.checkpoint import check_same
 from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
 from peers.given_plan import given_plan
 from peers.home import Home
 from peers.owner import Report
+from peers.standby import stand_by
 from peers.trace import Trace
 from peers.training import REPLANS, Result, Training, next_incarnation, own
 
@@ -121,6 +123,19 @@ class Mesh:
                 break
         return metrics, predictions.output() if predictions else None
 
+    async def stand_by(
+        self, job: Job, captured: Capture, *, tell: Callable[[str], None] = lambda text: None
+    ) -> tuple[str, str] | None:
+        """Follow this job's run on another machine until its owner is gone: (run, owner), for `train(resume=run, after=owner)`.
+
+        None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
+        is of another job of that name.
+        """
+        if self._home is None:
+            raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
+        check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
+        return await stand_by(self.agent, self._home, job.name, check, tell)
+
     async def train(
         self,
         job: Job,
@@ -134,6 +149,7 @@ class Mesh:
         trace: Trace | None = None,
         wait: bool = True,
         on_wait: Callable[[str], None] = lambda text: None,
+        after: str = "",
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
@@ -141,6 +157,7 @@ class Mesh:
         `trace` hears what peers did in a few
         steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
         `wait` False it begins at once, on the peers that are idle, if they can hold it.
+        `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
         if codec is not None:
@@ -159,6 +176,7 @@ class Mesh:
             reports=reports,
             on_wait=on_wait if wait else None,
             trace=trace,
+            after=after,
         )
         self._training, self.result = training, training.result
         task = self._group.create_task(training.run())

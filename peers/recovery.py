@@ -92,6 +92,10 @@ class Recovery:
         elif at_s is not None:
             self._course = Course(at_s)
 
+    async def take_over(self, members: Collection[str]) -> None:
+        """Of another owner's members, those who answer are free for the next plan, whatever they still do for that owner."""
+        self.free = tuple(sorted(await roll_call(self._agent, members)))
+
     def hear(self, step: int, *, new: bool, ready_s: float | None) -> None:
         """A step is done; `ready_s` is when its epoch's members were ready."""
         course = self._course

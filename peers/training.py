@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from peers.agent import Agent
 from peers.asking import ask_plan, question
 from peers.buddies import Buddies, buddies_with_room
 from peers.cadence import Cadence
-from peers.checkpoint import Checkpoint, CheckpointStore
+from peers.checkpoint import Checkpoint, CheckpointStore, check_same, description
 from peers.coordinator import Planned, PlanRequest
 from peers.copies import Copied, Copies
 from peers.fed import FED, Fed, repeats
@@ -35,6 +35,7 @@ from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
 from peers.job_costs import profile
+from peers.journal import Journal
 from peers.kept import Kept
 from peers.ledger import Ledger, noted
 from peers.newcomers import Newcomers
@@ -85,9 +86,9 @@ def own(
 _incarnations = itertools.count(1)
 
 
-def next_incarnation(home: Home | None) -> int:
+def next_incarnation(home: Home | None, after: int = 0) -> int:
     """Higher than any before: on disk where there is a home, else in this process, which then is all there is."""
-    return home.next_incarnation() if home is not None else next(_incarnations)
+    return home.next_incarnation(after) if home is not None else next(_incarnations)
 
 
 class Training:
@@ -108,6 +109,7 @@ class Training:
         reports: Reports,
         on_wait: Callable[[str], None] | None,
         trace: Trace | None = None,
+        after: str = "",
     ) -> None:
         self.result = Result()
         self._agent = agent
@@ -132,7 +134,10 @@ class Training:
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
         self._epoch_number = (0, 0)
-        self._turn = Turn(agent, job.name, on_wait)
+        self._turn = Turn(agent, job.name, on_wait, after)
+        self._after = after  # the owner whose run it goes on with, if that is another peer
+        self._journal = Journal(agent.transport, agent.timeouts)
+        self._last = 0  # the incarnation of the run's owner before this one
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent)
@@ -177,6 +182,7 @@ class Training:
             self._owner = None
             if self._newcomers is not None:
                 self._newcomers.close()
+            await self._journal.end()
             await self._turn.end()
         await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
 
@@ -190,7 +196,29 @@ class Training:
         run = self._home.run(run_id)
         if run.state == "running":
             raise UsageError(f"run {run.id} is still running; stop it with `meshcee run stop {run.id}`")
-        base = CheckpointStore(run.checkpoints).find(step, run.id)
+        store, info = CheckpointStore(run.checkpoints), run.info
+        if step or store.complete() or "job" not in info:
+            begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
+        else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
+            check_same(self._job, captured, info["job"], info["micro_batch"])
+            self._job = replace(self._job, micro_batch_size=info["micro_batch"])
+            begins, kinds = 0, info["devices"]
+        for line in run.reports():
+            self._known[line["step"]] = line["loss"]
+        self._key, self._last = str(info.get("key", self._key)), int(info.get("incarnation", 0))
+        told = next(s for s in itertools.count(begins) if s not in self._known)
+        self._noted = [] if step else noted(run.folder, self._key, begins, told)
+        done = max([begins, *(copied.next_step for copied in self._noted)])
+        for line in run.reports():
+            if line.get("metrics") and line["step"] < done:
+                self.result.metrics.append((line["step"], line["metrics"]))
+        self.result.losses = [self._known.get(s, math.nan) for s in range(done)]
+        self._kinds = {(k, n, t) for k, n, t in kinds}
+        self._shares, self._coded = info.get("rounds", (False, False))
+        self._run = run
+
+    def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
+        """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
         base.check(self._job, captured)
         if base.next_step >= self._job.steps:
             raise UsageError(
@@ -201,19 +229,7 @@ class Training:
         self._base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch)
         self._captured = replace(captured, state=base.weights(captured.state))
-        for line in run.reports():
-            self._known[line["step"]] = line["loss"]
-        self._key = str(run.info.get("key", self._key))
-        told = next(s for s in itertools.count(base.next_step) if s not in self._known)
-        self._noted = [] if step else noted(run.folder, self._key, base.next_step, told)
-        done = max([base.next_step, *(copied.next_step for copied in self._noted)])
-        for line in run.reports():
-            if line.get("metrics") and line["step"] < done:
-                self.result.metrics.append((line["step"], line["metrics"]))
-        self.result.losses = [self._known.get(s, math.nan) for s in range(done)]
-        self._kinds = {(k, n, t) for k, n, t in base.manifest["devices"]}
-        self._shares, self._coded = run.info.get("rounds", (False, False))
-        self._run = run
+        return base.next_step, base.manifest["devices"]
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -268,7 +284,13 @@ class Training:
         return found
 
     async def _first_plan(self, captured: Capture) -> Planned:
-        """Once it is this job's turn."""
+        """Once it is this job's turn. Where the owner before this one was another peer, once its members have noticed."""
+        if self._after and self._run is not None:
+            await self._turn.wait()
+            members = Plan.from_json(self._run.info["plan"]).peers
+            await self._recovery.take_over(members)
+            self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
+            return await self._recovery.plan(self._request)
         while True:
             await self._turn.wait()
             self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
@@ -351,9 +373,11 @@ class Training:
         self._rounds_as(plan)
         self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
         if self._epoch_number == (0, 0):
-            self._epoch_number = (next_incarnation(self._home), 0)
+            self._epoch_number = (next_incarnation(self._home, self._last), 0)
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
+        if self._run is not None:
+            self._journal.begin(self._job.name, self._run)
         start = self._base.next_step if self._base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
@@ -403,7 +427,12 @@ class Training:
         if self._home is None:
             return None
         info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
-        info |= {"rounds": (self._shares, self._coded), "key": self._key}
+        info |= {"rounds": (self._shares, self._coded), "key": self._key, "incarnation": self._epoch_number[0]}
+        info |= {
+            "job": description(self._job, captured),
+            "micro_batch": plan.micro_batch,
+            "devices": sorted(self._kinds),
+        }
         if self._run is None:
             self._run = self._home.new_run(self._job.name, **info)
         else:

@@ -21,11 +21,15 @@ __all__ = ["Turn"]
 
 
 class Turn:
-    """One job's. `tell` is given a sentence whenever what it waits for has changed; without it, nothing is waited for."""
+    """One job's. `tell` is given a sentence whenever what it waits for has changed; without it, nothing is waited for.
 
-    def __init__(self, agent: Agent, job: str, tell: Callable[[str], None] | None) -> None:
+    `after` is the owner whose run this one goes on with: its record may outlive it.
+    """
+
+    def __init__(self, agent: Agent, job: str, tell: Callable[[str], None] | None, after: str = "") -> None:
         self._agent = agent
         self._tell = tell
+        self._ours = {agent.peer_id, after}
         self._record = RunRecord(agent.peer_id, 0.0, job[:100], since=agent.clock())
         self._reported_s = -math.inf
 
@@ -47,7 +51,7 @@ class Turn:
     def _before(self) -> list[RunRecord]:
         """Jobs that run, and those that wait and came earlier, in their order."""
         mine = (self._record.since, self._agent.peer_id)
-        others = [r for p, r in self._agent.directory.runs.items() if p != self._agent.peer_id]
+        others = [r for p, r in self._agent.directory.runs.items() if p not in self._ours]
         before = [r for r in others if r.state == "running" or (r.since, r.peer_id) < mine]
         return sorted(before, key=lambda r: (r.state != "running", r.since, r.peer_id))
 

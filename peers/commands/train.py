@@ -54,6 +54,7 @@ class TrainOptions:
     trace: Path | None = None
     wait: bool = True
     groups: bool | None = None
+    standby: bool = False
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -61,6 +62,10 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError("--join TOKEN (or MESHCEE_JOIN) and --local N exclude each other: leave one out")
     if options.join is None and options.local is None:
         raise UsageError("say where to train: --join TOKEN for a mesh, or --local N for N peers in this process")
+    if options.standby and (options.join is None or options.resume or options.dry_run or options.plan):
+        raise UsageError(
+            "--standby follows the run of another machine: give --join TOKEN, and no --resume, --dry-run or --plan"
+        )
     if options.out is not None and options.out.suffix != ".safetensors":
         raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
     if options.out is not None and not options.out.parent.is_dir():
@@ -155,6 +160,13 @@ async def _train(
             for note in (*remarks(plan), *mesh.result.notes):
                 view.note(named(note, names))
 
+        resume, after = options.resume, ""
+        if options.standby:
+            followed = await mesh.stand_by(job, captured, tell=view.note)
+            if followed is None:
+                view.note("the run has ended: there is nothing to take over")
+                return None
+            resume, after = followed
         try:
             trace = Trace() if options.trace is not None else None
             async for report in mesh.train(
@@ -162,7 +174,8 @@ async def _train(
                 captured=captured,
                 stages=options.stages,
                 plan=given,
-                resume=options.resume,
+                resume=resume,
+                after=after,
                 on_plan=show,
                 trace=trace,
                 wait=options.wait,

@@ -1,0 +1,91 @@
+"""A second owner in waiting: follows a run on another machine, and says when its owner is gone.
+
+The idea: a standby takes over when it cannot reach the owner and the mesh has heard nothing of the owner either. It may be wrong,
+where the mesh itself is cut in two. Then both go on; the members follow the one of the later incarnation (peers/member.py),
+which is the standby's, and refuse the other. So nobody has to agree on who is dead, and some seconds of silence are enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from meshcee.errors import JoinError, NotPermittedError
+from peers.agent import Agent
+from peers.home import Home
+from peers.journal import Mirror
+from peers.transport.base import StreamClosed
+
+__all__ = ["lives", "stand_by"]
+
+log = structlog.get_logger()
+
+RETURNS_S = 4.0  # in which an owner of whom nobody has heard any more may come back
+AGAIN_S = 0.5
+
+
+async def stand_by(
+    agent: Agent, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+) -> tuple[str, str] | None:
+    """Follow the run of this job: its id and its owner once that is gone, or None when it has ended by itself.
+
+    `check` is given what the run is, and raises where this machine could not go on with it.
+    """
+    loop = asyncio.get_running_loop()
+    mirror: Mirror | None = None
+    owner, lost_s = "", -1.0
+    while True:
+        if mirror is None or mirror.run is None:
+            owner = await _owner_of(agent, job, tell)
+            mirror, lost_s = Mirror(home, owner, check), -1.0
+        elif (other := _running(agent, job, but=owner)) is not None:
+            owner = other  # it was resumed elsewhere, or another standby was quicker
+            mirror, lost_s = Mirror(home, owner, check), -1.0
+        try:
+            stream = await agent.transport.open(owner, "follow", agent.addresses_of([owner]).get(owner, ()))
+            lost_s = -1.0
+            tell(f"standing by: following {job!r} of {agent.names().get(owner, owner)}")
+            await mirror.follow(stream, job, agent.timeouts)
+            return None
+        except (JoinError, NotPermittedError, StreamClosed, TimeoutError) as error:
+            log.info("the run's owner does not answer", owner=owner, error=str(error))
+        run = mirror.run
+        if lives(agent, owner):
+            if run is not None and owner not in agent.directory.runs:
+                return None  # its last word was lost: the run is over
+            lost_s = loop.time()
+        elif lost_s < 0:
+            lost_s = loop.time()
+        elif run is not None and loop.time() - lost_s > RETURNS_S:
+            tell(f"the owner of run {run.id} is gone: this machine goes on with it")
+            return run.id, owner
+        await asyncio.sleep(AGAIN_S)
+
+
+def lives(agent: Agent, peer: str) -> bool:
+    """Whether the mesh still hears of a peer; its record expires some seconds after it has died."""
+    return peer in agent.directory.peers
+
+
+async def _owner_of(agent: Agent, job: str, tell: Callable[[str], None]) -> str:
+    """The peer that runs this job, once there is one."""
+    told = False
+    while (owner := _running(agent, job)) is None:
+        if not told:
+            tell(f"standing by: no run of {job!r} in this mesh yet")
+            told = True
+        await agent.directory.wait_for_change()
+    return owner
+
+
+def _running(agent: Agent, job: str, but: str = "") -> str | None:
+    """The owner of the newest run of this job that is not of the peer `but`, nor ours."""
+    found = [
+        record
+        for peer, record in agent.directory.runs.items()
+        if record.job == job[:100] and record.state == "running" and peer not in (agent.peer_id, but)
+    ]
+    return max(found, key=lambda record: record.since).peer_id if found else None
