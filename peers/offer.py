@@ -302,7 +302,7 @@ class Offer:
     @property
     def _norm_dtype(self) -> torch.dtype:
         dtypes = [self._full(e.value.dtype) for e in self.train.inputs if e.trainable and e.value.dtype is not None]
-        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        return functools.reduce(torch.promote_types, (d.to_real() for d in dtypes)) if dtypes else torch.float32
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

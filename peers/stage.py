@@ -23,6 +23,7 @@ from meshcee.capture.slicing import StageSpec
 from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
 from meshcee.sampling import GENERATORS
+from meshcee.strides import copied
 from peers.deferred import Deferral, Tape
 from peers.weights import Weights
 
@@ -99,6 +100,7 @@ class StageRunner:
             optimizer,
             precision,
             self.device,
+            {entry.name: entry.laid_out for spec in both for _, entry in spec.inputs if entry.kind != "raw"},
         )
         self.trainable = self.weights.trainable
         self.optimizer = self.weights.optimizer
@@ -137,7 +139,7 @@ class StageRunner:
     def forward(
         self, micro: int, raw: Mapping[str, torch.Tensor], received: Sequence[Boundary], rng: Rng = None
     ) -> tuple[list[Boundary], Rng, torch.Tensor | None]:
-        """F: what goes to the next stage (contiguous, in wire order), the generator's state after, the loss.
+        """F: what goes to the next stage (dimensions in wire order), the generator's state after, the loss.
 
         `rng` is the micro-batch's seed (an int) as long as no stage has drawn from it, then the state that the stage
         before returned; a stage that draws nothing hands it on untouched.
@@ -329,7 +331,7 @@ class StageRunner:
             t.detach().requires_grad_(v.requires_grad) if isinstance(t, torch.Tensor) else t
             for v, t in zip(self.spec.received, given)
         ]
-        written = {name: t.clone() for name, t in buffers.items()}  # a later F must not disturb this one's graph
+        written = {name: copied(t) for name, t in buffers.items()}  # a later F must not disturb this one's graph
         tape = self._deferral.tape = Tape() if split else None
         with torch.enable_grad(), self._generator(rng) as after:
             results = (self._run_split if split else self._run)(

@@ -1,11 +1,13 @@
 """Tensors as (meta, payloads): what crosses a stage boundary, without a copy where memory allows.
 
 The idea: a tensor on the wire is its raw bytes in the order in which they lie in memory, and a meta entry that says
-how to read them; strides are kept, because a kernel may round differently on a transposed tensor and
-the mesh must compute what one process would. Numbers and None travel in the meta. A tensor may also travel in fewer
-bytes by a codec (`meshcee.codec`), which its entry names. Nothing is built before meta and sizes agree.
+how to read them; strides are kept, because a kernel may round differently on a transposed tensor, on one with gaps or
+on an expanded one, and the mesh must compute what one process would (`meshcee.strides`). Gaps and copies of an expanded
+dimension do not travel. Numbers and None travel in the meta. A tensor may also travel in fewer bytes by a codec
+(`meshcee.codec`), which its entry names. Nothing is built before meta and sizes agree.
 
-    meta entry    [dtype, shape]  or  [dtype, shape, strides]  or  [dtype, shape, codec]  or  an int, float, bool or None
+    meta entry    [dtype, shape]  [dtype, shape, strides]  [dtype, shape, codec]  [dtype, shape, codec, strides]
+                  or an int, float, bool or None
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import Any
 
 import torch
 
-from meshcee.codec import Codec, is_coded
+from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
+from meshcee.strides import canonical, contiguous, dense, laid_out, unexpanded
 from peers.transport.base import Buffer
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
@@ -110,34 +113,27 @@ def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
     if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
         raise ProtocolError(f"cannot send a tensor of {tensor.dtype} with layout {tensor.layout}")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    shape = list(tensor.shape)
-    entry: list[Any] = [_NAMES[tensor.dtype], shape]
+    entry: list[Any] = [_NAMES[tensor.dtype], list(tensor.shape)]
     if not tensor.numel():
         return entry, torch.empty(0, dtype=torch.uint8)
-    strides = list(tensor.stride())
-    if not _is_dense(shape, strides):  # overlapping or with gaps
-        tensor = tensor.contiguous()
-    elif strides != _contiguous_strides(shape):
-        entry.append(strides)
-    return entry, tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    strides = canonical(tensor.shape, tensor.stride())
+    entry += _said(tensor, strides)
+    own = tensor[tuple(slice(0, size) for size in unexpanded(tensor.shape, strides))]
+    own = laid_out(own, dense(own.shape, strides))
+    return entry, own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
 
 def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
-    return [_NAMES[tensor.dtype], list(tensor.shape), codec], payload
+    exact = (
+        codec_of(codec).worst == 0.0
+    )  # what is rounded arrives contiguous, as in the process that it is compared with
+    said = _said(tensor, canonical(tensor.shape, tensor.stride())) if exact else []
+    return [_NAMES[tensor.dtype], list(tensor.shape), codec, *said], payload
 
 
-def _contiguous_strides(shape: list[int]) -> list[int]:
-    return [math.prod(size or 1 for size in shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def _is_dense(shape: list[int], strides: list[int]) -> bool:
-    """Whether every element has its own place and no place is empty; a dimension of size 1 may have any stride."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _said(tensor: torch.Tensor, strides: tuple[int, ...]) -> list[Any]:
+    """What an entry says of strides: nothing where they are those of a contiguous tensor."""
+    return [] if strides == contiguous(tensor.shape) else [list(strides)]
 
 
 @dataclass(frozen=True)
@@ -150,12 +146,19 @@ class _Checked:
     codec: Codec | None = None
 
     @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Of what travels when there is no codec."""
+        return tuple(self.shape) if self.strides is None else unexpanded(self.shape, self.strides)
+
+    @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def wire_bytes(self) -> int:
-        return self.nbytes if self.codec is None else self.codec.wire_bytes(self.dtype, math.prod(self.shape))
+        if self.codec is None:
+            return self.dtype.itemsize * math.prod(self.own_shape)
+        return self.codec.wire_bytes(self.dtype, math.prod(self.shape))
 
     @property
     def varies(self) -> bool:
@@ -166,8 +169,8 @@ def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     """The tensor that an entry describes, or None for a number; refuses everything else."""
     if entry is None or isinstance(entry, (bool, int, float)):
         return None
-    if not isinstance(entry, list) or len(entry) not in (2, 3):
-        raise ProtocolError("a tensor's meta must be [dtype, shape], and then strides or a codec")
+    if not isinstance(entry, list) or len(entry) not in (2, 3, 4):
+        raise ProtocolError("a tensor's meta must be [dtype, shape], and then a codec, strides or both")
     name, shape = entry[0], entry[1]
     if not isinstance(name, str) or name not in _DTYPES:
         raise ProtocolError(f"a tensor's dtype {str(name)[:40]!r} is unknown")
@@ -180,19 +183,23 @@ def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     dtype = _DTYPES[name]
     if len(entry) == 2:
         return _Checked(dtype, shape)
-    if isinstance(entry[2], str):
-        codec = next((codec for codec in codecs if codec.name == entry[2]), None)
-        if codec is None or not is_coded(dtype):
-            raise ProtocolError(f"a tensor of {dtype} came by codec {entry[2][:40]!r}, which the plan does not allow")
-        return _Checked(dtype, shape, codec=codec)
-    strides = entry[2]
+    codec, strides = (entry[2], entry[3:]) if isinstance(entry[2], str) else (None, entry[2:])
+    known = next((each for each in codecs if each.name == codec), None)
+    if codec is not None and (known is None or not is_coded(dtype)):
+        raise ProtocolError(f"a tensor of {dtype} came by codec {codec[:40]!r}, which the plan does not allow")
+    if len(strides) > 1:
+        raise ProtocolError("a tensor's meta says strides twice")
+    return _Checked(dtype, shape, _checked_strides(shape, strides[0]) if strides else None, known)
+
+
+def _checked_strides(shape: list[int], strides: Any) -> list[int]:
     if not isinstance(strides, list) or len(strides) != len(shape):
         raise ProtocolError("a tensor's strides must be a list, one for each dimension")
     if not all(type(stride) is int and 0 <= stride <= _MAX_ELEMENTS for stride in strides):
         raise ProtocolError("a tensor's strides have one that is not a sensible number")
-    if 0 in shape or not _is_dense(shape, strides):
-        raise ProtocolError("a tensor's strides do not fill its memory")
-    return _Checked(dtype, shape, strides)
+    if 0 in shape or canonical(shape, strides) != tuple(strides):
+        raise ProtocolError("a tensor's strides do not fill its memory, or leave other gaps than they may")
+    return strides
 
 
 def _check_expected(index: int, want: Expected, entry: Any, tensor: _Checked | None) -> None:
@@ -216,6 +223,8 @@ def _build(
     flat = torch.frombuffer(payload, dtype=tensor.dtype if tensor.codec is None else torch.uint8)
     if bring is not None:
         flat = bring(flat)
+    strides = tensor.strides or contiguous(tensor.shape)
     if tensor.codec is not None:
-        return tensor.codec.decode(flat, tensor.dtype, tensor.shape)
-    return flat.view(tensor.shape) if tensor.strides is None else flat.as_strided(tensor.shape, tensor.strides)
+        return laid_out(tensor.codec.decode(flat, tensor.dtype, tensor.shape), strides)
+    packed = flat.as_strided(tensor.shape, dense(tensor.own_shape, strides))
+    return laid_out(packed, strides)

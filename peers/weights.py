@@ -5,12 +5,13 @@ The idea: names are the model's own, so state can move between stages of any sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from meshcee.job import Optimizer
+from meshcee.strides import copied
 
 __all__ = ["Weights"]
 
@@ -31,18 +32,26 @@ class Weights:
         optimizer: Optimizer,
         precision: str,
         device: torch.device,
+        laid_out: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
+        orders = laid_out or {}
+
+        def full_of(name: str) -> torch.Tensor:
+            """With the strides that it has in eager code, whatever way it came."""
+            tensor = state[name].detach()
+            return orders[name](tensor) if name in orders else tensor
+
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.masters: dict[str, torch.nn.Parameter] = {}
-        self.buffers = {n: self._compute(state[n], precision, device).clone() for n in buffers}
+        self.buffers = {n: copied(self._compute(full_of(n), precision, device)) for n in buffers}
         chosen = frozenset(trainable)
         for name in parameters:
-            full = state[name].detach().to(device)
+            full = full_of(name).to(device)
             compute = self._compute(full, precision, device)
-            self.parameters[name] = torch.nn.Parameter(compute.clone(), requires_grad=name in chosen)
+            self.parameters[name] = torch.nn.Parameter(copied(compute), requires_grad=name in chosen)
             if name in chosen:
                 same = compute.dtype == full.dtype
-                self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(full.clone())
+                self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(copied(full))
         self.trainable = {n: self.parameters[n] for n in trainable}
         self.optimizer = optimizer.build(self.masters)
 
@@ -90,10 +99,19 @@ class Weights:
         return {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `optimizer_state` returned it, from any device. Step counts stay on the CPU, where torch keeps them."""
+        """As `optimizer_state` returned it, from any device; moments get the strides with which the optimizer makes them.
+
+        Step counts stay on the CPU, where torch keeps them.
+        """
         for name, parameter in self.masters.items():
             if state.get(name):
                 self.optimizer.state[parameter] = {
-                    k: v.to(parameter.device if v.dim() else "cpu", copy=True) if isinstance(v, torch.Tensor) else v
-                    for k, v in state[name].items()
+                    k: _kept(v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
                 }
+
+
+def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of what an optimizer keeps of a parameter."""
+    if tensor.shape != parameter.shape or not tensor.dim():
+        return tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -316,6 +316,32 @@ class RotaryLayer(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class FNO(nn.Module):
+    """A Fourier neural operator: the low frequencies are written into a spectrum of zeros."""
+
+    def __init__(self, layers: int = 3, width: int = 6, modes: int = 3) -> None:
+        super().__init__()
+        self.up, self.down, self.modes = nn.Linear(1, width), nn.Linear(width, 1), modes
+        spectral = [torch.randn(width, width, modes, dtype=torch.cfloat) * 0.2 for _ in range(layers)]
+        self.spectral = nn.ParameterList([nn.Parameter(s) for s in spectral])
+        self.local = nn.ModuleList([nn.Conv1d(width, width, 1) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x.unsqueeze(-1)).transpose(1, 2)
+        for weight, local in zip(self.spectral, self.local):
+            spectrum = torch.fft.rfft(h)
+            out = torch.zeros_like(spectrum)
+            out[:, :, : self.modes] = torch.einsum("bix,iox->box", spectrum[:, :, : self.modes], weight)
+            h = F.gelu(torch.fft.irfft(out, n=h.shape[-1]) + local(h))
+        return self.down(h.transpose(1, 2)).squeeze(-1)
+
+
+def _waves(n: int) -> list[tuple[Any, Any]]:
+    g = torch.Generator().manual_seed(6)
+    rows = torch.randn(n, LENGTH, generator=g)
+    return [(r, r.roll(1)) for r in rows]
+
+
 def _lengths(n: int) -> list[tuple[Any, Any]]:
     """Sentences of their own lengths: one to a micro-batch."""
     return [(x[: 4 + i % 9], y[: 4 + i % 9]) for i, (x, y) in enumerate(_tokens(n))]
@@ -397,6 +423,7 @@ _MODELS |= {
     "moe": (MoE, flat_cross_entropy, _tokens),
     "many": (Many, _two_losses, _many),
     "lora": (Rotary, _smoothed, _tokens),
+    "fno": (FNO, F.mse_loss, _waves),
     "lengths": (CharGPT, flat_cross_entropy, _lengths),
     "sizes": (ResNet, F.cross_entropy, _sizes),
 }

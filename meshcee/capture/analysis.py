@@ -101,11 +101,11 @@ def _fake_pass(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values: list[Any] = []
         for entry in inputs:
-            fake = torch.empty(entry.value.sizes(_HINT, usual=True), dtype=entry.value.dtype)
+            fake = entry.laid_out(torch.empty(entry.value.sizes(_HINT, usual=True), dtype=entry.value.dtype))
             if entry.kind != "raw":  # weights are there anyway, activations are not
                 seen.add(fake.untyped_storage()._cdata)
             if entry.kind == "constant":
-                fake = entry.data  # type: ignore[assignment]
+                fake = entry.laid_out(entry.data)  # type: ignore[arg-type]
             kept.append(fake)
             values.append(fake.requires_grad_(entry.trainable) if entry.trainable else fake)
         with counter, saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from meshcee.capture import data as data_rules
 from meshcee.capture.analysis import Analysis, find_recomputed
@@ -26,7 +27,7 @@ from meshcee.capture.export import Exported, export_module
 from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Input, Node, Program
 from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
-from meshcee.capture.writes import settled
+from meshcee.capture.writes import refuse_overlaps, settled
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
@@ -53,7 +54,7 @@ class Capture:
     state: Mapping[str, torch.Tensor]
     layout: Layout  # name in `state` -> type and shape
     aliases: dict[str, str]  # other name -> the name in `state`
-    param_order: tuple[str, ...]
+    param_order: tuple[str, ...]  # in which clip_grad_norm_ combines norms: that of named_parameters, type by type
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
 
@@ -180,6 +181,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         train_wrap = _WithLoss(work, job, example, evaluate=False)
         exported = _export(train_wrap, example, names, varying)
         program, analysis = _cut(exported, job.cuts)
+        refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
         evaluation: Program | None = None
         paths: tuple[tuple[Any, ...], ...] = ()
         if evaluate if evaluate is not None else job.eval_data is not None:
@@ -201,7 +203,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         state=state,
         layout=layout,
         aliases=aliases,
-        param_order=tuple(n for n, _ in model.named_parameters()),
+        param_order=_norm_order(model),
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
     )
@@ -218,6 +220,20 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
             output = data_rules.call_model(copied, example[0])
         with calling("the loss"):
             job.loss(output, example[1])
+
+
+def _norm_order(model: nn.Module) -> tuple[str, ...]:
+    """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients."""
+    names = [name for name, _ in model.named_parameters()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts: list[torch.Tensor | None] = [torch.empty(0, dtype=model.get_parameter(name).dtype) for name in trained]
+    groups = list(_group_tensors_by_device_and_dtype([parts], with_indices=True).values()) if parts else []
+    if len(groups) < 2:
+        return tuple(names)
+    return (
+        *(trained[i] for _, places in groups for i in places),
+        *(name for name in names if name not in set(trained)),
+    )
 
 
 def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

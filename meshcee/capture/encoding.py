@@ -20,10 +20,11 @@ from meshcee.capture.program import Batch, Dim, Free, Input, Node, Program, Ref,
 from meshcee.capture.verify import MAX_ELEMENTS, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
+from meshcee.strides import canonical
 
 __all__ = ["decode_program", "encode_program"]
 
-VERSION = 1
+VERSION = 2
 MAX_VALUES = 200_000
 MAX_BLOCKS = 4096
 MAX_DIMS = 16
@@ -81,6 +82,7 @@ def encode_program(program: Program) -> bytes:
             x.mutated,
             x.persistent,
             None if x.data is None else _to_bytes(x.data),
+            list(x.strides),
         ]
         for x in program.inputs
     ]
@@ -154,7 +156,7 @@ def _inputs(entries: Any) -> list[Input]:
     made: list[Input] = []
     names: set[str] = set()
     spent = 0
-    for kind, name, value, trainable, mutated, persistent, data in entries:
+    for kind, name, value, trainable, mutated, persistent, data, strides in entries:
         which = _KINDS[_index(kind, len(_KINDS))]
         given = _value(value, _string(name, MAX_NAME))
         if given.name in names or not given.is_tensor:
@@ -175,8 +177,18 @@ def _inputs(entries: Any) -> list[Input]:
             raise GraphError(f"only buffers may be written, not {given.name[:80]!r}")
         if _flag(trainable) and which != "parameter":
             raise GraphError(f"only parameters may be trained, not {given.name[:80]!r}")
-        made.append(Input(which, given, trainable, mutated, _flag(persistent), tensor))
+        made.append(Input(which, given, trainable, mutated, _flag(persistent), tensor, _strides(which, given, strides)))
     return made
+
+
+def _strides(kind: str, value: Value, given: Any) -> tuple[int, ...]:
+    """None, or those that a tensor of this shape may have."""
+    if not isinstance(given, list) or any(type(s) is not int or not 0 <= s < MAX_INTEGER for s in given):
+        raise GraphError(f"input {value.name[:80]!r} has strides that are no numbers")
+    shape = value.sizes(1)
+    if given and (kind == "raw" or len(given) != len(shape) or canonical(shape, given) != tuple(given)):
+        raise GraphError(f"input {value.name[:80]!r} has strides that its shape cannot have")
+    return tuple(given)
 
 
 def _check_call(node: Node, inputs: list[Input], nodes: list[Node]) -> None:

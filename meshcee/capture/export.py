@@ -18,8 +18,9 @@ from torch import nn
 from meshcee.capture.analysis import quiet
 from meshcee.capture.operators import Operator, find_operator, operator_name
 from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
-from meshcee.capture.refusals import FixedSizes, explain, where
+from meshcee.capture.refusals import FixedSizes, explain, users_lines, where
 from meshcee.errors import CaptureError, GraphError, MeshceeError
+from meshcee.strides import canonical, contiguous
 
 __all__ = ["Exported", "export_module"]
 
@@ -57,7 +58,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), FixedSizes() as sizes:
+        with quiet(), users_lines(), FixedSizes() as sizes:
             exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise
@@ -123,11 +124,12 @@ class _Flattener:
             trainable = kind == "PARAMETER" and bool(held.requires_grad)
             persistent = kind == "PARAMETER" or bool(spec.persistent)
             value = dataclasses.replace(self._value(held, name), requires_grad=trainable)
-            made = Input(kind.lower(), value, trainable=trainable, persistent=persistent)
+            made = Input(kind.lower(), value, trainable, persistent=persistent, strides=_strides(held))
             self.by_name[name] = len(self.inputs)
         elif kind == "CONSTANT_TENSOR":
-            data = self.exported.constants[spec.target].detach().contiguous()
-            made = Input("constant", self._value(data, f"c{len(self.inputs)}"), data=data)
+            given = self.exported.constants[spec.target].detach().resolve_conj().resolve_neg()
+            value = self._value(given, f"c{len(self.inputs)}")
+            made = Input("constant", value, data=given.contiguous(), strides=_strides(given))
         else:
             raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
         self.numbers[placeholder] = Ref(len(self.inputs))
@@ -248,6 +250,11 @@ def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
         if d not in apart:
             order.insert(min(d, len(order)), d)
     return order
+
+
+def _strides(held: torch.Tensor) -> tuple[int, ...]:
+    found = canonical(held.shape, held.stride())
+    return () if found == contiguous(held.shape) else found
 
 
 def _symbol(size: Any) -> Any:

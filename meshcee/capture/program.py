@@ -16,6 +16,7 @@ import torch
 
 from meshcee.capture.operators import Operator
 from meshcee.errors import GraphError
+from meshcee.strides import laid_out
 
 if TYPE_CHECKING:
     from meshcee.capture.slicing import StageSpec
@@ -56,9 +57,9 @@ Dim = int | Batch | Free
 class Value:
     """What one value is: a tensor (dtype, shape), a Python integer (dtype None), or several outputs (`multiple`).
 
-    `order` lists the dimensions from the slowest to the fastest in memory. On the wire a tensor is contiguous in that
-    order (`wire_shape`), so a transposed or channels-last activation arrives with the strides that eager code saw:
-    kernels may round differently for other strides.
+    `order` lists the dimensions from the slowest to the fastest in memory. On the wire a tensor has its dimensions in that
+    order (`wire_shape`), so a transposed or channels-last activation is contiguous there. Gaps between rows travel beside
+    it, with the tensor (`peers/tensors.py`), and so do the strides of a gradient, which may be others.
     """
 
     name: str
@@ -109,8 +110,8 @@ class Value:
         return fixed and all(s <= d.limit * (batch if d.batch else 1) for s, d in free if isinstance(d, Free))
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous in memory order; a copy only where the tensor is not dense in that order."""
-        return tensor.detach().permute(self.order).contiguous()
+        """With its dimensions in memory order; no copy."""
+        return tensor.detach().permute(self.order)
 
     def from_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         inverse = [0] * len(self.order)
@@ -129,10 +130,15 @@ class Input:
     mutated: bool = False  # a buffer that the forward pass changes (batch norm)
     persistent: bool = True  # part of the model's state_dict
     data: torch.Tensor | None = None  # of a constant
+    strides: tuple[int, ...] = ()  # in memory, where they are not those of a contiguous tensor (meshcee/strides.py)
 
     @property
     def name(self) -> str:
         return self.value.name
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it lies in the memory of eager code; it travels and is kept as a contiguous one."""
+        return laid_out(tensor, self.strides) if self.strides else tensor.contiguous()
 
 
 @dataclass(frozen=True)

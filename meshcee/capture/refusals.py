@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshcee.errors import CaptureError, MeshceeError
 
-__all__ = ["FixedSizes", "explain", "faithful", "refuse_functions", "refuse_hooks", "where"]
+__all__ = ["FixedSizes", "explain", "faithful", "refuse_functions", "refuse_hooks", "users_lines", "where"]
 
 _NOT_THE_USERS = re.compile(r"/torch/|/meshcee/capture/|/contextlib\.py|/logging/|^<")
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
@@ -38,6 +38,22 @@ def where(node: Any) -> str:
         if not _NOT_THE_USERS.search(file):
             return f" at {file}:{line} `{code.strip()}`"
     return ""
+
+
+@contextlib.contextmanager
+def users_lines() -> Iterator[None]:
+    """While tracing, nodes get every frame that is the user's: torch keeps those of forward alone, not of what it calls."""
+    tracer: Any = torch.fx.proxy.TracerBase
+    before = tracer._filter_traceback_frames
+
+    def own(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list([f for f in frames if not _NOT_THE_USERS.search(f.filename)][-1:])
+
+    tracer._filter_traceback_frames = own
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = before
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:

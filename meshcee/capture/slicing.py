@@ -91,7 +91,7 @@ class StageSpec:
                 made[number] = graph.placeholder(f"{kind}{i}")
         for i, (number, entry) in enumerate(by_kind["constant"]):
             assert entry.data is not None
-            root.register_buffer(f"constant{i}", entry.data.to(device))
+            root.register_buffer(f"constant{i}", entry.laid_out(entry.data.to(device)))
             made[number] = graph.get_attr(f"constant{i}")
         enabled = True
         for number, node in self.nodes:

@@ -35,7 +35,8 @@ def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
     with quiet(), torch.no_grad():
         values: list[Any] = [
-            torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype, device=_META) for entry in program.inputs
+            entry.laid_out(torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype, device=_META))
+            for entry in program.inputs
         ]
         for i, node in enumerate(program.nodes):
             _check_parts(node, values)

@@ -7,16 +7,19 @@ the storages of the fake pass say who is written, not the arguments of the opera
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+import torch
 
 from meshcee.capture.analysis import Analysis, analyse
 from meshcee.capture.export import Exported
 from meshcee.capture.operators import find_operator
 from meshcee.capture.program import Input, Node, Ref
 from meshcee.errors import CaptureError
+from meshcee.strides import unexpanded
 
-__all__ = ["settled"]
+__all__ = ["refuse_overlaps", "settled"]
 
 
 def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -37,6 +40,39 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
             )
         inputs[number] = dataclasses.replace(entry, mutated=True)
     return inputs, nodes, outputs, analysis
+
+
+def refuse_overlaps(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> None:
+    """Raise CaptureError where training changes memory that another parameter or buffer has too.
+
+    Peers keep every one in memory of its own. Slices of one flat tensor that do not overlap are no matter.
+    """
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in sharing.values():
+        expanded = [n for n in names if 0 in tensors[n].stride() and tensors[n].numel()]
+        if not written & set(names) or (len(names) == 1 and not expanded):
+            continue
+        first = tensors[names[0]]
+        owner = torch.full((first.untyped_storage().nbytes() // first.itemsize,), -1, dtype=torch.int32)
+        for number, name in enumerate(names):
+            tensor = tensors[name]
+            if tensor.dtype != first.dtype or (name in written and name in expanded):
+                other = name
+            else:
+                part = owner.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+                before = int(part.max()) if part.numel() else -1
+                both = {name, names[before]} if before >= 0 else set()
+                other = names[before] if both & written else ""
+                if not other:
+                    own = tuple(slice(0, n) for n in unexpanded(part.shape, part.stride()))
+                    part[own] = number
+            if other:
+                raise CaptureError(
+                    f"{name!r} shares memory with {'itself' if other == name else repr(other)}, and training changes it; "
+                    "tie whole tensors, and write transposes, slices and expansions of them in forward"
+                )
 
 
 def _copied(

@@ -34,7 +34,7 @@ def test_there_are_at_least_as_many_blocks_as_layers(model: str) -> None:
 
 MORE_LAYERS = {
     **{"llama": 3, "llama_eager": 3, "mixtral": 3, "bert": 3, "albert": 3, "t5": 4, "vit": 3, "resnet": 4},
-    **{"lstm": 3, "gru": 3, "moe": 3, "many": 3, "lora": 3, "lengths": 4, "sizes": 4},
+    **{"lstm": 3, "gru": 3, "moe": 3, "many": 3, "lora": 3, "fno": 3, "lengths": 4, "sizes": 4},
 }
 
 

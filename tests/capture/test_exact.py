@@ -98,6 +98,42 @@ class Overwrites(nn.Module):
 CASES["writes_its_sample"] = Overwrites
 
 
+@case
+def rows_with_gaps_and_expanded_ones(m: Around, h: torch.Tensor) -> torch.Tensor:
+    gate, kept = m.b(h).chunk(2, -1)
+    whole = torch.cat([F.gelu(gate) * kept, F.silu(kept[:, ::2]), F.silu(gate[:, ::2])], -1)
+    return whole + F.gelu(h.mean(0)).expand(h.shape[0], -1)
+
+
+class Laid(nn.Module):
+    """Parameters and buffers that are transposed, that have gaps, or that are expanded."""
+
+    expanded: torch.Tensor
+    turned: torch.Tensor
+    constant: torch.Tensor
+
+    def __init__(self, width: int = 40) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(width, WIDTH).t())
+        self.mix = nn.Parameter(torch.randn(width, width).t())
+        self.gaps = nn.Parameter(torch.randn(WIDTH, 2 * width)[:, ::2])
+        self.down = nn.Parameter(torch.randn(2 * width, WIDTH)[:width])
+        self.register_buffer("expanded", torch.randn(width).expand(3, width))
+        self.register_buffer("turned", torch.randn(width, 5).t())
+        self.constant = torch.randn(width, 6).t()[:, ::2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.turned.mul_(0.9).add_(x.mean())
+        h = F.gelu(x @ F.gelu(self.up)) @ self.mix + x @ F.gelu(self.gaps)
+        h = h + F.gelu(self.expanded).sum(0) + F.gelu(self.turned).sum(0)
+        h = h + F.gelu(self.constant).sum(1).repeat(2).sum()
+        return F.gelu(F.layer_norm(h, h.shape[-1:])) @ self.down
+
+
+CASES["parameters_and_buffers_as_they_lie"] = Laid
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_cut_anywhere_it_is_the_plain_loop(name: str) -> None:
     torch.manual_seed(1)

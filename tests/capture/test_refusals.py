@@ -86,7 +86,17 @@ def casts(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
         return linear(h).float()
 
 
+def grows(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        linear.weight[0].mul_(0.9)
+    return linear(h)
+
+
 REFUSED = {
+    "a parameter written through a view": (
+        grows,
+        rf"changes parameter 'linear\.weight' in place at .*{HERE} `linear\.w",
+    ),
     "a branch on data": (branches, rf"at .*{HERE} `if h\.sum\(\) > 0:`: .*values of a tensor; .*torch\.where"),
     "a loop of .item()": (loops, rf"at .*{HERE} `for _ in range\(int\(h\.max\(\)\.item\(\)\)\):`.*values of a tensor"),
     "a product with .item()": (lambda _, h: h * h.max().item(), rf"aten\.item.*{HERE}.*keep it a tensor"),
@@ -135,6 +145,33 @@ def test_hooks_that_are_there_before_are_refused() -> None:
     for model, name in ((on_parameter, "parameter 'weight'"), (after, "parameter 'weight'"), (on_module, "module '0'")):
         with pytest.raises(CaptureError, match=rf"{name} has a .*hook.* remove the hook"):
             capture(job_of(model))
+
+
+def transposed(model: nn.Module, weight: torch.Tensor) -> None:
+    model.other = nn.Parameter(weight.t())
+
+
+def sliced(model: nn.Module, weight: torch.Tensor) -> None:
+    model.register_buffer("other", weight.detach()[1:])
+
+
+def expanded(model: nn.Module, weight: torch.Tensor) -> None:
+    model.other = nn.Parameter(torch.zeros(1, 4).expand(4, 4))
+
+
+@pytest.mark.parametrize("share", [transposed, sliced, expanded])
+def test_memory_that_two_have_and_training_changes(share: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    model = Calls(lambda _, h: h + model.get_submodule("").__getattr__("other").sum())
+    share(model, model.linear.weight)
+    with pytest.raises(CaptureError, match=r"'(other|linear.weight)' shares memory with .* in forward"):
+        capture(job_of(model))
+
+
+def test_slices_of_one_flat_tensor_are_parameters_like_others() -> None:
+    model = nn.Linear(4, 4)
+    flat = torch.randn(4, 5)
+    model.weight, model.bias = nn.Parameter(flat[:, :4]), nn.Parameter(flat[:, 4])
+    assert capture(job_of(model)).param_order == ("weight", "bias")
 
 
 def test_what_changes_no_number_is_captured() -> None:

@@ -69,6 +69,10 @@ def test_numbers_and_none() -> None:
         torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 7, 1, 1).to(memory_format=torch.channels_last),
         torch.randn(5, 6).t()[:, :],
+        torch.randn(1, 3).expand(4, 3),
+        torch.randn(4, 1, 1).expand(4, 3, 2),
+        torch.randn(3, 1).t().expand(5, 3),
+        torch.randn(4, 8)[:, :4],  # a gap of as much as is kept
     ],
 )
 def test_the_order_of_elements_in_memory_is_kept(tensor: torch.Tensor) -> None:
@@ -83,7 +87,8 @@ def test_the_order_of_elements_in_memory_is_kept(tensor: torch.Tensor) -> None:
     [
         torch.randn(4, 6)[:, ::2],
         torch.randn(6)[2:5],
-        torch.randn(1, 3).expand(4, 3),
+        torch.randn(4, 1000, 3)[:, 0],
+        torch.randn(4, 2, 6)[:, :, 1::2].transpose(0, 1),
         torch.randn(3, 3, requires_grad=True) * 2,
         torch.randn(4, dtype=torch.complex64).conj(),
         torch.nn.Parameter(torch.randn(2, 2)),
@@ -94,6 +99,26 @@ def test_views_and_gradients_arrive_as_plain_tensors(tensor: torch.Tensor) -> No
     assert isinstance(back, torch.Tensor)
     assert identical(tensor.detach().resolve_conj(), back)
     assert not back.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("tensor", "strides"),
+    [
+        (torch.randn(4, 6)[:, ::2], (6, 2)),
+        (torch.randn(6, 900)[:, :300], (316, 1)),  # a gap is a gap, however wide
+        (torch.randn(4, 1000, 20)[:, 0], (36, 1)),
+        (torch.randn(900, 6).t()[:3], (1, 6)),
+        (torch.randn(4, 1, 40)[:, :, ::2].expand(4, 3, 20), (40, 0, 2)),
+    ],
+)
+def test_gaps_stay_gaps_and_do_not_travel(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+    _, payloads = pack([tensor])
+    (back,) = cross([tensor])
+    assert isinstance(back, torch.Tensor)
+    assert identical(tensor, back)
+    assert back.stride() == strides
+    assert len(payloads[0]) == 4 * math.prod(n for n, s in zip(tensor.shape, tensor.stride()) if s)
+    assert back.untyped_storage().nbytes() <= 16 * back.numel()
 
 
 def test_nothing_is_copied_where_memory_allows() -> None:
@@ -153,7 +178,7 @@ def test_read_only_memory_is_copied_rather_than_written_through() -> None:
         ([["float32", [2, 3], [1, 1]]], [24]),
         ([["float32", [2, 3], [1, 3]]], [24]),
         ([["float32", [2, 3], [0, 1]]], [24]),
-        ([["float32", [2, 3], [6, 2]]], [24]),
+        ([["float32", [2, 3], [7, 2]]], [24]),
         ([["float32", [2, 3], [-1, 2]]], [24]),
         ([["float32", [2, 3], [3, True]]], [24]),
         ([["float32", [1, 1], [1 << 60, 1]]], [4]),

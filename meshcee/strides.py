@@ -1,0 +1,67 @@
+"""How a tensor lies in memory, as far as kernels care: the order of dimensions, gaps between rows, what is expanded.
+
+The idea: kernels round differently for rows with gaps, for a stride of two, for an expanded dimension, since another loop
+runs. How wide a gap is matters to none of them. So a tensor travels without its gaps, and where it arrives gets gaps
+again, narrow ones: the strides here called canonical.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["canonical", "contiguous", "copied", "dense", "laid_out", "unexpanded"]
+
+_GAP = 16  # elements: as much as a cache line of fp32, so that rows that were aligned stay so
+_MOST = 4  # times the elements: tensors with wider gaps in all travel without them
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(size or 1 for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def canonical(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides with narrow gaps where there are gaps. Canonical strides are their own canonical strides."""
+    if 0 in shape:
+        return contiguous(shape)
+    found, nominal, expected = list(strides), 1, 1
+    for dim in _fast_first(shape, strides):
+        found[dim] = expected if strides[dim] == nominal else expected + min(expected, _GAP)
+        nominal, expected = strides[dim] * shape[dim], found[dim] * shape[dim]
+    return tuple(found) if expected <= _MOST * math.prod(shape) else contiguous(shape)
+
+
+def dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides in the same order without any gap."""
+    found, expected = list(strides), 1
+    for dim in _fast_first(shape, strides):
+        found[dim], expected = expected, expected * shape[dim]
+    return tuple(found)
+
+
+def unexpanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what has memory of its own: an expanded dimension has size 1."""
+    return tuple(1 if stride == 0 and size else size for size, stride in zip(shape, strides))
+
+
+def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same numbers with these (canonical) strides; a copy only where they are others."""
+    if tensor.stride() == tuple(strides):
+        return tensor
+    made = torch.empty_strided(tuple(tensor.shape), tuple(strides), dtype=tensor.dtype, device=tensor.device)
+    own = tuple(slice(0, size) for size in unexpanded(tensor.shape, strides))
+    made[own].copy_(tensor[own])
+    return made
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, gaps and all."""
+    return laid_out(tensor.clone(), tensor.stride())
+
+
+def _fast_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions that have memory, the fastest first. One of size 1 has none to speak of, and keeps its stride."""
+    own = [dim for dim in range(len(shape)) if shape[dim] != 1 and strides[dim] != 0]
+    return sorted(own, key=lambda dim: (strides[dim], -dim))
