@@ -12,10 +12,11 @@ consensus, so two may hold for a moment: in different terms, and every member re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
@@ -24,9 +25,10 @@ from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
+from dht.trouble import Trouble
 from meshcee.errors import ProtocolError, StaleTermError
 
-__all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Write", "Wrote"]
+__all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Unsaved", "Write", "Wrote"]
 
 log = structlog.get_logger()
 
@@ -51,6 +53,11 @@ class Looked:
 @dataclass(frozen=True)
 class Saved:
     """The terms of the last Save are on disk."""
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """The disk has refused the terms: what is believed holds as long as this process, and nothing is claimed."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Believe:
     lease: LeaseRecord | None
 
 
-Event = Looked | Saved | Wrote | Resigned
+Event = Looked | Saved | Unsaved | Wrote | Resigned
 Command = Save | Write | Believe
 
 
@@ -141,6 +148,8 @@ class Election:
                 return self._looked(event)
             case Saved():
                 return self._saved()
+            case Unsaved():
+                return self._unsaved()
             case Wrote():
                 return self._wrote(event)
             case Resigned():
@@ -231,6 +240,13 @@ class Election:
         self._mine.state = "writing"
         return [Write(self._mine.claim)]
 
+    def _unsaved(self) -> list[Command]:
+        """A number that might be forgotten is not claimed with, or it would be claimed twice: others may claim."""
+        if self._mine is not None and self._mine.state == "saving":
+            self.terms = replace(self.terms, counter=self._mine.claim.counter - 1)  # tries do not add up to a leap
+            self._mine = None
+        return []
+
     def _wrote(self, event: Wrote) -> list[Command]:
         mine = self._mine
         if mine is None:
@@ -244,6 +260,9 @@ class Election:
         elif event.ok:
             mine.written_s = mine.renewed_s = event.mono_s
         return []
+
+
+WHAT = "the file of accepted terms"
 
 
 class Elector:
@@ -270,6 +289,8 @@ class Elector:
         self.changed = asyncio.Condition()  # notified whenever `lease` becomes another
         self._directory = directory
         self._file = terms or TermFile()
+        self._is_saved = True
+        self._trouble = Trouble(monotonic)
         self._ttl_s = ttl_s
         self._every_s = min(confirm_s, ttl_s / 4) if every_s is None else every_s
         self._clock = clock
@@ -288,6 +309,8 @@ class Elector:
     async def look(self, *, quick: bool = False) -> None:
         """One look at the claims, now; `quick` as in `Store.get`."""
         async with self._one:
+            if not self._is_saved:
+                await self._save(self._core.terms)
             mono_s, wall = self._monotonic(), self._clock()
             claims = await self._directory.read(LeaseRecord, quick=quick)
             await self._do(self._core.handle(Looked(mono_s, wall, claims)))
@@ -303,7 +326,7 @@ class Elector:
         return self._core.terms.accepted
 
     def accept(self, term: Term) -> None:
-        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk.
+        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk, if that takes it.
 
         Terms rise by one with each election; a leap far beyond (ProtocolError) would only shut out every coordinator.
         """
@@ -318,15 +341,33 @@ class Elector:
             )
         if term > self.accepted:
             self._core.terms = Terms(max(self._core.terms.counter, term[0]), term)
-            self._file.save(self._core.terms)
+            with self._trying():
+                self._file.save(self._core.terms)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """To save the terms. What the disk refuses is tried again before every look."""
+        try:
+            yield
+        except OSError as error:
+            self._is_saved = False
+            self._trouble.tell(WHAT, error)
+        else:
+            self._is_saved = True
+            self._trouble.over(WHAT)
+
+    async def _save(self, terms: Terms) -> bool:
+        with self._trying():
+            await asyncio.to_thread(self._file.save, terms)
+        return self._is_saved
 
     async def _do(self, commands: list[Command]) -> None:
         while commands:
             command, *commands = commands
             match command:
                 case Save():
-                    await asyncio.to_thread(self._file.save, command.terms)
-                    commands += self._core.handle(Saved())
+                    saved = await self._save(command.terms)
+                    commands += self._core.handle(Saved() if saved else Unsaved())
                 case Write():
                     ok = await self._directory.write(command.claim, self._ttl_s)
                     commands += self._core.handle(Wrote(self._monotonic(), ok))

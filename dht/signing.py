@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import functools
 import hashlib
 import hmac
-import os
 import secrets
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked, peer_of
+from meshcee import disk
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
 
 __all__ = ["Identity", "MeshKey", "Token", "public_key_of", "verify"]
@@ -80,28 +80,18 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def _create_once(path: Path, data: bytes) -> bytes:
-    """Put a secret into a new file, whole or not at all; what the file holds if another process was faster."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(name, path)  # unlike rename, fails when the path is taken
-    except FileExistsError:
-        return path.read_bytes()
-    finally:
-        os.unlink(name)
-    return data
-
-
 def _read_or_create(path: Path, data: bytes, what: str) -> bytes:
+    """A secret's file is made whole, or not at all; if another process was faster, its file counts."""
     try:
-        return path.read_bytes() if path.exists() else _create_once(path, data)
+        if not path.exists():
+            with contextlib.suppress(FileExistsError):
+                disk.write_once(path, data)
+                return data
+        return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{what} {path} cannot be used ({error.strerror}): check its owner and permissions") from error
+        raise UsageError(
+            f"{what} cannot be used ({disk.refusal(error, len(data))}): check its owner and permissions, or make room"
+        ) from error
 
 
 class Identity:

@@ -1,19 +1,18 @@
 """The terms that a peer must not forget: on disk before they are used.
 
 The idea: two numbers. `counter` is the highest that this peer has seen or claimed, so that no claim is ever made twice;
-`accepted` is the highest term that it has believed, below which it believes nobody. One small file, replaced whole.
+`accepted` is the highest term that it has believed, below which it believes nobody. One small file, replaced whole. While the
+disk refuses it, its peer claims nothing, and what it believes ends with its process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshcee import disk
 from meshcee.errors import UsageError
 
 __all__ = ["Term", "TermFile", "Terms"]
@@ -64,24 +63,5 @@ class TermFile:
         with self._lock:
             old = self._saved
             self._saved = Terms(max(old.counter, terms.counter), max(old.accepted, terms.accepted))
-            self._write(self.path, self._saved)
-
-    @staticmethod
-    def _write(path: Path, terms: Terms) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"counter": terms.counter, "accepted": list(terms.accepted)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name, too
-        finally:
-            os.close(folder)
+            data = {"counter": self._saved.counter, "accepted": list(self._saved.accepted)}
+            disk.write_whole(self.path, json.dumps(data).encode())

@@ -7,6 +7,7 @@ in any order, as members send it; the file appears under its name only when it i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,9 +19,10 @@ from types import TracebackType
 import safetensors
 import torch
 
+from meshcee import disk
 from meshcee.errors import UsageError
 
-__all__ = ["DTYPES", "Checkpoint", "Layout", "OnDemand", "TensorFile", "byte_view", "head_of", "save"]
+__all__ = ["DTYPES", "Checkpoint", "Layout", "OnDemand", "TensorFile", "byte_view", "head_of", "nbytes_of", "save"]
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> type and shape
 
@@ -175,7 +177,7 @@ class TensorFile:
         self.path = path
         self.layout = dict(layout)
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._file = -1
+        self._file: disk.File | None = None
         self._head, starts, size = head_of(self.layout)
         self._offsets = {name: len(self._head) + start for name, start in starts.items()}
         self._size = len(self._head) + size
@@ -183,32 +185,29 @@ class TensorFile:
 
     def __enter__(self) -> TensorFile:
         try:
-            self._file = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.truncate(self._file, self._size)
-            self._put(self._head, 0)
+            self._file = disk.File(self._partial)
+            self._file.resize(self._size)
+            self._file.write(self._head, 0)
         except OSError as error:
             self._drop()
-            raise UsageError(
-                f"cannot write {self.path}: {error.strerror}; name a file in a folder with room"
-            ) from error
+            raise self._refused(error, "name a file in a folder with room") from error
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Once for each name of the layout; ValueError if it is another tensor than announced."""
         if name not in self._missing or self.layout[name] != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"{name!r} of {tensor.dtype}{tuple(tensor.shape)} was not announced, or came twice")
+        assert self._file is not None
         try:
             if tensor.numel():
-                self._put(byte_view(tensor.detach().cpu().contiguous()), self._offsets[name])
+                self._file.write(byte_view(tensor.detach().cpu().contiguous()), self._offsets[name])
         except OSError as error:
-            raise UsageError(f"cannot write {self.path}: {error.strerror}; make room or name another file") from error
+            raise self._refused(error, "make room or name another file") from error
         self._missing.discard(name)
 
-    def _put(self, data: bytes | memoryview, at: int) -> None:
-        view = memoryview(data)
-        while len(view):
-            written = os.pwrite(self._file, view, at)
-            view, at = view[written:], at + written
+    def _refused(self, error: OSError, remedy: str) -> UsageError:
+        error.filename = str(self.path)
+        return UsageError(f"cannot write {disk.refusal(error, self._size)}; {remedy}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -219,15 +218,24 @@ class TensorFile:
         if self._missing:
             self._drop()
             raise ValueError(f"{min(self._missing)!r} and {len(self._missing) - 1} others were never written")
-        os.fsync(self._file)
-        os.close(self._file)
-        os.replace(self._partial, self.path)
+        assert self._file is not None
+        try:
+            self._file.close()
+            disk.move(self._partial, self.path)
+            disk.sync_folder(self.path.parent)
+        except OSError as refused:
+            self._drop()
+            raise self._refused(refused, "make room or name another file") from refused
 
     def _drop(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        self._partial.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.abort()
+        with contextlib.suppress(OSError):
+            disk.remove(self._partial)
+
+
+def nbytes_of(layout: Layout) -> int:
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
 
 
 def save(path: Path, state: Mapping[str, torch.Tensor]) -> None:

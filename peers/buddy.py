@@ -8,7 +8,6 @@ beside it and more slowly. Whatever fails costs only this copy.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ import msgpack
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.planner.memory import FAR_COPIES, OWN_COPIES
-from meshcee.tensor_files import Layout
+from meshcee.tensor_files import Layout, nbytes_of
 from peers import messages
 from peers.fetch import DIGEST_BYTES, Fetch, Shape
 from peers.inbox import besides_in
@@ -59,10 +58,6 @@ def digests_in(frame: Frame, layouts: tuple[Layout, Layout]) -> tuple[dict[str, 
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"this does not describe a copy of the stage: {error}") from error
     return found[0], found[1]
-
-
-def _nbytes(layout: Layout) -> int:
-    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
 
 
 class Buddy:
@@ -123,7 +118,7 @@ class Buddy:
         weights, optimizer = digests_in(frame, self._layouts[source])
         digests, layout = {**weights, **optimizer}, self._layouts[source][0] | self._layouts[source][1]
         self.held.make_room(source, next_step, need(frame.header, "since", int), besides_in(frame.header), far=far)
-        size = _nbytes(layout)
+        size = nbytes_of(layout)
         missing = max(0, self.held.others_bytes + self._coming_bytes + size - self._spare_bytes(far=far))
         here = {d: tensor for d in digests.values() if (tensor := self.held.find(d)) is not None}
         fetch = Fetch(
@@ -148,6 +143,6 @@ class Buddy:
 
     def _spare_bytes(self, *, far: bool) -> int:
         """What this member's own stage, its gradients, its optimizer and its copies leave of its memory."""
-        weights, optimizer = map(_nbytes, layouts_of(self._offer))
+        weights, optimizer = map(nbytes_of, layouts_of(self._offer))
         copies = OWN_COPIES + (FAR_COPIES if far else 0)
         return self._memory_bytes - self._offer.state_bytes - weights - optimizer - copies * (weights + optimizer)

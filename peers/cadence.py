@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["AHEAD", "CHUNK_BYTES", "Cadence", "FarCadence", "Stride"]
+__all__ = ["AHEAD", "CHUNK_BYTES", "RETRY_S", "Cadence", "FarCadence", "Stride"]
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
 CHUNK_BYTES = 512 << 10  # a loss waits for at most a few of these on its way to the owner
 LEAST_BYTES = 16 << 10
 SLOW_S = 0.1  # that a chunk may take: the step's own tensors wait behind it
+RETRY_S = 10.0  # what a disk has refused is tried again
 LONGEST_REST_S = 60.0  # who serves a reader waits no longer than `Timeouts.offer_s`
 
 
@@ -35,6 +36,7 @@ class Cadence:
     _read_s: float = 0.0
     _last_step: int = 0
     _complete: bool = True  # one was, in the last epoch, or there was none yet
+    _retry_s: float | None = None  # when to try again what the disk has refused
 
     def start(self, next_step: int, now_s: float) -> None:
         """An epoch begins at this step: its state is known. The time of epochs that ended before their first goes on to
@@ -45,13 +47,19 @@ class Cadence:
         self._last_step, self._complete = next_step, False
 
     def is_due(self, next_step: int, now_s: float) -> bool:
+        if self._retry_s is not None:
+            return now_s >= self._retry_s
         if self.every:
             return next_step // self.every > self._last_step // self.every
         rest_s = max(self.LEAST_S, self._read_s / self.SHARE, self._made_s / self.MAKING)
         return now_s - self._began_s >= rest_s
 
     def begun(self, next_step: int, now_s: float) -> None:
-        self._last_step, self._began_s = next_step, now_s
+        self._last_step, self._began_s, self._retry_s = next_step, now_s, None
+
+    def refused(self, now_s: float) -> None:
+        """The disk has not taken it: another one is due before long, whatever the steps."""
+        self._retry_s = now_s + RETRY_S
 
     def ended(self, *, read_s: float, made_s: float) -> None:
         """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""

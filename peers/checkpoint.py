@@ -11,27 +11,27 @@ whole or damaged, never half, wherever its owner is killed. Two are kept: while 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
-import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors
 import torch
 
+from meshcee import disk
 from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, UsageError
 from meshcee.job import Job
 from meshcee.tensor_files import Layout, OnDemand, byte_view, head_of
 from peers import hugging_face
-from peers.home import write_atomic
 from peers.strict_json import dumps
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
@@ -184,29 +184,45 @@ class Draft:
         self.next_step = next_step
         self._store = store
         self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}.{next(_drafts)}"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        disk.remove_tree(self.folder)
+        disk.make_folder(self.folder)
+        self.refused: OSError | None = None  # by the disk: nothing is written any more
         self._files: dict[str, dict[str, Any]] = {}
 
+    def to_disk(self, call: Callable[[], object]) -> None:
+        """One piece of it; what the disk refuses ends this draft, not the work of who writes it."""
+        if self.refused is None:
+            try:
+                call()
+            except OSError as error:
+                self.refused = error
+
     def create(self, name: str, header: bytes | memoryview) -> Writer:
-        writer = Writer((self.folder / name).open("wb"), self._files, name)
-        writer.write(header)
+        writer = Writer(disk.File(self.folder / name), self._files, name)
+        try:
+            writer.write(header)
+        except OSError:
+            writer.abort()
+            raise
         return writer
 
     def _frozen(self, state: Mapping[str, torch.Tensor], layout: Layout) -> None:
         """What training does not change is written once; later checkpoints link to it."""
         before = next(iter(self._store.list_complete()), None)
         if before is not None and FROZEN in before.manifest["files"]:
-            os.link(before.folder / FROZEN, self.folder / FROZEN)
+            disk.link(before.folder / FROZEN, self.folder / FROZEN)
             self._files[FROZEN] = before.manifest["files"][FROZEN]
             return
         header, starts, _ = head_of(layout)
         writer = self.create(FROZEN, header)
-        for name in starts:  # in the order of their places
-            tensor = state[name].detach().cpu().contiguous()
-            if tensor.numel():
-                writer.write(byte_view(tensor))
-        writer.close()
+        try:
+            for name in starts:  # in the order of their places
+                tensor = state[name].detach().cpu().contiguous()
+                if tensor.numel():
+                    writer.write(byte_view(tensor))
+            writer.close()
+        finally:
+            writer.abort()
 
     def finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, **about: Any) -> Checkpoint:
         """Add what training does not change, make it durable, put it in its place, forget the oldest."""
@@ -217,16 +233,16 @@ class Draft:
         if frozen:
             self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
-        write_atomic(self.folder / MANIFEST, dumps(data, indent=1).encode(), durable=True)
-        _sync_folder(self.folder)
+        self._store.rely()
+        disk.write_whole(self.folder / MANIFEST, dumps(data, indent=1).encode())  # and the names of the files before it
         place = self._store.folder / f"step-{self.next_step:08d}"
         before = place.with_name(place.name + BEFORE)
         if place.exists():  # written by an epoch that was lost; it counts until this one is in its place
             if before.exists():
                 _remove(before)
-            os.rename(place, before)
-        os.rename(self.folder, place)
-        _sync_folder(self._store.folder)
+            disk.move(place, before)
+        disk.move(self.folder, place)
+        disk.sync_folder(self._store.folder)
         if before.exists():
             _remove(before)
         for old in self._store.list_complete()[KEPT:]:
@@ -234,13 +250,14 @@ class Draft:
         return Checkpoint(place)
 
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a disk that cannot be written; whoever resumes the run clears it away
+            disk.remove_tree(self.folder)
 
 
 class Writer:
     """One file of a draft; hashed as it is written."""
 
-    def __init__(self, file: BinaryIO, files: dict[str, dict[str, Any]], name: str) -> None:
+    def __init__(self, file: disk.File, files: dict[str, dict[str, Any]], name: str) -> None:
         self._file = file
         self._files = files
         self._name = name
@@ -253,21 +270,24 @@ class Writer:
         self._bytes += len(data)
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._files[self._name] = {"sha256": self._digest.hexdigest(), "bytes": self._bytes}
 
     def abort(self) -> None:
-        self._file.close()
+        self._file.abort()
 
 
 class CheckpointStore:
-    """The checkpoints of one run. `about` goes into every manifest: the job, the names of the model."""
+    """The checkpoints of one run. `about` goes into every manifest: the job, the names of the model. `rely` brings to the disk
+    what one is worth nothing without.
+    """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, about: Mapping[str, Any] | None = None, rely: Callable[[], None] = lambda: None
+    ) -> None:
         self.folder = folder
         self.about = dict(about or {})
+        self.rely = rely
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
 
     @classmethod
@@ -279,12 +299,13 @@ class CheckpointStore:
         micro_batch: int,
         devices: Sequence[Sequence[Any]] = (),
         before: CheckpointStore | None = None,
+        rely: Callable[[], None] = lambda: None,
     ) -> CheckpointStore:
         """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads).
         `before`: with which an earlier epoch wrote, and may be completing its last checkpoint.
         """
         for left in folder.glob(".step-*") if before is None else ():  # by an owner that died
-            shutil.rmtree(left)
+            disk.remove_tree(left)
         about = {
             "job": description(job, captured),
             "name": job.name,
@@ -295,7 +316,7 @@ class CheckpointStore:
             **hugging_face.described(job.model),
             "torch": torch.__version__,
         }
-        store = cls(folder, about)
+        store = cls(folder, about, rely)
         if before is not None:
             store.lock = before.lock
         return store
@@ -343,14 +364,7 @@ def _age(folder: Path) -> tuple[int, str]:
 def _remove(folder: Path) -> None:
     """Under its name it is whole until it is gone."""
     aside = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(folder, aside)
-    shutil.rmtree(aside)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    disk.remove_tree(aside)
+    disk.move(folder, aside)
+    disk.sync_folder(folder.parent)  # or a power cut might bring the name back, and not the files
+    disk.remove_tree(aside)

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshcee import __version__
-from meshcee.errors import MeshceeError
+from meshcee import __version__, disk
+from meshcee.errors import MeshceeError, UsageError
 from peers.commands import planning
 from peers.strict_json import dumps
 
@@ -349,6 +349,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
+        if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
+            _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
         traceback.print_exc()
         _fail(error, 1)
 

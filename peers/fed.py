@@ -9,6 +9,7 @@ before anybody computes on them, and stay until no checkpoint is left that train
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -21,11 +22,11 @@ import safetensors.torch
 import structlog
 import torch
 
+from meshcee import disk
 from meshcee.capture import data as data_rules
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.sampling import read
-from peers.home import write_atomic
 
 __all__ = ["FED", "Fed", "repeats"]
 
@@ -165,7 +166,7 @@ class Fed:
             if len(data) > self._most_bytes:
                 raise ValueError(f"it has {len(data)} bytes, and at most {self._most_bytes} are kept of all steps")
             self._make_room(step, len(data))
-            write_atomic(self._path(step), data, durable=True)
+            disk.write_whole(self._path(step), data)
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
             self._warn(REFUSED, step=step, error=str(error))
             return
@@ -186,7 +187,8 @@ class Fed:
 
     def _forget(self, step: int) -> None:
         self._bytes -= self._sizes.pop(step)
-        self._path(step).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that cannot be written
+            disk.remove(self._path(step))
 
     def _warn(self, event: str, **about: Any) -> None:
         if event not in self._warned:

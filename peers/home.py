@@ -7,43 +7,31 @@ no living process holds.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
+from meshcee import disk
 from meshcee.errors import JoinError, UsageError
-from peers.strict_json import dumps
 
-__all__ = ["Home", "Run", "write_atomic"]
+__all__ = ["Home", "Run"]
 
-
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace the file in one step, so that a reader or a crash never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+LOCK = "owner.lock"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl, checkpoints and, at the end, result.json."""
+    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl, checkpoints and, at the end, result.json.
+    Its owner writes them (peers/diary.py).
+    """
 
     folder: Path
 
@@ -56,55 +44,81 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def report_file(self) -> Path:
+        return self.folder / "reports.jsonl"
+
+    @property
     def info(self) -> dict[str, Any]:
-        try:
-            data: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return data
+        return _object(self.folder / "run.json")
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the owner wrote when the run ended; nothing before."""
+        return _object(self.folder / "result.json")
 
     @property
     def process(self) -> psutil.Process | None:
-        """The owner's process, if it still is that process: a pid may have been used again."""
-        info = self.info
+        """The owner's process, while it holds the run."""
         try:
-            process = psutil.Process(int(info["pid"]))
-            return process if abs(process.create_time() - float(info["process_started"])) < 1 else None
+            return psutil.Process(int(self.info["pid"])) if self.is_held else None
         except (KeyError, psutil.Error):
             return None
 
     @property
-    def state(self) -> str:
-        result = self.folder / "result.json"
-        if result.exists():
-            return str(json.loads(result.read_text()).get("state", "ended"))
-        return "running" if self.process else "died"
+    def is_held(self) -> bool:
+        """Whether a living process owns it: its lock ends with the process, whatever clocks say and numbers are used again."""
+        try:
+            with open(self.folder / LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
-    def report(self, line: Mapping[str, Any]) -> None:
-        with (self.folder / "reports.jsonl").open("a") as file:
-            file.write(dumps(line) + "\n")
+    @property
+    def state(self) -> str:
+        if self.is_held:
+            return "running"
+        return str(self.result.get("state", "died"))
+
+    def hold(self) -> BinaryIO:
+        """Own it until this is closed, or the process ends; UsageError while another process does."""
+        lock = (self.folder / LOCK).open("ab")
+        for _ in range(20):  # who only looks whether it is held holds it for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                time.sleep(0.05)
+        lock.close()
+        raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
 
     def reports(self) -> list[dict[str, Any]]:
+        """One a step, as they were told. A line that a killed owner or a power cut has torn is none."""
         try:
-            lines = (self.folder / "reports.jsonl").read_text().splitlines()
+            data = self.report_file.read_bytes()
         except OSError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def take_over(self, **info: Any) -> None:
-        """This process goes on with it: its own number, no result, no half line at the end of the reports."""
-        write_atomic(self.folder / "run.json", dumps({**self.info, **_this_process(), **info}).encode())
-        lines = "".join(dumps(line) + "\n" for line in self.reports())
-        write_atomic(self.folder / "reports.jsonl", lines.encode())
-        (self.folder / "result.json").unlink(missing_ok=True)
-
-    def end(self, state: str, **more: Any) -> None:
-        write_atomic(self.folder / "result.json", dumps({"state": state, "ended": time.time(), **more}).encode())
+        lines = [line for line in map(_report, data.splitlines()) if line is not None]
+        return sorted(lines, key=lambda line: int(line["step"]))  # what a power cut took was told again later
 
 
-def _this_process() -> dict[str, Any]:
-    me = psutil.Process()
-    return {"pid": me.pid, "process_started": me.create_time()}
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _report(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "loss" in found
+    return found if whole else None
 
 
 class Home:
@@ -117,9 +131,12 @@ class Home:
     def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:
         """An identity file that no living process uses, ours while the block runs; `chosen` insists on one."""
         folder = self.folder / "identities"
-        folder.mkdir(parents=True, exist_ok=True)
+        with self._writable():
+            disk.make_folder(folder)
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
-            with open(f"{path}.lock", "ab") as lock:
+            with self._writable():
+                lock = path.with_name(f"{path.name}.lock").open("ab")
+            with lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -130,32 +147,50 @@ class Home:
             raise JoinError(f"a peer on this machine already runs with the identity {chosen}: leave --identity out")
         raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
 
-    def next_incarnation(self, after: int = 0) -> int:
-        """The owner's start counter: higher with every start, and than `after`; on disk before it is used."""
-        path = self.folder / "incarnation"
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Before anything runs, a disk that refuses is the user's to mend."""
         try:
-            last = int(path.read_text())
-        except FileNotFoundError:
-            last = 0
-        except ValueError as error:
-            raise UsageError(f"{path} is damaged: write a number into it that is higher than any before") from error
-        following = max(last, after) + 1
-        write_atomic(path, str(following).encode(), durable=True)
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
+                "or set MESHCEE_HOME to another folder"
+            ) from error
+
+    def next_incarnation(self, after: int = 0) -> int:
+        """The owner's start counter: higher with every start, and than `after`; on disk before it is used. Two owners that
+        start at once get two.
+        """
+        path = self.folder / "incarnation"
+        with self._writable():
+            disk.make_folder(self.folder)
+            with open(f"{path}.lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    last = int(path.read_text())
+                except FileNotFoundError:
+                    last = 0
+                except ValueError as error:
+                    raise UsageError(
+                        f"{path} is damaged: write a number into it that is higher than any before"
+                    ) from error
+                following = max(last, after) + 1
+                disk.write_whole(path, str(following).encode())
         return following
 
-    def new_run(self, name: str, **info: Any) -> Run:
+    def new_run(self, name: str) -> Run:
+        """An empty folder for it."""
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
         base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
-        for attempt in range(100):
-            folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
-            try:
-                folder.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
-        data = {"name": name, **_this_process(), "started": time.time(), **info}
-        write_atomic(folder / "run.json", dumps(data).encode())
-        return Run(folder)
+        with self._writable():
+            disk.make_folder(self.folder / "runs")
+            for attempt in itertools.count():
+                folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
+                with suppress(FileExistsError):
+                    disk.new_folder(folder)
+                    return Run(folder)
+        raise AssertionError("there is always another number")
 
     def runs(self) -> list[Run]:
         """Newest first."""

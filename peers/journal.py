@@ -14,10 +14,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshcee import disk
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError, UsageError
 from peers import messages
-from peers.home import Home, Run, write_atomic
+from peers.home import Home, Run
 from peers.ledger import FILE as LEDGER
 from peers.messages import need
 from peers.pulse import unless_silent
@@ -163,8 +164,10 @@ class Mirror:
             path = run.folder / REPORTS
             if at not in (0, self._reports_bytes):
                 raise ProtocolError("the owner left out some of the run's reports")
-            with path.open("wb" if at == 0 else "ab") as file:
-                file.write(data)
+            if at == 0:
+                disk.write_whole(path, data)
+            else:
+                disk.append(path, data)
             self._reports_bytes = at + len(data)
             return
         coming = self._coming.setdefault(name, bytearray())
@@ -175,7 +178,7 @@ class Mirror:
         coming += data
         if len(coming) == size:
             whole = bytes(self._coming.pop(name))
-            write_atomic(run.folder / name, self._own(whole) if name == INFO else whole)
+            disk.write_whole(run.folder / name, self._own(whole) if name == INFO else whole)
 
     def _folder(self, run_id: str) -> Run:
         if self._run is not None and self._run.id == run_id:
@@ -188,7 +191,7 @@ class Mirror:
                 f"run {run_id} runs on this machine: a standby keeps a run of another machine; if this one dies, "
                 f"`--resume {run_id}` goes on with it"
             )
-        run.folder.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(run.folder)
         self._run, self._reports_bytes = run, 0
         return run
 
@@ -196,7 +199,7 @@ class Mirror:
         """What the run is, without the owner's process, which is none of this machine."""
         try:
             info: Mapping[str, Any] = json.loads(data)
-            kept = {key: value for key, value in info.items() if key not in ("pid", "process_started")}
+            kept = {key: value for key, value in info.items() if key != "pid"}
         except (ValueError, AttributeError, RecursionError) as error:
             raise ProtocolError("the owner sent a run that is not JSON") from error
         self._check(info)

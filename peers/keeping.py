@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from meshcee.capture import Capture
 from peers import messages
-from peers.cadence import CHUNK_BYTES
+from peers.cadence import CHUNK_BYTES, RETRY_S
 from peers.checkpoint import Checkpoint
 from peers.copies import Copied
 from peers.copying import Copying
@@ -33,6 +33,7 @@ class Keeping:
         self._start = 0 if handed else start  # what was handed over dies with any of its makers
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
         self._saved = -1 if isinstance(kept.base, Copied) else start  # the step whose state need not be written
+        self._end = -1  # the step whose state the disk must have before all is over
         leaders = [link for link in links if link.leads]
         self.snapshots: Snapshots | None = None
         self.copying: Copying | None = None
@@ -40,6 +41,8 @@ class Keeping:
             self.snapshots = Snapshots(kept, [link.offer for link in leaders], captured, start)
         if kept.copies is not None:
             self.copying = Copying(kept.copies, links, kept.buddies, start)
+        keep = bool(kept.buddies.near) or any(link.place.has_replicas for link in links)
+        self._rely = handed or isinstance(kept.base, Copied) or (self.copying is not None and keep)
         for link in links:
             link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
 
@@ -61,30 +64,42 @@ class Keeping:
             await self._ask(next_step, durable=False, buddy=True, hand_over=True)
             return True
         if self.snapshots is not None and next_step > self._saved:
+            self._end = next_step
             self.snapshots.hurry_after(next_step)
             await self._ask(next_step, durable=True, buddy=False)
         return False
 
+    async def again(self) -> bool:
+        """Behind `end`: what the disk has refused is asked for once more; False when it has everything."""
+        if self._end <= (self.latest.next_step if self.latest is not None else -1):
+            return False
+        await asyncio.sleep(RETRY_S)
+        await self._ask(self._end, durable=True, buddy=False)
+        return True
+
     async def _ask(self, next_step: int, *, durable: bool, buddy: bool, hand_over: bool = False) -> None:
         if not durable and not buddy:
             return
-        since, besides = self._since, self.snapshots.reading if self.snapshots is not None else []
+        since, besides = self._since(next_step), self.snapshots.reading if self.snapshots is not None else []
         if self.copying is not None:
             self.copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
             besides = besides + self.copying.besides
         if durable and self.snapshots is not None:
-            await self.snapshots.begin(next_step)
+            durable = await self.snapshots.begin(next_step)
         if buddy and self.copying is not None:
             begin = self.copying.hand_over if hand_over else self.copying.begin
             begin(next_step)
+        if not durable and not buddy:
+            return
         header = {"next_step": next_step, "buddy": buddy, "since": since, "besides": besides}
         for link in self._links:
             if buddy or (durable and link.leads):
                 await link.outbox.put(Frame(messages.SNAPSHOT, {**header, "durable": durable and link.leads}))
 
-    @property
-    def _since(self) -> int:
-        """The step of the newest state that this epoch could go back to."""
+    def _since(self, next_step: int) -> int:
+        """The step of the newest state that members hold and this epoch could go back to; this one where they hold none."""
+        if not self._rely:
+            return next_step
         latest = self.latest.next_step if self.latest is not None else 0
         return max(self._start, latest, self.copying.since if self.copying is not None else 0)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from dht.trouble import Trouble
 from meshcee.capture import Capture
 from meshcee.tensor_files import OnDemand
 from peers.buddies import Buddies
@@ -29,7 +30,7 @@ class Kept:
     `base` is the state to go on from, on the disk or with peers (None: the model as it was captured), `store` the place for
     checkpoints (None: there are none), `least` the number of steps that were reported before: they are done again even if
     the user stops the run. `holders` are peers that may still have what they trained before, `copies` what is copied to
-    buddies (None: nothing is), `buddies` who keeps them.
+    buddies (None: nothing is), `buddies` who keeps them, `trouble` is told what the disk refuses.
     """
 
     base: Checkpoint | Copied | None = None
@@ -39,6 +40,7 @@ class Kept:
     holders: frozenset[str] = frozenset()
     copies: Copies | None = None
     buddies: Buddies = field(default_factory=Buddies)
+    trouble: Trouble = field(default_factory=Trouble)
 
 
 class Part(NamedTuple):

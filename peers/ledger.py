@@ -11,27 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
-
+from dht.trouble import Trouble
+from meshcee import disk
 from peers.agent import Agent
 from peers.copies import Copied
-from peers.home import write_atomic
 from peers.strict_json import dumps
 
 __all__ = ["FILE", "Ledger", "noted"]
 
-log = structlog.get_logger()
-
 FILE = "copies.json"
+WHAT = "the list of copies that peers hold"
 
 
 class Ledger:
     """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, trouble: Trouble) -> None:
         self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
         self._agent = agent
+        self._trouble = trouble
         self._next: dict[str, Any] | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -43,14 +42,13 @@ class Ledger:
     async def _write(self, folder: Path) -> None:
         while (what := self._next) is not None:
             self._next = None
+            data = dumps(what).encode()
             try:
-                await asyncio.to_thread(_save, folder, what)
+                await asyncio.to_thread(disk.write_whole, folder / FILE, data)
             except OSError as error:  # the run goes on; only a resumed one would go back further
-                log.warning("where copies are was not written down", error=str(error))
-
-
-def _save(folder: Path, what: dict[str, Any]) -> None:
-    write_atomic(folder / FILE, dumps(what).encode())
+                self._trouble.tell(WHAT, error, len(data))
+            else:
+                self._trouble.over(WHAT)
 
 
 def noted(folder: Path, run: str, after: int, done: int) -> list[Copied]:

@@ -453,10 +453,20 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    async def _save(self) -> None:
+        """Until the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
+        keeping = self._keeping
+        assert keeping is not None
+        assert keeping.snapshots is not None
+        await self._until(keeping.snapshots.settled)
+        while not self._hands_over and await keeping.again():
+            await self._until(keeping.snapshots.settled)
+
     async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
         """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
-        snapshots = self._keeping.snapshots if self._keeping is not None else None
-        saved = snapshots is not None
+        saved = self._keeping is not None and self._keeping.snapshots is not None
+        if saved and wanted:
+            await self._save()
         for link in self._links:
             if not wanted or (saved and not link.place.has_replicas):
                 link.receiver = StateReceiver({})
@@ -474,8 +484,6 @@ class Owner:
             return {}
         check_replicas(self._links, self._describe)
         kept: Mapping[str, torch.Tensor] = {}
-        if self._keeping is not None and snapshots is not None:
-            await self._until(snapshots.settled)
-            if (last := self._keeping.latest) is not None:
-                kept = await asyncio.to_thread(last.weights, last.names)
+        if saved and self._keeping is not None and (last := self._keeping.latest) is not None:
+            kept = await asyncio.to_thread(last.weights, last.names)
         return self._capture.state_dict(ChainMap(trained, kept, self._capture.state))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import structlog
 
 from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
-from meshcee.tensor_files import Layout
+from meshcee.tensor_files import Layout, nbytes_of
 from peers import messages
 from peers.cadence import AHEAD, CHUNK_BYTES, Stride
 from peers.checkpoint import Checkpoint, Draft, Writer
@@ -32,6 +32,8 @@ from peers.transport.base import Frame
 __all__ = ["Snapshots"]
 
 log = structlog.get_logger()
+
+WHAT = "a checkpoint"
 
 
 @dataclass
@@ -57,13 +59,14 @@ class Snapshots:
 
     def __init__(self, kept: Kept, offers: Sequence[Offer], captured: Capture, start: int = 0) -> None:
         assert kept.store is not None
-        self._store, self._cadence = kept.store, kept.cadence
+        self._store, self._cadence, self._trouble = kept.store, kept.cadence, kept.trouble
         self._cadence.start(start, _now_s())
         self._layouts = [(offer.changed_state, offer.expected_optimizer) for offer in offers]
         changed = {name for offer in offers for name in offer.changed_state}
         self._state = captured.state
         self._frozen = {name: known for name, known in captured.layout.items() if name not in changed}
         self._plan = offers[0].plan.to_json()
+        self._bytes = sum(nbytes_of(layout) for pair in self._layouts for layout in pair) + nbytes_of(self._frozen)
         self._draft: Draft | None = None
         self._stages: list[_Stage] = []
         self._strides = [Stride() for _ in offers]  # of the links to the stages
@@ -80,13 +83,27 @@ class Snapshots:
     def is_due(self, next_step: int) -> bool:
         return self._free.is_set() and self._cadence.is_due(next_step, _now_s())
 
-    async def begin(self, next_step: int) -> None:
-        """Every stage is about to be asked for one, in the order of its steps; waits for one that is still under way."""
+    async def begin(self, next_step: int) -> bool:
+        """Every stage is about to be asked for one, in the order of its steps; waits for one that is still under way.
+
+        False if the disk refuses it a place.
+        """
         await self._free.wait()
-        self._free.clear()
         self._cadence.begun(next_step, _now_s())
-        self._draft = await asyncio.to_thread(self._store.draft, next_step)
+        try:
+            draft = await asyncio.to_thread(self._store.draft, next_step)
+        except OSError as error:
+            self._refused(error)
+            return False
+        self._free.clear()
+        self._draft = draft
         self._stages = [_Stage(layouts) for layouts in self._layouts]
+        return True
+
+    def _refused(self, error: OSError) -> None:
+        """Training goes on; the next one is tried before long."""
+        self._cadence.refused(_now_s())
+        self._trouble.tell(WHAT, error, self._bytes)
 
     @property
     def reading(self) -> list[int]:
@@ -108,11 +125,13 @@ class Snapshots:
         if frame.kind == messages.SNAPSHOT:
             self._announced(index, stage, draft, frame)
         else:
-            self._strides[index].took(*self._part(stage, frame))
+            self._strides[index].took(*self._part(stage, draft, frame))
         if not stage.awaited:
             stage.turn_s = time.monotonic() + self.rest_s(index)
         asked = []
         stride = self._strides[index]
+        if draft.refused is not None:  # what has been asked for still comes, and is dropped
+            stage.left.clear()
         while stage.left and len(stage.awaited) < (AHEAD if stride.is_fast or self._hurries else 1):
             file, start, end = stage.left.pop()
             count = min(end - start, CHUNK_BYTES if self._hurries else stride.bytes)
@@ -123,7 +142,7 @@ class Snapshots:
             asked.append(Frame(messages.PULL, header))
         if not stage.awaited:
             for writer in stage.writers:
-                writer.close()
+                draft.to_disk(writer.close)
             stage.done = True
         return asked
 
@@ -168,9 +187,13 @@ class Snapshots:
             size = parse_header(memoryview(header), stage.layouts[file], partial=name == "optimizer")
             if size:
                 stage.left.insert(0, (file, 0, size))
-            stage.writers.append(draft.create(f"{name}-{index}.safetensors", memoryview(header)))
+            draft.to_disk(partial(self._open, stage, draft, f"{name}-{index}.safetensors", memoryview(header)))
 
-    def _part(self, stage: _Stage, frame: Frame) -> tuple[float, int]:
+    @staticmethod
+    def _open(stage: _Stage, draft: Draft, name: str, header: memoryview) -> None:
+        stage.writers.append(draft.create(name, header))
+
+    def _part(self, stage: _Stage, draft: Draft, frame: Frame) -> tuple[float, int]:
         """Write it; the seconds that it took, and its bytes."""
         key = (need(frame.header, "file", int), need(frame.header, "start", int))
         # Streams are ordered, so parts come as they were asked for, and are written one behind the other.
@@ -180,7 +203,7 @@ class Snapshots:
         data = memoryview(frame.payloads[0])
         if data.nbytes != count:
             raise ProtocolError("it sent a part of a snapshot of the wrong size")
-        stage.writers[file].write(data)
+        draft.to_disk(lambda: stage.writers[file].write(data))
         del stage.awaited[0]
         now_s = time.monotonic()
         part_s, stage.turn_s = max(0.0, now_s - stage.turn_s), now_s
@@ -206,15 +229,30 @@ class Snapshots:
             await self._news.wait()
             self._news.clear()
             draft = self._draft
-            if draft is None or draft.next_step > self._reported or not all(s.done for s in self._stages):
+            if draft is None or not all(s.done for s in self._stages):
+                continue
+            if draft.refused is None and draft.next_step > self._reported:
                 continue
             self._draft = None  # from here on it is completed, whatever happens to the epoch
-            self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=self._plan)
-            read_s = max(stage.read_s for stage in self._stages)
-            made_s = time.monotonic() - min(stage.begun_s or math.inf for stage in self._stages)
-            self._cadence.ended(read_s=read_s, made_s=made_s)
-            log.debug("checkpoint", next_step=draft.next_step, read_s=round(read_s, 3), made_s=round(made_s, 3))
+            await self._complete(draft)
             self._free.set()
+
+    async def _complete(self, draft: Draft) -> None:
+        try:
+            if draft.refused is not None:
+                raise draft.refused
+            self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=self._plan)
+        except OSError as error:
+            for writer in (w for stage in self._stages for w in stage.writers):
+                writer.abort()
+            await asyncio.to_thread(draft.discard)
+            self._refused(error)
+            return
+        self._trouble.over(WHAT)
+        read_s = max(stage.read_s for stage in self._stages)
+        made_s = time.monotonic() - min(stage.begun_s or math.inf for stage in self._stages)
+        self._cadence.ended(read_s=read_s, made_s=made_s)
+        log.debug("checkpoint", next_step=draft.next_step, read_s=round(read_s, 3), made_s=round(made_s, 3))
 
     @property
     def settled(self) -> asyncio.Event:

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from dht.trouble import Trouble
 from meshcee.errors import JoinError, NotPermittedError
 from peers.agent import Agent
 from peers.home import Home
@@ -25,6 +26,7 @@ log = structlog.get_logger()
 
 RETURNS_S = 4.0  # in which an owner of whom nobody has heard any more may come back
 AGAIN_S = 0.5
+WHAT = "the run that is followed"
 
 
 async def stand_by(
@@ -35,6 +37,7 @@ async def stand_by(
     `check` is given what the run is, and raises where this machine could not go on with it.
     """
     loop = asyncio.get_running_loop()
+    trouble = Trouble(loop.time)
     mirror: Mirror | None = None
     owner, lost_s = "", -1.0
     while True:
@@ -52,6 +55,8 @@ async def stand_by(
             return None
         except (JoinError, NotPermittedError, StreamClosed, TimeoutError) as error:
             log.info("the run's owner does not answer", owner=owner, error=str(error))
+        except OSError as error:  # of this machine's disk; all is read anew
+            trouble.tell(WHAT, error)
         run = mirror.run
         if lives(agent, owner):
             if run is not None and owner not in agent.directory.runs:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshcee import disk
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.planner.live import JobCosts, Measured, situation
@@ -112,7 +113,8 @@ class Trace:
             for peer, label in self._peers
             if self._clocks[peer].round_trip_s < float("inf")
         }
-        path.write_text(dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}))
+        data = dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}})
+        disk.write_whole(path, data.encode(), mode=0o644)
 
 
 def _of_peer(pid: int, label: str, spans: Sequence[tuple[int, Span]], zero_s: float) -> list[dict[str, Any]]:

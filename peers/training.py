@@ -17,6 +17,8 @@ from typing import Any
 
 import structlog
 
+from dht.trouble import Trouble
+from meshcee import disk
 from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
@@ -30,6 +32,7 @@ from peers.cadence import Cadence
 from peers.checkpoint import Checkpoint, CheckpointStore, check_same, description
 from peers.coordinator import Planned, PlanRequest
 from peers.copies import Copied, Copies
+from peers.diary import Diary
 from peers.fed import FED, Fed, repeats
 from peers.feed import Feed
 from peers.given_plan import given_plan
@@ -124,7 +127,8 @@ class Training:
         self._on_plan = on_plan
         self._reports = reports
         self._owner: Owner | None = None
-        self._run: Run | None = None
+        self._diary: Diary | None = None  # of the run, once it has a folder
+        self._trouble = Trouble(asyncio.get_running_loop().time)  # which threads may ask, too
         self._store: CheckpointStore | None = None  # of the newest epoch
         self._base: Checkpoint | Copied | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
@@ -140,7 +144,7 @@ class Training:
         self._last = 0  # the incarnation of the run's owner before this one
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
-        self._ledger = Ledger(agent)
+        self._ledger = Ledger(agent, self._trouble)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
         self._copies = Copies(self._ledger.note)
         self._noted: list[Copied] = []  # what an owner that has died knew of them
@@ -168,23 +172,26 @@ class Training:
                 await asyncio.to_thread(self._go_on, self._resume, self._captured)
             self._repeats = await asyncio.to_thread(repeats, self._job, keeps=self._home is not None)
             await self._epochs()
-            if self._run is not None:
-                self._run.end("stopped" if self.result.stopped else "done")
+            self._ended("stopped" if self.result.stopped else "done")
         except MeshceeError as error:
-            if self._run is not None:
-                self._run.end("failed", error=str(error))
+            self._ended("failed", error=str(error))
             failure = error
         except BaseException as error:
-            if self._run is not None:
-                self._run.end("aborted", error=repr(error))
+            self._ended("aborted", error=repr(error))
             raise
         finally:
+            if self._diary is not None:
+                self._diary.close()
             self._owner = None
             if self._newcomers is not None:
                 self._newcomers.close()
             await self._journal.end()
             await self._turn.end()
         await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
+
+    def _ended(self, state: str, **more: Any) -> None:
+        if self._diary is not None and self._diary.is_begun:
+            self._diary.end(state, **more)
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
@@ -194,8 +201,7 @@ class Training:
             raise UsageError("only a run that this machine keeps can be resumed; join a mesh, or use the command line")
         run_id, _, step = wanted.partition("@")
         run = self._home.run(run_id)
-        if run.state == "running":
-            raise UsageError(f"run {run.id} is still running; stop it with `meshcee run stop {run.id}`")
+        self._diary = Diary(run, self._trouble)
         store, info = CheckpointStore(run.checkpoints), run.info
         if step or store.complete() or "job" not in info:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
@@ -203,19 +209,19 @@ class Training:
             check_same(self._job, captured, info["job"], info["micro_batch"])
             self._job = replace(self._job, micro_batch_size=info["micro_batch"])
             begins, kinds = 0, info["devices"]
-        for line in run.reports():
+        reports = run.reports()
+        for line in reports:
             self._known[line["step"]] = line["loss"]
         self._key, self._last = str(info.get("key", self._key)), int(info.get("incarnation", 0))
         told = next(s for s in itertools.count(begins) if s not in self._known)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
-        for line in run.reports():
+        for line in reports:
             if line.get("metrics") and line["step"] < done:
                 self.result.metrics.append((line["step"], line["metrics"]))
         self.result.losses = [self._known.get(s, math.nan) for s in range(done)]
         self._kinds = {(k, n, t) for k, n, t in kinds}
         self._shares, self._coded = info.get("rounds", (False, False))
-        self._run = run
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
@@ -285,9 +291,9 @@ class Training:
 
     async def _first_plan(self, captured: Capture) -> Planned:
         """Once it is this job's turn. Where the owner before this one was another peer, once its members have noticed."""
-        if self._after and self._run is not None:
+        if self._after and self._diary is not None:
             await self._turn.wait()
-            members = Plan.from_json(self._run.info["plan"]).peers
+            members = Plan.from_json(self._diary.run.info["plan"]).peers
             await self._recovery.take_over(members)
             self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
             return await self._recovery.plan(self._request)
@@ -356,11 +362,11 @@ class Training:
     def _how_to_go_on(self, error: MeshceeError) -> str:
         waited_s = self._agent.timeouts.regroup_s
         why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
-        if self._run is None or self._durable is None:
+        if self._diary is None or self._durable is None:
             return f"{why}; start more peers and run the command again"
         return (
             f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: start more peers, then go on "
-            f"with `meshcee train JOB.py --resume {self._run.id}`"
+            f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
         )
 
     async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
@@ -376,8 +382,8 @@ class Training:
             self._epoch_number = (next_incarnation(self._home, self._last), 0)
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
-        if self._run is not None:
-            self._journal.begin(self._job.name, self._run)
+        if self._diary is not None:
+            self._journal.begin(self._job.name, self._diary.run)
         start = self._base.next_step if self._base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
@@ -415,6 +421,7 @@ class Training:
                 holders,
                 self._copies if chosen is not None else None,
                 chosen or Buddies(),
+                self._trouble,
             ),
         )
         if self._stopping:
@@ -433,17 +440,25 @@ class Training:
             "micro_batch": plan.micro_batch,
             "devices": sorted(self._kinds),
         }
-        if self._run is None:
-            self._run = self._home.new_run(self._job.name, **info)
-        else:
-            self._run.take_over(**info)
-        self.result.run, self._ledger.run, self._ledger.folder = self._run.id, self._key, self._run.folder
-        folder, devices = self._run.checkpoints, sorted(self._kinds)
-        self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store)
-        if self._base is not None:
-            self._store.forget_after(self._base.next_step)
-        if self._fed is None and (not self._repeats or (self._run.folder / FED).exists()):
-            self._fed = Fed(self._run.folder / FED, self._known.__contains__, self._floor)
+        try:
+            if self._diary is None:
+                self._diary = Diary(self._home.new_run(self._job.name), self._trouble)
+            run, begins = self._diary.run, not self._diary.is_begun
+            if begins:
+                self._diary.begin(name=self._job.name, **info)
+            else:
+                self._diary.note(**info)
+            self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
+            folder, devices, rely = run.checkpoints, sorted(self._kinds), self._diary.sync
+            self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
+            if begins and self._base is not None:
+                self._store.forget_after(self._base.next_step)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
+            ) from error
+        if self._fed is None and (not self._repeats or (run.folder / FED).exists()):
+            self._fed = Fed(run.folder / FED, self._known.__contains__, self._floor)
         return self._store
 
     def _floor(self) -> int:
@@ -473,13 +488,13 @@ class Training:
         if again:
             return
         self._known[report.step] = report.loss
-        if self._run is not None:
-            self._run.report(report_json(report))
+        if self._diary is not None:
+            self._diary.report(report_json(report))
         await self._reports.put(report)
 
     async def _other_plan(self, report: Report, planned: Planned, leaving: set[str]) -> Planned | None:
         """What to go over to at the next step's end: it does without members that want to leave, or is faster."""
-        if leaving and self._run is not None:  # else nothing is kept that another epoch could begin with
+        if leaving and self._diary is not None:  # else nothing is kept that another epoch could begin with
             return await self._recovery.part(leaving, planned.plan.peers, self._asking(planned.plan))
         faster = await self._adaptation.hear(report) if self._adaptation is not None else None
         return planned._replace(plan=faster) if faster is not None else None

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshcee import disk
 from meshcee.capture import capture
 from meshcee.capture.page import FIGURES, amount, page, size
 from meshcee.errors import UsageError
@@ -29,7 +30,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
     costs = captured.costs
     if html is not None:
         try:
-            html.write_text(page(costs, f"meshcee capture: {job.name}"), encoding="utf-8")
+            disk.write_whole(html, page(costs, f"meshcee capture: {job.name}").encode(), mode=0o644)
         except OSError as error:
             raise UsageError(f"cannot write {html}: {error.strerror}; name a file in a folder that exists") from error
     if as_json:

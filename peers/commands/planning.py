@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshcee import disk
 from meshcee.errors import UsageError
 from meshcee.plan import Plan
 from meshcee.scenario import LinkChange, Scenario, load_scenario, packaged
@@ -85,7 +86,8 @@ def plan(
         extra = {"names": dict(names), "notes": [*said, *live.notes]}
     text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
     if html is not None:
-        html.write_text(_named(page(best, cluster, workload, text, f"meshcee plan: {title}"), names), encoding="utf-8")
+        shown = _named(page(best, cluster, workload, text, f"meshcee plan: {title}"), names)
+        disk.write_whole(html, shown.encode(), mode=0o644)
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:

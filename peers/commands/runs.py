@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from typing import Any
@@ -82,7 +81,6 @@ def show_logs(run_id: str, *, as_json: bool) -> None:
             metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
             line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
             print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
-    result = run.folder / "result.json"
-    if result.exists() and not as_json:
-        data = json.loads(result.read_text())
+    data = run.result
+    if data and not as_json:
         print(f"{data['state']}" + (f": {data['error']}" if data.get("error") else ""))

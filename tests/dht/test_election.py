@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.directory import Directory
-from dht.election import Believe, Election, Elector, Looked, Resigned, Save, Saved, Write, Wrote
+from dht.election import Believe, Election, Elector, Looked, Resigned, Save, Saved, Unsaved, Write, Wrote
 from dht.records import LeaseRecord
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
-from dht.terms import Terms
+from dht.terms import TermFile, Terms
+from meshcee import disk
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError, StaleTermError
 from tests.dht.world import CONFIRM_S, EVERY_S, FAULTS, REPLACED_S, TTL_S, World, quiet_world
+from tests.peers.disks import RefusingDisk
 
 
 @given(st.integers(1, 7), st.integers(0, 1 << 32))
@@ -253,6 +257,33 @@ def test_our_own_claim_of_an_earlier_life_gives_its_number_only() -> None:
     election = core()
     assert election.handle(looked(0.0, claim("m", 41, 0.0))) == []
     assert election.handle(looked(1.0, claim("m", 41, 0.0))) == [Save(Terms(42))]
+
+
+def test_a_number_that_the_disk_refuses_is_not_claimed_with_and_tries_do_not_add_up() -> None:
+    election = Election("m", eligible=True, ttl_s=8.0, confirm_s=1.0, terms=Terms(4), chance=lambda: 0.0)
+    for second in range(0, 3000, 2):
+        election.handle(Looked(float(second), float(second), {}))
+        assert election.handle(Looked(second + 1.0, second + 1.0, {})) == [Save(Terms(5))]
+        assert election.handle(Unsaved()) == []
+    election.handle(Looked(3000.0, 3000.0, {}))
+    election.handle(Looked(3001.0, 3001.0, {}))
+    assert election.handle(Saved()) == [Write(LeaseRecord("m", 0.0, 5))]
+
+
+async def test_terms_that_the_disk_refuses_are_believed_and_written_later(tmp_path: Path) -> None:
+    directory = Directory(
+        MemoryStore(SharedMemory()), Identity.generate(), MeshKey(), timeouts=Timeouts(), limits=Limits()
+    )
+    file = TermFile(tmp_path / "terms")
+    elector = Elector(directory, "me", eligible=False, terms=file)
+    with disk.using(RefusingDisk(tmp_path, errno.EROFS)):
+        elector.accept((3, "a"))
+        with pytest.raises(StaleTermError):
+            elector.accept((2, "b"))
+        await elector.look()
+        assert file.load() == Terms()
+    await elector.look()
+    assert file.load() == Terms(3, (3, "a"))
 
 
 async def test_a_leap_of_terms_is_refused_and_a_stale_one_too() -> None:

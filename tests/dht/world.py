@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dht.election import Believe, Election, Looked, Save, Saved, Write, Wrote
+from dht.election import Believe, Election, Looked, Save, Saved, Unsaved, Write, Wrote
 from dht.records import CLOCK_SKEW_S, LeaseRecord
 from dht.terms import Term, Terms
 
@@ -22,7 +22,7 @@ __all__ = ["CONFIRM_S", "EVERY_S", "FAULTS", "REPLACED_S", "TTL_S", "Entry", "Pe
 TTL_S, CONFIRM_S, EVERY_S = 8.0, 1.0, 1.0
 # A lost lease is noticed after ttl; then come the turn, the confirmation, and a look before and after each.
 REPLACED_S = TTL_S + 2 * CONFIRM_S + 4 * EVERY_S
-FAULTS = ("crash", "restart", "forget", "split", "heal", "lossy", "slow", "well")
+FAULTS = ("crash", "restart", "forget", "split", "heal", "lossy", "slow", "full", "well")
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Peer:
 
     name: str
     disk: Terms = field(default_factory=Terms)
+    full: bool = False  # the disk, which then keeps what it has
     core: Election | None = None
     life: int = 0
     side: int = 0  # of a partition
@@ -56,6 +57,9 @@ class World:
         self.claimed: dict[Term, tuple[str, int]] = {}  # term -> the life that claimed it
         self.claimed_twice: list[Term] = []
         self.forgetful: set[str] = set()  # peers that have lost their terms at least once
+        self.behind: set[str] = (
+            set()
+        )  # peers that have begun with fewer terms than they had believed: their disk was full
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -84,6 +88,8 @@ class World:
         if forget:
             peer.disk = Terms()
             self.forgetful.add(name)
+        if peer.full:
+            self.behind.add(name)
         peer.life += 1
         peer.core = Election(
             name, eligible=True, ttl_s=TTL_S, confirm_s=CONFIRM_S, terms=peer.disk, chance=self.random.random
@@ -127,15 +133,25 @@ class World:
             self.loss = 0.4
         elif kind == "slow":
             self.delay_s = 3.0
+        elif kind == "full":
+            self.peers[name].full = True
         else:
             self.loss, self.delay_s = 0.0, 0.1
+            self._make_room()
 
     def make_whole(self) -> None:
         """Nothing is wrong any more, and everybody is there."""
         self.loss, self.delay_s = 0.0, 0.1
+        self._make_room()
         self.heal()
         for name in self.peers:
             self.start(name)
+
+    def _make_room(self) -> None:
+        for peer in self.peers.values():
+            if peer.full and peer.core is None:
+                self.behind.add(peer.name)
+            peer.full = False
 
     # -- the store, and the shell around each state machine
 
@@ -145,6 +161,8 @@ class World:
     def _look(self, peer: Peer, life: int) -> None:
         if peer.core is None or peer.life != life:
             return
+        if not peer.full:
+            peer.disk = max_of(peer.disk, peer.core.terms)  # what was refused is tried again
         found: dict[str, LeaseRecord] = {}
         if self.random.random() >= self.loss:
             for name, entries in self.entries[peer.side].items():
@@ -164,8 +182,9 @@ class World:
             command, *commands = commands
             match command:
                 case Save():
-                    peer.disk = command.terms
-                    commands = [*commands, *peer.core.handle(Saved())]
+                    if not peer.full:
+                        peer.disk = max_of(peer.disk, command.terms)
+                    commands = [*commands, *peer.core.handle(Unsaved() if peer.full else Saved())]
                 case Write():
                     self._write(peer, command.claim)
                     rest, ok = commands, self.random.random() >= self.loss
@@ -214,7 +233,7 @@ class World:
         assert {t for t in self.claimed_twice if t[1] not in self.forgetful} == set()
         for peer in self.peers.values():
             terms = [t for _, t in peer.believed if t is not None]
-            if peer.name not in self.forgetful:
+            if peer.name not in self.forgetful | self.behind:
                 assert terms == sorted(terms), f"{peer.name} went back to an older term"
 
     def check_recovers(self) -> None:
@@ -227,6 +246,11 @@ class World:
         assert self.agreed()
         assert self.leases() == {term}
         self.check_terms()
+
+
+def max_of(one: Terms, other: Terms) -> Terms:
+    """As TermFile keeps them."""
+    return Terms(max(one.counter, other.counter), max(one.accepted, other.accepted))
 
 
 def quiet_world(count: int, seed: int) -> World:

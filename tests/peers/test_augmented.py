@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from collections.abc import Callable
@@ -15,17 +16,18 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
+from meshcee import disk
 from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import draw
-from peers import fed as fed_module
 from peers.assemble import JoinOptions, join
 from peers.fed import FED, FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed, repeats
 from peers.home import Home
 from peers.owner import Report
 from peers.result import Result
 from tests.peers import test_recovery as recovery
+from tests.peers.disks import RefusingDisk
 from tests.peers.mesh_fixture import train
 from tests.peers.test_training import make_job
 
@@ -227,16 +229,12 @@ def test_steps_that_no_checkpoint_is_left_for_are_forgotten_without_a_word(tmp_p
     assert logged == []
 
 
-def test_what_cannot_be_kept_says_so_and_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **more: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_what_cannot_be_kept_says_so_and_does_not_end_the_run(tmp_path: Path) -> None:
     with capture_logs() as logged:
         small = fed_in(tmp_path / "small", most_bytes=10)
         assert same(small.batches(0, lambda: raw(1.0)), raw(1.0))
         fed = fed_in(tmp_path)
-        with monkeypatch.context() as patched:
-            patched.setattr(fed_module, "write_atomic", full)
+        with disk.using(RefusingDisk(tmp_path, errno.ENOSPC)):
             for step in range(3):
                 assert same(fed.batches(step, lambda: raw(1.0)), raw(1.0))
         fed.batches(3, lambda: raw(1.0))

@@ -199,7 +199,7 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (4, False, True)
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
-    assert Keeping(Kept(copies=epoch.copies), epoch.links, SimpleNamespace(), 9)._since == 4  # type: ignore[arg-type]
+    assert Keeping(Kept(copies=epoch.copies), epoch.links, SimpleNamespace(), 9)._since(9) == 4  # type: ignore[arg-type]
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None
     assert found.next_step == 4, "its buddy has it"

@@ -6,79 +6,34 @@ half arrives. Every one of them is tried.
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from peers.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft, Writer
+from meshcee import disk
+from meshcee.disk import Disk
+from peers.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft
 from peers.snapshot import Image
 from tests.mutation import breaks, changed
+from tests.peers.disks import Killed, KilledDisk
 from tests.peers.test_checkpoint import captured_job, job_of
 
-OPERATIONS = ["mkdir", "open", "link", "rename", "replace", "unlink", "rmdir", "fsync"]
 ABOUT = {"micro_batch": 6}
 FIXED = {"fixed": torch.ones(3)}
 
 
-class Killed(BaseException):
-    pass
+class NoPlatter(Disk):
+    """What is killed here is a process, not the machine."""
 
-
-@contextmanager
-def killed_at(number: int) -> Iterator[None]:
-    """Operations on files from this one on do not happen. Of fsync only the moment counts here."""
-    happened = 0
-    writers: list[Writer] = []
-    write = Writer.write
-
-    def happens() -> None:
-        nonlocal happened
-        if happened >= number:
-            raise Killed
-        happened += 1
-
-    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
-        def guarding(*args: Any, **more: Any) -> Any:
-            happens()
-            return None if call is fsync else call(*args, **more)
-
-        return guarding
-
-    def half_written(writer: Writer, data: bytes) -> None:
-        writers.append(writer)
-        try:
-            happens()
-        except Killed:
-            writer._file.write(data[: len(data) // 2])
-            raise
-        write(writer, data)
-
-    fsync = os.fsync
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-            patch.setattr(os, name, guarded(getattr(os, name)))
-        patch.setattr(io, "open", guarded(io.open))
-        patch.setattr(Writer, "write", half_written)
-        try:
-            yield
-        finally:
-            for writer in writers:
-                writer.abort()
-
-
-def no_disk(handle: int) -> None:
-    """Instead of os.fsync: what is killed here is a process, not the machine."""
+    def fsync(self, handle: int) -> None:
+        pass
 
 
 def store_in(folder: Path, before: CheckpointStore | None = None) -> CheckpointStore:
@@ -125,7 +80,7 @@ def go_on_from_the_first(store: CheckpointStore) -> None:
 
 def found_after_kills(folder: Path, work: Callable[[CheckpointStore], None]) -> list[int]:
     """Of which step the newest checkpoint was after each kill, and last after none. A run goes on from all of them."""
-    with mock.patch("os.fsync", no_disk):
+    with disk.using(NoPlatter()):
         for step in (3, 6):
             write(store_in(folder / "whole"), step)
         found: list[int] = []
@@ -134,7 +89,7 @@ def found_after_kills(folder: Path, work: Callable[[CheckpointStore], None]) -> 
             shutil.copytree(folder / "whole", here)
             store = CheckpointStore(here, ABOUT)
             try:
-                with killed_at(at):
+                with disk.using(KilledDisk(at)):
                     work(store)
                 killed = False
             except Killed:
@@ -188,12 +143,12 @@ def test_of_one_step_the_checkpoint_that_was_written_last_counts(tmp_path: Path)
 def test_what_a_killed_owner_left_is_cleared_away_even_if_the_next_one_is_killed_at_that(tmp_path: Path) -> None:
     for at in range(4):
         folder = tmp_path / str(at)
-        with mock.patch("os.fsync", no_disk):
+        with disk.using(NoPlatter()):
             check(write(store_in(folder), 6))
-            with pytest.raises(Killed), killed_at(12):
+            with pytest.raises(Killed), disk.using(KilledDisk(12)):
                 write(CheckpointStore(folder, ABOUT), 9)
             assert len(list(folder.iterdir())) == 2
-            with pytest.raises(Killed), killed_at(at):
+            with pytest.raises(Killed), disk.using(KilledDisk(at)):
                 store_in(folder)
             goes_on(folder, CheckpointStore(folder).find("", "run"))
 
@@ -202,8 +157,8 @@ def test_what_a_killed_owner_left_is_cleared_away_even_if_the_next_one_is_killed
     ("work", "function", "line", "instead"),
     [
         (write_next, Draft.__init__, 'f".step-', 'f"step-'),
-        (rewrite, Draft._finish, "os.rename(place, before)", "shutil.rmtree(place)"),
-        (go_on_from_the_first, CheckpointStore.forget_after, "_remove(later.folder)", "shutil.rmtree(later.folder)"),
+        (rewrite, Draft._finish, "disk.move(place, before)", "disk.remove_tree(place)"),
+        (go_on_from_the_first, CheckpointStore.forget_after, "_remove(later.folder)", "disk.remove_tree(later.folder)"),
     ],
 )
 def test_without_its_line_half_a_checkpoint_is_found(
@@ -217,11 +172,12 @@ def test_a_checkpoint_that_is_being_completed_when_its_epoch_ends_is_completed_f
     store, reached, goes = store_in(tmp_path), threading.Event(), threading.Event()
     draft = drafted(store, 3)
 
-    def waits(handle: int) -> None:
-        reached.set()
-        assert goes.wait(30)
+    class Waits(Disk):
+        def fsync(self, handle: int) -> None:
+            reached.set()
+            assert goes.wait(30)
 
-    with mock.patch("os.fsync", waits), ThreadPoolExecutor(2) as threads:
+    with disk.using(Waits()), ThreadPoolExecutor(2) as threads:
         completing = threads.submit(draft.finish, {}, {}, plan={})
         assert reached.wait(30)
         following = store_in(tmp_path, before=store)

@@ -1,0 +1,283 @@
+"""Every file that meshcee keeps is written here: whole or not at all, and on the disk before anybody relies on it.
+
+The idea: a dozen system calls in one class, and on top of them the few things that writers do with them. A test puts a disk that
+is full, that cannot be written, or that loses its power in the place of the real one (`using`), and so reaches every writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "Disk",
+    "File",
+    "append",
+    "is_refusal",
+    "link",
+    "make_folder",
+    "move",
+    "new_folder",
+    "refusal",
+    "remove",
+    "remove_tree",
+    "sync_file",
+    "sync_folder",
+    "using",
+    "write_once",
+    "write_whole",
+]
+
+Data = bytes | bytearray | memoryview
+
+
+class Disk:
+    """The calls that change what is on the disk."""
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def open(self, path: Path, flags: int, mode: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def write(self, handle: int, data: Data) -> int:
+        return os.write(handle, data)
+
+    def pwrite(self, handle: int, data: Data, at: int) -> int:
+        return os.pwrite(handle, data, at)
+
+    def truncate(self, handle: int, size: int) -> None:
+        os.truncate(handle, size)
+
+    def fsync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def link(self, old: Path, new: Path) -> None:
+        os.link(old, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+_disk = Disk()
+_partial = itertools.count()
+
+
+@contextlib.contextmanager
+def using(disk: Disk) -> Iterator[None]:
+    """Inside, every writer of this process has this disk. For tests."""
+    global _disk
+    before, _disk = _disk, disk
+    try:
+        yield
+    finally:
+        _disk = before
+
+
+class File:
+    """A new file, written from its beginning or anywhere. `close` returns once its bytes would survive a power cut.
+
+    Its name would not, before `sync_folder`.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o644, flags: int = os.O_CREAT | os.O_TRUNC) -> None:
+        self.path = path
+        self._handle = _disk.open(path, os.O_WRONLY | flags, mode)
+
+    def resize(self, size: int) -> None:
+        with _told(self.path):
+            _disk.truncate(self._handle, size)
+
+    def write(self, data: Data, at: int | None = None) -> None:
+        """Behind what was written last, or at this place."""
+        left = memoryview(data)
+        with _told(self.path):
+            while len(left):
+                if at is None:
+                    left = left[_disk.write(self._handle, left) :]
+                else:
+                    count = _disk.pwrite(self._handle, left, at)
+                    left, at = left[count:], at + count
+
+    def close(self) -> None:
+        try:
+            with _told(self.path):
+                _disk.fsync(self._handle)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close it, wherever it stands. Twice is once."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            _disk.close(handle)
+
+
+def write_whole(path: Path, data: Data, mode: int = 0o600) -> None:
+    """The file holds these bytes, or what it held before, whenever the power is cut; once this has returned, these."""
+    with _beside(path, data, mode) as partial:
+        _disk.rename(partial, path)
+    sync_folder(path.parent)
+
+
+def write_once(path: Path, data: Data) -> None:
+    """As `write_whole`, for a file of which there is none yet: FileExistsError if somebody else was faster."""
+    with _beside(path, data, 0o600) as partial:
+        _disk.link(partial, path)  # unlike rename, fails when the name is taken
+        _disk.unlink(partial)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _beside(path: Path, data: Data, mode: int) -> Iterator[Path]:
+    """A file of these bytes beside the place; it is gone when the block fails."""
+    make_folder(path.parent)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_partial)}.part")
+    try:
+        file = File(partial, mode)
+        try:
+            file.write(data)
+            file.close()
+        finally:
+            file.abort()
+        yield partial
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            _disk.unlink(partial)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # the name that people know
+        raise
+
+
+def append(path: Path, data: Data) -> None:
+    """At the end of the file, whole as far as readers go; a power cut may take it away until `sync_file`."""
+    file = File(path, flags=os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(file._handle).st_size
+        try:
+            file.write(data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.resize(size)  # a disk that is full took half of it
+            raise
+    finally:
+        file.abort()
+
+
+def sync_file(path: Path) -> None:
+    """What was appended to it survives a power cut from now on, and its name."""
+    File(path, flags=0).close()
+    sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """The folder and those above it, where there are none; their names survive a power cut."""
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), [path, *path.parents]))
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # somebody else was faster
+            new_folder(folder)
+
+
+def new_folder(path: Path) -> None:
+    """As `make_folder`, for one of which there is none yet: FileExistsError if somebody else was faster."""
+    _disk.mkdir(path)
+    sync_folder(path.parent)
+
+
+def move(old: Path, new: Path) -> None:
+    """To another name beside it. Survives a power cut once `sync_folder` has returned."""
+    _disk.rename(old, new)
+
+
+def link(old: Path, new: Path) -> None:
+    """A second name for the same file."""
+    _disk.link(old, new)
+
+
+def remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        _disk.unlink(path)
+
+
+def remove_tree(folder: Path) -> None:
+    """The folder with all that is in it, if there is one."""
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if stat.S_ISDIR(entry.lstat().st_mode):
+            remove_tree(entry)
+        else:
+            _disk.unlink(entry)
+    _disk.rmdir(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in it survive a power cut from now on."""
+    handle = _disk.open(folder, os.O_RDONLY, 0)
+    try:
+        with _told(folder):
+            _disk.fsync(handle)
+    finally:
+        _disk.close(handle)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """A system call that knows only a handle does not say of which file it failed."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+_REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EFBIG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+}
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether a disk has refused something, and says what: no bug of ours."""
+    return error.errno in _REFUSALS and isinstance(error.filename, str)
+
+
+def refusal(error: OSError, needed_bytes: int = 0) -> str:
+    """Which path the disk has refused, why, and how much room is needed where there is none."""
+    told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return told
+    needed = f"{needed_bytes:,} bytes are needed" if needed_bytes else ""
+    return "; ".join(part for part in (told, ", ".join(filter(None, (needed, _free(error))))) if part)
+
+
+def _free(error: OSError) -> str:
+    try:
+        there = next(p for p in [Path(str(error.filename)), *Path(str(error.filename)).parents] if p.exists())
+        found = os.statvfs(there)
+    except (OSError, StopIteration):
+        return ""
+    return f"{found.f_bavail * found.f_frsize:,} are free"
