@@ -140,8 +140,7 @@ class OneStage:
 
     async def _feed(self, step: int, batches: list[Batch]) -> None:
         weights = (1 / len(batches),) * len(batches)
-        await self.inbox.walks.put(Step(step, step, weights, self.hyper.current()))
-        self.hyper.advance()
+        await self.inbox.walks.put(Step(step, step, weights, self.hyper.at(step)))
         for micro, batch in enumerate(batches):
             self.inbox.put_raw(step, micro, self.captured.inputs_of(batch))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -45,6 +45,7 @@ MOST_SOUNDED = 6  # links at a time
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
 RUNNERS_UP = 2  # kept of each search
+RECENT = 1000  # steps whose seconds count for what one usually takes
 SHOWN = 5  # alternatives, best first, in a line of the log
 
 
@@ -98,7 +99,7 @@ class Adaptation:
     def _begin(self, since_s: float | None) -> None:
         self._began_at, self._began_s = self._agent.clock(), since_s or self._agent.monotonic()
         self._pauses = 2 if since_s is None else 1  # with none seen, an end is taken to last as long
-        self._steps_s: list[float] = []  # of the running plan
+        self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the running plan
         self._mesh = self._measured()  # under which it begins
         self._calm_s: float | None = None  # a step of it until something shifted
         self._shifted = False
@@ -118,7 +119,7 @@ class Adaptation:
         if not self._steps_s:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
-        recent_s = median(self._steps_s[-HELD:])
+        recent_s = median([*self._steps_s][-HELD:])
         if len(self._steps_s) == HELD and self._pauses == 1:
             # Moments that came behind its micro-batches held the first one up.
             self._changing_s += max(0.0, self._steps_s[0] - recent_s)
@@ -177,7 +178,7 @@ class Adaptation:
         if told:
             self._shifted_at = self._agent.clock()
             steps += LATE
-            calm_s = self._steps_s[1:-HELD]  # what is told of now began HELD steps ago at most
+            calm_s = [*self._steps_s][1:-HELD]  # what is told of now began HELD steps ago at most
             if not self._shifted and len(calm_s) >= HELD:
                 self._calm_s = median(calm_s)
             self._shifted = True

@@ -50,9 +50,19 @@ class Portion(NamedTuple):
 
 
 class Feed:
-    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: data must not be read twice."""
+    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
+    be read twice; `hyper`: the run's.
+    """
 
-    def __init__(self, job: Job, capture: Capture, micro_batch: int, start: int = 0, fed: Fed | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        capture: Capture,
+        micro_batch: int,
+        start: int = 0,
+        fed: Fed | None = None,
+        hyper: HyperSchedule | None = None,
+    ) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
         if job.eval_data is not None and not len(job.eval_data):
@@ -63,9 +73,7 @@ class Feed:
         self.start = start
         self._fed = fed
         self._current: tuple[int, list[tuple[Any, Any]]] = (-1, [])  # of `fed`: the last step, its micro-batches
-        self._hyper = HyperSchedule(job.optimizer, job.schedule)
-        for _ in range(start):
-            self._hyper.advance()
+        self._hyper = hyper or HyperSchedule(job.optimizer, job.schedule)
 
     def evaluates_after(self, step: int) -> bool:
         every = self._job.eval_every
@@ -77,8 +85,7 @@ class Feed:
         """Steps, and after some of them an evaluation over the whole of `eval_data`."""
         walk = 0
         for step in range(self.start, self._job.steps):
-            yield Step(walk, step, self._weights(step), self._hyper.current())
-            self._hyper.advance()
+            yield Step(walk, step, self._weights(step), self._hyper.at(step))
             walk += 1
             if self.evaluates_after(step):
                 yield self._evaluation(walk, step)

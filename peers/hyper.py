@@ -1,12 +1,17 @@
 """The options of each optimizer step, evaluated by the owner and sent with the step.
 
 The idea: torch's own scheduler drives torch's own optimizer over one dummy parameter a group; whatever it changes
-(learning rate, momentum, betas) is read off the groups, so any step-driven scheduler works and peers need none.
+(learning rate, momentum, betas) is read off the groups, so any step-driven scheduler works and peers need none. A scheduler only
+goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then.
 """
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
+from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +22,12 @@ from meshcee.user_code import calling
 __all__ = ["HyperSchedule"]
 
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
+KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
+MOST_KEPT = 64
 
 
 class HyperSchedule:
-    """`current()` holds the options of the next step for every group; `advance()` steps the scheduler."""
+    """One for a run. `at(step)` may be called by several threads; it is slow where the steps before it were not asked for."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | None) -> None:
         names = {f"{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(len(optimizer.groups) + 1)}
@@ -29,18 +36,35 @@ class HyperSchedule:
         )
         self._optimizer = by_index.build(names)
         self._scheduler = schedule.build(self._optimizer) if schedule else None
+        self._step = 0
+        self._first = copy.deepcopy((self._optimizer, self._scheduler))
+        self._kept = deque([(0, self._first)], maxlen=MOST_KEPT)  # as they were before these steps
+        self._lock = threading.Lock()
 
-    def current(self) -> tuple[dict[str, Any], ...]:
-        groups = self._optimizer.param_groups
-        return tuple({k: _plain(g[k]) for k in DRIVEN if k in g} for g in groups)
+    def at(self, step: int) -> tuple[dict[str, Any], ...]:
+        """The options of this step for every group."""
+        with self._lock:
+            if self._scheduler is not None and step != self._step:
+                self._go_to(step)
+            groups = self._optimizer.param_groups
+            return tuple({k: _plain(g[k]) for k in DRIVEN if k in g} for g in groups)
 
-    def advance(self) -> None:
-        if self._scheduler is not None:
-            with warnings.catch_warnings():
-                # torch warns that optimizer.step() was not called: the peers call it.
-                warnings.simplefilter("ignore", UserWarning)
-                with calling("the schedule"):  # some take a function
+    def _go_to(self, step: int) -> None:
+        if step < self._step:
+            while self._kept and self._kept[-1][0] > step:
+                self._kept.pop()
+            self._step, pair = self._kept[-1] if self._kept else (0, self._first)
+            self._optimizer, self._scheduler = copy.deepcopy(pair)
+        with warnings.catch_warnings():
+            # torch warns that optimizer.step() was not called: the peers call it.
+            warnings.simplefilter("ignore", UserWarning)
+            while self._step < step:
+                assert self._scheduler is not None
+                with calling(partial("the schedule, after step {}".format, self._step + 1)):  # some take a function
                     self._scheduler.step()
+                self._step += 1
+                if self._step % KEPT_EVERY == 0:
+                    self._kept.append((self._step, copy.deepcopy((self._optimizer, self._scheduler))))
 
 
 def _plain(value: Any) -> Any:

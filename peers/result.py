@@ -6,8 +6,10 @@ The idea: plain values; weights are in memory only if somebody asks for all of t
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -29,7 +31,7 @@ class Result:
     stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
     run: str | None = None  # its folder under MESHCEE_HOME, where there is one
     notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
-    steps_s: list[float] = field(default_factory=list)  # of the steps that the running plan has done
+    steps_s: deque[float] = field(default_factory=partial(deque, maxlen=1000))  # of the running plan's last steps
     changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
 
     def __repr__(self) -> str:
@@ -44,7 +46,7 @@ class Result:
     @property
     def step_s(self) -> float | None:
         """The median step, without the first, in which the pipeline fills and kernels warm up."""
-        return statistics.median(self.steps_s[1:]) if len(self.steps_s) > 1 else None
+        return statistics.median([*self.steps_s][1:]) if len(self.steps_s) > 1 else None
 
     @property
     def state_dict(self) -> dict[str, torch.Tensor]:

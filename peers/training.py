@@ -37,6 +37,7 @@ from peers.fed import FED, Fed, repeats
 from peers.feed import Feed
 from peers.given_plan import given_plan
 from peers.home import Home, Run
+from peers.hyper import HyperSchedule
 from peers.job_costs import profile
 from peers.journal import Journal
 from peers.kept import Kept
@@ -46,6 +47,7 @@ from peers.owner import Owner, Report
 from peers.plan_checks import check_generators
 from peers.recovery import Recovery
 from peers.result import Result
+from peers.told import Told
 from peers.trace import Trace
 from peers.turn import Turn
 from peers.view import report_json
@@ -134,7 +136,8 @@ class Training:
         self._durable: Checkpoint | None = None  # the newest on the disk
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
-        self._known: dict[int, float] = {}  # the loss of every step that has been reported
+        self._hyper = HyperSchedule(job.optimizer, job.schedule)
+        self._known = Told()  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
         self._epoch_number = (0, 0)
@@ -219,7 +222,7 @@ class Training:
         for line in reports:
             if line.get("metrics") and line["step"] < done:
                 self.result.metrics.append((line["step"], line["metrics"]))
-        self.result.losses = [self._known.get(s, math.nan) for s in range(done)]
+        self.result.losses = [self._known[s] for s in range(done)]
         self._kinds = {(k, n, t) for k, n, t in kinds}
         self._shares, self._coded = info.get("rounds", (False, False))
 
@@ -372,7 +375,8 @@ class Training:
     async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
         """Offer this plan, feed it to the end."""
         names = self._agent.names()
-        self.result.plan, self.result.names, self.result.steps_s = plan, names, []
+        self.result.plan, self.result.names = plan, names
+        self.result.steps_s.clear()
         if self._on_plan is not None:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
@@ -426,7 +430,9 @@ class Training:
         )
         if self._stopping:
             self._owner.stop()
-        self.result.state = await self._owner.train(Feed(self._job, captured, plan.micro_batch, start, self._fed), hear)
+        self.result.state = await self._owner.train(
+            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._hyper), hear
+        )
         self.result.stopped = self._stopping and self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:

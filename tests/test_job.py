@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.errors import UsageError
@@ -88,12 +91,41 @@ def test_schedules_drive_what_they_drive_in_torch() -> None:
     ours = HyperSchedule(optimizer, schedule)
     theirs = optimizer.build({"a.bias": nn.Parameter(torch.zeros(1)), "a.weight": nn.Parameter(torch.zeros(1))})
     scheduler = schedule.build(theirs)
-    for _ in range(5):
-        assert [g["lr"] for g in ours.current()] == [g["lr"] for g in theirs.param_groups]
-        assert [g["momentum"] for g in ours.current()] == [g["momentum"] for g in theirs.param_groups]
-        ours.advance()
+    for step in range(6):
+        assert [g["lr"] for g in ours.at(step)] == [g["lr"] for g in theirs.param_groups]
+        assert [g["momentum"] for g in ours.at(step)] == [g["momentum"] for g in theirs.param_groups]
         theirs.step()
         scheduler.step()
+    with pytest.raises(UsageError, match=r"the schedule, after step 7 failed.*: Tried to step 7"):
+        ours.at(8)
+
+
+SCHEDULES = {
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [2, 50, 51]},
+    "ConstantLR": {"factor": 0.5, "total_iters": 40},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 30},
+    "ExponentialLR": {"gamma": 0.97},
+    "PolynomialLR": {"total_iters": 90, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 37},
+    "CosineAnnealingWarmRestarts": {"T_0": 5, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 7},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 200},
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.99},
+}
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.lists(st.integers(0, 120), min_size=1, max_size=8))
+def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: list[int]) -> None:
+    optimizer, schedule = (
+        Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}}),
+        Schedule(name, **SCHEDULES[name]),
+    )
+    with mock.patch("peers.hyper.KEPT_EVERY", 8), mock.patch("peers.hyper.MOST_KEPT", 3):
+        straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
+        expected = [straight.at(step) for step in range(121)]
+        assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
 
 
 def test_seeds_differ_by_step_and_micro_batch_and_repeat() -> None:
