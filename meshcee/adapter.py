@@ -12,6 +12,7 @@ that has passed again shows that the link flaps, and the rest begins anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -84,6 +85,12 @@ class WorkFunction:
         for p in range(known, len(moving_s)):
             self.work_s.append(min(self.work_s[q] + self._moving_s[q][p] for q in range(known)))
 
+    def keep(self, candidates: Sequence[int]) -> None:
+        """Forget all but these, the current one among them."""
+        self.current = candidates.index(self.current)
+        self.work_s = [self.work_s[p] for p in candidates]
+        self._moving_s = [[self._moving_s[q][p] for p in candidates] for q in candidates]
+
     def observe(self, step_s: Sequence[float]) -> int:
         """One more step, which would have taken `step_s[p]` under each candidate; returns where to go on."""
         every = range(len(step_s))
@@ -129,7 +136,7 @@ Price = Callable[[Plan], float]  # a plan's period now; infinite when it cannot 
 
 
 class Adapter:
-    """The candidates of one run: its plan, and whatever searches under changed networks have found."""
+    """The candidates of one run: its plan, and whatever searches under changed networks have found, the most promising of it."""
 
     def __init__(
         self, plan: Plan, price: Price, moving_s: Callable[[Plan, Plan], float], settle_s: float | None = None
@@ -151,16 +158,25 @@ class Adapter:
     def weather(self, price: Price, candidates: Sequence[Plan] = ()) -> None:
         """The network has changed: what plans take now, and what a search found for it."""
         known = {_what_runs(p) for p in self.plans}
-        for plan in candidates:
-            if _what_runs(plan) not in known and len(self.plans) < MOST_CANDIDATES:
-                known.add(_what_runs(plan))
-                self.plans.append(plan)
+        new = {_what_runs(p): p for p in candidates if _what_runs(p) not in known}
         self._price = price
+        self._make_room(len(new))
+        self.plans += list(new.values())[: MOST_CANDIDATES - len(self.plans)]
         self._periods = [price(p) for p in self.plans]
         self._moving_s = [
             [0.0 if a is b else self._settle_s + self._moving(a, b) for b in self.plans] for a in self.plans
         ]
         self._rule.widen(self._moving_s)
+
+    def _make_room(self, count: int) -> None:
+        """Forget plans that cannot run any more, as their peers have gone, then those with the worst history."""
+        if len(self.plans) + count <= MOST_CANDIDATES:
+            return
+        others = [p for p in range(len(self.plans)) if p != self._rule.current]
+        others.sort(key=lambda p: (math.isinf(self._price(self.plans[p])), self._rule.work_s[p]))
+        kept = sorted([self._rule.current, *others[: max(0, MOST_CANDIDATES - count - 1)]])
+        self.plans = [self.plans[p] for p in kept]
+        self._rule.keep(kept)
 
     def observe(self, steps: int = 1) -> Decision:
         """So many more steps have run under this weather."""

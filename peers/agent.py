@@ -24,7 +24,7 @@ from dht.store import Store
 from dht.terms import Term, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError
 from meshcee.planner.live import Measured, without_links
 from meshcee.planner.probing import FEW, whom_to_probe
 from meshcee.profile import DeviceProfile, LinkProfile
@@ -293,6 +293,11 @@ class Agent:
         assert self.elector.lease is not None
         return self.elector.lease
 
+    @property
+    def newest_term(self) -> Term:
+        """Under which this peer plans what it does not ask the coordinator for; members refuse it if they know a newer one."""
+        return max(self.elector.accepted, self.lease.term if self.lease is not None else (0, ""))
+
     async def later_than(self, term: Term) -> None:
         """Until the lease of a later term is known here; while a lease lasts, at most."""
         with contextlib.suppress(TimeoutError):
@@ -403,10 +408,11 @@ class Agent:
                 )
 
     def device_of(self, peer_id: str) -> DeviceProfile:
-        """The device of a peer that lends one, idle or not."""
-        device = self.directory.peers[peer_id].device
-        assert device is not None
-        return device
+        """The device of a peer that lends one, idle or not. PeerLostError where it has gone meanwhile."""
+        record = self.directory.peers.get(peer_id)
+        if record is None or record.device is None:
+            raise PeerLostError(f"peer {peer_id} has left the mesh since it was planned with")
+        return record.device
 
     def names(self) -> dict[str, str]:
         return {p: r.name for p, r in self.directory.peers.items()}

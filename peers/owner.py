@@ -22,7 +22,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, PeerLostError, ProtocolError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
 from meshcee.memory import large_apart
 from meshcee.plan import Plan
@@ -265,6 +265,8 @@ class Owner:
             if is_own(refused):
                 self._own_fault(peer_id, str(refused), refused)
             else:
+                if isinstance(refused, PlanError):  # it has no room, or is taken
+                    self.failures.stuck.add(peer_id)
                 self.failures.add(0, refused)
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()

@@ -173,7 +173,7 @@ class Recovery:
         who = [names.get(p, p) for p in sorted(leaving)]
         try:
             planned = await self._plan_once(replace(request, free=self.free, without=tuple(sorted(self.gone))))
-            await self._agent.wait_for_peers(planned.plan.peers)
+            await self._see(planned)
         except (PlanError, JoinError) as error:
             why = named(str(error), names)
             log.warning(
@@ -196,6 +196,7 @@ class Recovery:
                     asked = replace(request, free=self.free, without=tuple(sorted(self.gone)))
                     try:
                         planned = await self._plan_once(asked)
+                        await self._see(planned)
                         self._mark("planned")
                         return planned
                     except (PlanError, JoinError) as error:
@@ -206,6 +207,15 @@ class Recovery:
                     await self._agent.directory.wait_for_change()
         except TimeoutError:
             raise last from None
+
+    async def _see(self, planned: Planned) -> None:
+        """Until the records of all its members are known here; whoever's is not in time is missed. JoinError then."""
+        try:
+            await self._agent.wait_for_peers(planned.plan.peers)
+        except JoinError:
+            unseen = set(planned.plan.peers) - self._agent.directory.peers.keys()
+            self.gone.update(dict.fromkeys(unseen, self._agent.clock()))
+            raise
 
     async def _plan_once(self, request: PlanRequest) -> Planned:
         """Of as many stages as were asked for, or as there are peers for, or of any number."""
@@ -223,7 +233,7 @@ class Recovery:
                 # A part of the time that there is: whatever keeps the coordinator, the owner still gets to plan itself.
                 async with asyncio.timeout(min(COORDINATOR_S, self._agent.timeouts.regroup_s / 3)):
                     return await request_plan(self._agent, request)
-        term = max(self._agent.elector.accepted, lease.term if lease is not None else (0, ""))
+        term = self._agent.newest_term
         plan, notes = await answer(self._agent, request)
         return Planned(plan, term, notes)
 

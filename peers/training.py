@@ -23,6 +23,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan
+from meshcee.profile import DeviceProfile
 from meshcee.timing import BlockTimes
 from peers.adaptation import Adaptation
 from peers.agent import Agent
@@ -33,6 +34,7 @@ from peers.checkpoint import Checkpoint, CheckpointStore, check_same, descriptio
 from peers.coordinator import Planned, PlanRequest
 from peers.copies import Copied, Copies
 from peers.diary import Diary
+from peers.failures import Failures
 from peers.fed import FED, Fed, repeats
 from peers.feed import Feed
 from peers.given_plan import given_plan
@@ -246,15 +248,20 @@ class Training:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
         captured = self._captured
         assert captured is not None
-        stale = 0
+        stale = done = 0
         plan, term, self.result.notes = await self._first_plan(captured)
         if self._noted:
             self._copies.restore(self._noted, self._agent.directory.peers.keys())
             self._base = self._copies.newest(len(self.result.losses)) or self._base
         while True:
-            check_generators(captured.train, plan, {peer: self._agent.device_of(peer).kind for peer in plan.peers})
             try:
-                await self._epoch(captured, plan, term)
+                devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
+            except PeerLostError as error:
+                plan, term, self.result.notes = await self._go_on_without(error, plan, Failures())
+                continue
+            check_generators(captured.train, plan, {peer: device.kind for peer, device in devices.items()})
+            try:
+                await self._epoch(captured, plan, term, devices)
                 assert self._owner is not None
                 over = self._stopping and not self._owner.handed_over
                 if self._next is None or over or len(self.result.losses) == self._job.steps:
@@ -265,25 +272,28 @@ class Training:
                     self._next = None
                     self._base = await self._newest()
                     continue
-            except StaleTermError:  # another coordinator came between planning and offering; nothing has run yet
-                stale += 1
+            except (
+                StaleTermError
+            ):  # another coordinator came between planning and offering; nothing of this epoch has run yet
+                stale, done = stale + 1 if len(self.result.losses) == done else 1, len(self.result.losses)
                 if stale > REPLANS:
                     raise
                 await self._agent.later_than(term)
                 lost = None
             except PeerLostError as error:
                 lost = error
-            except PlanError:  # somebody else was quicker
+            except PlanError as error:  # somebody else was quicker
                 if not self._recovery.count and not await self._turn.wait():
                     raise
                 self._recovery.free = ()
-                lost = None
+                lost = PeerLostError(str(error)) if self._recovery.count else None
             except MeshceeError as error:
                 lost = self._one_peers(error)
             if lost is None and not self._recovery.count:
                 plan, term, self.result.notes = await self._plan(captured)
             else:
-                plan, term, self.result.notes = await self._go_on_without(lost, plan)
+                assert self._owner is not None
+                plan, term, self.result.notes = await self._go_on_without(lost, plan, self._owner.failures)
 
     async def _profile(self) -> Mapping[str, BlockTimes]:
         """Of the job's blocks on the devices that are idle now; whoever was asked before remembers."""
@@ -312,7 +322,10 @@ class Training:
     async def _plan(self, captured: Capture) -> Planned:
         if self._given is not None:
             return await given_plan(self._agent, self._given, self._job, captured)
-        return await ask_plan(self._agent, self._request)
+        job = replace(
+            self._request.job, micro_batch=self._job.micro_batch_size
+        )  # that of the first plan, if there was one
+        return await ask_plan(self._agent, replace(self._request, job=job))
 
     def _one_peers(self, error: MeshceeError) -> PeerLostError:
         """An error that a member has met by itself is the loss of that member. Raises any other."""
@@ -330,18 +343,15 @@ class Training:
             self._recovery.leave_out(late, plan.peers)
         return bool(late)
 
-    async def _go_on_without(self, lost: PeerLostError | None, plan: Plan) -> Planned:
+    async def _go_on_without(self, lost: PeerLostError | None, plan: Plan, failures: Failures) -> Planned:
         """A plan for those who are left, and the newest state that can be had; PeerLostError when there is no plan."""
-        assert self._owner is not None
         try:
             if lost is not None:
-                self._recovery.notice(self._owner.failures.noticed_s)
-                await self._recovery.after(lost, plan.peers, self._owner.failures, len(self.result.losses))
+                self._recovery.notice(failures.noticed_s)
+                await self._recovery.after(lost, plan.peers, failures, len(self.result.losses))
             self._base = await self._newest()
             self._next = None
-            planned = await self._recovery.plan(self._asking(plan))
-            await self._agent.wait_for_peers(planned.plan.peers)
-            return planned
+            return await self._recovery.plan(self._asking(plan))
         except (PeerLostError, PlanError, JoinError) as error:
             raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
 
@@ -372,8 +382,10 @@ class Training:
             f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
         )
 
-    async def _epoch(self, captured: Capture, plan: Plan, term: tuple[int, str]) -> None:
-        """Offer this plan, feed it to the end."""
+    async def _epoch(
+        self, captured: Capture, plan: Plan, term: tuple[int, str], devices: Mapping[str, DeviceProfile]
+    ) -> None:
+        """Offer this plan, feed it to the end; `devices` are its members', who may be gone by now."""
         names = self._agent.names()
         self.result.plan, self.result.names = plan, names
         self.result.steps_s.clear()
@@ -381,7 +393,7 @@ class Training:
             self._on_plan(plan, names)
         self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
         self._rounds_as(plan)
-        self._kinds |= {(d.kind, d.name, d.threads) for d in map(self._agent.device_of, plan.peers)}
+        self._kinds |= {(device.kind, device.name, device.threads) for device in devices.values()}
         if self._epoch_number == (0, 0):
             self._epoch_number = (next_incarnation(self._home, self._last), 0)
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
@@ -404,7 +416,6 @@ class Training:
             measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
-        devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
         mesh = self._agent.measured(plan.peers)
         chosen = await asyncio.to_thread(buddies_with_room, plan, mesh, devices, self._request.job)
         self._owner = own(
@@ -503,7 +514,7 @@ class Training:
         if leaving and self._diary is not None:  # else nothing is kept that another epoch could begin with
             return await self._recovery.part(leaving, planned.plan.peers, self._asking(planned.plan))
         faster = await self._adaptation.hear(report) if self._adaptation is not None else None
-        return planned._replace(plan=faster) if faster is not None else None
+        return planned._replace(plan=faster, term=self._agent.newest_term) if faster is not None else None
 
     def _rounds_as(self, plan: Plan) -> None:
         self._shares |= plan.sums_gradients

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.adapter import NETWORKS, optimum_s, thresholds, total_s, work_function
 from benchmarks.migration import Move, moves, moving_s
-from meshcee.adapter import SETTLING_STEPS, Adapter, Level, WorkFunction, level_of
+from meshcee.adapter import MOST_CANDIDATES, SETTLING_STEPS, Adapter, Level, WorkFunction, level_of
 from meshcee.plan import Member, Pipeline, Plan, Predicted, Stage
 from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s
@@ -195,3 +195,32 @@ def test_what_was_late_counts_at_once() -> None:
     assert decision.plan is ALONE
     assert decision.gain == 2.0
     assert decision.moving_s == 4.0
+
+
+def crowded() -> tuple[Adapter, list[Plan]]:
+    """An adapter that has met more plans than it keeps, each in the place of a slower one, and those plans."""
+    plans = [chain((0, 1 + i % 3, "a"), (1 + i % 3, 4, f"p{i}")) for i in range(4 * MOST_CANDIDATES)]
+    adapter = Adapter(WIDE, lambda p: 1.0, lambda a, b: 10.0)
+    for i in range(0, len(plans), 3):
+        adapter.weather(lambda p: 1.0 if p is WIDE else 2.0 - plans.index(p) / 1000, plans[i : i + 3])
+        assert {adapter.observe().plan for _ in range(5)} == {WIDE}
+    return adapter, plans
+
+
+def test_however_many_plans_it_has_met_it_hears_of_a_better_one() -> None:
+    adapter, plans = crowded()
+    assert len(adapter.plans) == MOST_CANDIDATES
+    assert WIDE in adapter.plans
+    assert plans[-1] in adapter.plans, "the latest and fastest"
+    adapter.weather(lambda p: 0.02 if p is ALONE else 1.0, [ALONE])
+    assert ALONE in [adapter.observe().plan for _ in range(2000)]
+
+
+def test_plans_of_peers_that_have_gone_make_room_first() -> None:
+    adapter, _ = crowded()
+    gone, *rest = (p for p in sorted(adapter.plans, key=lambda p: p.hash()) if p is not WIDE)
+    adapter.weather(lambda p: math.inf if p is gone else 1.0, [ALONE])
+    assert set(map(Plan.hash, adapter.plans)) == set(map(Plan.hash, [WIDE, *rest, ALONE]))
+    before = adapter.observe()
+    assert before.plan is WIDE
+    assert len(before.step_s) == MOST_CANDIDATES

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +14,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
+from meshcee.eager import plain
 from meshcee.plan import Plan
+from peers.agent import Agent
 from peers.compute import Pace
 from peers.owner import Report
+from peers.training import REPLANS
 from tests.peers.mesh_fixture import even_plan
-from tests.virtual_time import run
+from tests.virtual_time import quiet, run
 
 
 def plan_of(storm: Storm, names: list[str]) -> Plan:
@@ -107,3 +111,54 @@ def test_of_two_halves_that_both_hold_every_stage_the_owners_goes_on(tmp_path: P
     activations, logged = played(tmp_path, befall)
     assert len(activations.plans) == 2
     assert goes_on_with_peers(logged)
+
+
+@pytest.mark.parametrize(("knows_the_term", "changes"), [(True, 1), (False, REPLANS + 1)])
+def test_plans_change_more_often_than_coordinators_may_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, knows_the_term: bool, changes: int
+) -> None:
+    """Before each change another term has begun. Who plans under it is not refused; who does not is refused, and asks again."""
+    epochs: list[Plan] = []
+    job = replace(job_of(), adapt=True, steps=9 * (changes + 1))
+
+    async def story() -> list[float]:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(6000):
+            monkeypatch.setattr("peers.training.Adaptation", partial(Changing, storm, iter(range(changes))))
+            if not knows_the_term:
+                monkeypatch.setattr(Agent, "newest_term", (0, ""))
+            told = storm.mesh.train(
+                job, captured=captured_job(), stages=2, on_plan=lambda plan, names: epochs.append(plan)
+            )
+            losses = [report.loss async for report in told]
+            await storm.agreed()
+            return losses
+
+    slow = mock.patch("benchmarks.virtual_chaos.PACE", Pace(4e2))  # an election takes less than a step
+    with quiet(), quick_planning(), slow:
+        assert run(story()) == plain(job, job.steps, MICRO).losses
+    assert len(epochs) == 1 + changes * (1 if knows_the_term else 2)
+
+
+class Changing:
+    """In the place of Adaptation: another term after the first step of each plan, and then another plan, so many times."""
+
+    def __init__(self, storm: Storm, left: Iterator[int], agent: Agent, request: Any, plan: Plan, *more: Any) -> None:
+        self._storm, self._left, self._plan = storm, left, plan
+        self._changed: Plan | None = None
+
+    def moved(self, plan: Plan, since_s: float | None) -> bool:
+        self._plan, self._changed = plan, None
+        return True
+
+    async def hear(self, report: Report) -> Plan | None:
+        if self._changed is None and next(self._left, None) is not None:
+            before = self._storm.mesh.agent.newest_term
+            for agent in self._storm.here.agents.values():
+                agent.elector.accept((before[0] + 1, ""))  # so nobody believes in the lease that there is
+            while self._storm.mesh.agent.newest_term <= (before[0] + 1, ""):
+                await self._storm.mesh.agent.later_than((before[0] + 1, ""))
+            await self._storm.agreed()
+            first, last = self._storm.members()
+            self._changed = plan_of(self._storm, [last, first])
+            return self._changed
+        return None

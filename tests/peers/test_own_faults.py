@@ -14,10 +14,13 @@ from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError
 from peers.agent import LONGEST_SHUNNED_S, SHUNNED_S
 from peers.assemble import InProcess, JoinOptions
 from peers.commands.session import unwrap
+from peers.coordinator import Planned
 from peers.executor import Executor
 from peers.member import Member
 from peers.owner import Report
+from peers.recovery import Recovery
 from peers.suspects import Fault, Suspects, is_own
+from peers.training import Training
 from tests.virtual_time import quiet, run
 
 STRUCK = 4  # the step in which members fail
@@ -68,15 +71,17 @@ def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch:
     failing = Failing(monkeypatch, lambda executor: executor._place.peer in victim)
 
     def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
-        victim.append(storm.here.agents["p1"].peer_id)
-        return lambda report: None
+        def hear(report: Report) -> None:
+            if report.step == 1:
+                victim.append(storm.here.agents[storm.members()[1]].peer_id)
+
+        return hear
 
     outcome, plans = played(tmp_path, begin)
     assert outcome == "equal"
     assert failing.failed == victim
-    assert "p1" in plans[0]
     assert len(plans) == 2
-    assert "p1" not in plans[1]
+    assert len(plans[0] - plans[1]) == 1
 
 
 def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
@@ -85,7 +90,7 @@ def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
     failing = Failing(monkeypatch, lambda executor: executor._place.is_first)
     with pytest.raises(
         MeshceeError,
-        match=rf"failed in step {STRUCK}.*CUDA out of memory.*\(2 peers have failed alike on the same blocks\)",
+        match=rf"failed in step {STRUCK + 1}.*CUDA out of memory.*\(2 peers have failed alike on the same blocks\)",
     ):
         played(tmp_path, lambda storm: lambda report: None)
     assert len(set(failing.failed)) == 2
@@ -117,6 +122,38 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     assert outcome == "equal"
     assert len(plans) == 3  # the first, one with the peer that does not become ready, one without it
     assert len(plans[1] - plans[2]) == 1
+
+
+@pytest.mark.parametrize("planning", [(Training, "_first_plan"), (Recovery, "plan")])
+def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[type, str]
+) -> None:
+    plan, storms, gone = getattr(*planning), list[virtual_chaos.Storm](), list[str]()
+
+    async def planned_and_gone(*args: Any) -> Planned:
+        planned: Planned = await plan(*args)
+        if not gone:
+            (storm,) = storms
+            gone.append(planned.plan.peers[-1])
+            storm.kill(storm.names[gone[0]])
+            await storm.mesh.agent.directory.wait_for(lambda: gone[0] not in storm.mesh.agent.directory.peers)
+        return planned
+
+    monkeypatch.setattr(*planning, planned_and_gone)
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        storms.append(storm)
+
+        def hear(report: Report) -> None:
+            if report.step == STRUCK and planning[0] is Recovery:
+                storm.kill(storm.members()[0])
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert len(gone) == 1
+    assert len(plans) == (1 if planning[0] is Training else 2)
 
 
 async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_longer() -> None:
