@@ -7,6 +7,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
     |-- UsageError                  2  a wrong flag, job file or argument
     |-- JoinError                   3  nobody answers, another protocol version, a second peer with our identity
     |-- CaptureError                4  the model cannot be captured
+    |   `-- UnequalError           10  what would train, or has trained, is not equal to the plain loop
     |-- PlanError                   5  no feasible plan: the peers cannot hold the job
     |-- PeerLostError               6  a peer was lost and training cannot go on
     |-- NonFiniteLossError          7  the loss became NaN or infinite
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "ProtocolError",
     "StaleTermError",
+    "UnequalError",
     "UsageError",
 ]
 
@@ -55,6 +57,17 @@ class CaptureError(MeshceeError):
     """The model cannot be captured; the message names the operation and the line of the user's file."""
 
     exit_code = 4
+
+
+class UnequalError(CaptureError):
+    """The captured model, its cut, its codec or its data do something else than the plain loop; the message names the first
+    tensor that differs and the line of the user's file. `blame` is "data", "capture", "cut" or "codec"."""
+
+    exit_code = 10
+
+    def __init__(self, message: str, blame: str = "capture") -> None:
+        super().__init__(message)
+        self.blame = blame
 
 
 class PlanError(MeshceeError):

@@ -129,6 +129,7 @@ class Job:
     groups     let the planner give a stage to several devices of one region, which share the samples of every micro-batch.
                That may be faster, and gives sums another order than the plain loop's: losses agree to 1e-5. Never where
                samples influence one another (batch statistics)
+    verify     before the first step, compare the captured model with the module on a micro-batch, and refuse it if they differ
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of a run that neither rounds (codec) nor shares samples (groups)
     """
@@ -158,6 +159,7 @@ class Job:
     codec: str = "auto"
     groups: bool = False
     adapt: bool = True
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:

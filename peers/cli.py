@@ -184,6 +184,10 @@ def train(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="While another job runs: wait for its end, or use idle peers.")
     ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Compare the captured model with the module before the first step."),
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Train a job on a mesh (--join) or inside this process (--local N)."""
@@ -209,6 +213,7 @@ def train(
             wait,
             groups,
             standby,
+            verify,
         ),
         as_json=as_json,
     )

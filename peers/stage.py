@@ -132,6 +132,11 @@ class StageRunner:
         self._next = {"F": 0, "B": 0, "W": 0}
 
     @property
+    def written(self) -> dict[str, torch.Tensor]:
+        """The buffers that F writes, as the step has them so far."""
+        return self._working
+
+    @property
     def live(self) -> int:
         """Micro-batches between F and W."""
         return len(self._micros)

@@ -44,6 +44,7 @@ from peers.job_costs import profile
 from peers.journal import Journal
 from peers.kept import Kept
 from peers.ledger import Ledger, noted
+from peers.net import cuts_of, examine, sizes_of
 from peers.newcomers import Newcomers
 from peers.owner import Owner, Report
 from peers.plan_checks import check_generators
@@ -253,6 +254,8 @@ class Training:
         if self._noted:
             self._copies.restore(self._noted, self._agent.directory.peers.keys())
             self._base = self._copies.newest(len(self.result.losses)) or self._base
+        if self._job.verify:  # once: it tries the finest cut too, which covers what later plans cut
+            await self._look_at_module(captured, plan)
         while True:
             try:
                 devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
@@ -294,6 +297,12 @@ class Training:
             else:
                 assert self._owner is not None
                 plan, term, self.result.notes = await self._go_on_without(lost, plan, self._owner.failures)
+
+    async def _look_at_module(self, captured: Capture, plan: Plan) -> None:
+        """Raise UnequalError where the captured model is not the user's module."""
+        left_out: list[str] = []
+        await asyncio.to_thread(examine, self._job, captured, sizes_of(plan), cuts_of(plan), say=left_out.append)
+        self.result.notes = (*self.result.notes, *left_out)
 
     async def _profile(self) -> Mapping[str, BlockTimes]:
         """Of the job's blocks on the devices that are idle now; whoever was asked before remembers."""

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import io
 import math
+import time
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -57,6 +58,7 @@ class Capture:
     param_order: tuple[str, ...]  # in which clip_grad_norm_ combines norms: that of named_parameters, type by type
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
+    took_s: float = 0.0  # the capture
 
     @property
     def state_bytes(self) -> int:
@@ -157,6 +159,7 @@ def _as_in_eager() -> Iterator[None]:
 
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
+    start_s = time.perf_counter()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else construct(job.model, job.seed)
     refuse_hooks(model)
     modes = {m: m.training for m in model.modules()}
@@ -206,6 +209,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         param_order=_norm_order(model),
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
+        took_s=time.perf_counter() - start_s,
     )
 
 

@@ -55,6 +55,7 @@ class TrainOptions:
     wait: bool = True
     groups: bool | None = None
     standby: bool = False
+    verify: bool = True
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -83,6 +84,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         job = replace(job, checkpoint_every=options.checkpoint_every)
     if options.codec is not None:
         job = replace(job, codec=options.codec)
+    if not options.verify:
+        job = replace(job, verify=False)
     if options.groups is not None:
         job = replace(job, groups=options.groups)
     where = JoinOptions(

@@ -1,0 +1,129 @@
+"""Where an eager pass and a program part: the first operation whose result the program does not have.
+
+The idea: record what every torch function of an eager pass returned, and which line called it; run the program node by node;
+an operation that is the same on both sides leaves the same numbers on both, whatever it is called and however the exporter took
+it apart. Of the operations that the loss depends on, the first whose numbers are nowhere in the program is where they part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from meshcee.capture.analysis import resolve
+from meshcee.capture.program import Program
+from meshcee.equality.lines import at, users
+from meshcee.equality.watch import digest
+
+__all__ = ["Recorder", "Told", "digests_of", "unlike"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """One call: what it is named, the user's line, the numbers that it left, the memory that it read and wrote."""
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    left: tuple[Any, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+class Recorder(TorchFunctionMode):
+    """Around an eager pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Told] = []
+        self._kept: list[Any] = []  # alive, so that no memory is used twice while addresses are compared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = str(getattr(func, "__name__", func))
+        given = list(tensors_in([args, kwargs]))
+        left = list(tensors_in(out))
+        if given and (name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))):
+            left.append(given[0])
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            left.append(kwargs["out"])
+        if left:
+            self._kept.append((given, left))
+            full = resolve_name(func) or name
+            self.told.append(
+                Told(
+                    full.removeprefix("torch.nn.functional.").removeprefix("torch.Tensor.").removeprefix("torch."),
+                    _users_line(),
+                    tuple(left[-1].shape),
+                    tuple(digest(t) for t in left),
+                    frozenset(map(_memory, given)),
+                    frozenset(map(_memory, left)),
+                )
+            )
+        return out
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _users_line() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None and not users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return at(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+
+def digests_of(program: Program, inputs: Sequence[torch.Tensor]) -> set[Any]:
+    """The numbers of all that a program holds and computes, node by node, as its stages would. `inputs` by their place."""
+    found = {digest(t) for t in inputs}
+    values: list[Any] = list(inputs)
+    of_memory: dict[int, list[torch.Tensor]] = {}
+
+    def note(tensors: Sequence[torch.Tensor]) -> None:
+        for t in tensors:
+            of_memory.setdefault(_memory(t), []).append(t)
+            found.add(digest(t))
+
+    note(list(inputs))
+    with torch.enable_grad():
+        for node in program.nodes:
+            with torch.set_grad_enabled(not node.no_grad):
+                out = node.operator.call(
+                    *(resolve(a, values) for a in node.args), **{k: resolve(v, values) for k, v in node.kwargs.items()}
+                )
+            values.append(out)
+            note(list(tensors_in(out)))
+            for place in node.operator.mutates:
+                if place < len(node.args):
+                    for written in tensors_in(resolve(node.args[place], values)):
+                        found.update(digest(t) for t in of_memory.get(_memory(written), ()))
+    return found
+
+
+def unlike(told: Sequence[Told], loss: torch.Tensor, known: set[Any]) -> Told | None:
+    """The first call that the loss depends on and whose numbers the program does not have."""
+    needed = {_memory(loss)}
+    behind: list[Told] = []
+    for call in reversed(told):
+        if call.writes & needed:
+            needed |= call.reads
+            behind.append(call)
+    return next((call for call in reversed(behind) if any(d not in known for d in call.left)), None)
