@@ -23,6 +23,7 @@ from dht.wire import Fields, unpack
 from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.profile import DeviceProfile, LinkProfile
+from meshcee.versions import Versions
 
 __all__ = [
     "CLOCK_SKEW_S",
@@ -112,12 +113,21 @@ class PeerRecord(Record):
 
 
 def _device(fields: Fields) -> DeviceProfile:
+    versions = fields.optional_inner("versions")
     return DeviceProfile(
         kind=fields.text("kind", 16),
         name=fields.text("name"),
         memory_bytes=fields.count("memory_bytes", 1),
         speed_flops_per_s=fields.number("speed_flops_per_s"),
         threads=fields.count("threads", 1, 1 << 16),
+        capability=fields.text("capability", 64),
+        versions=None
+        if versions is None
+        else Versions(*(versions.text(n, 32) for n in ("meshcee", "torch", "python"))),
+        host=fields.text("host", 64),
+        cores=fields.count("cores", 0, 1 << 16),
+        threads_said=fields.flag("threads_said"),
+        memory_said=fields.flag("memory_said"),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
+from meshcee.kernels import MIXES
 from meshcee.user_code import calling
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
@@ -130,6 +131,10 @@ class Job:
                That may be faster, and gives sums another order than the plain loop's: losses agree to 1e-5. Never where
                samples influence one another (batch statistics)
     verify     before the first step, compare the captured model with the module on a micro-batch, and refuse it if they differ
+    threads    that every CPU computes with; None: what the first plan's peers can spare, then the same for the whole run
+    mix        which devices a plan may put together: "devices" (those that run the owner's torch release and meshcee; where they
+               are of several kernel classes the plan says that no single machine's loop has its bits), "none" (of one kernel
+               class only: exact always), or "versions" (all)
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of a run that neither rounds (codec) nor shares samples (groups)
     """
@@ -160,6 +165,8 @@ class Job:
     groups: bool = False
     adapt: bool = True
     verify: bool = True
+    threads: int | None = None
+    mix: str = "devices"
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -176,6 +183,10 @@ class Job:
             raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
         if self.codec not in CODEC_CHOICES:
             raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError("threads must be at least 1")
+        if self.mix not in MIXES:
+            raise UsageError(f"mix must be one of {', '.join(MIXES)}, got {self.mix!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError("clip_norm must be positive")
         if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):

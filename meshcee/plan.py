@@ -14,7 +14,9 @@ from typing import Any
 
 from meshcee.errors import PlanError
 
-__all__ = ["LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage"]
+__all__ = ["MOST_THREADS", "LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage"]
+
+MOST_THREADS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,14 @@ class Plan:
     pipelines: tuple[Pipeline, ...]
     predicted: Predicted | None = None
     left_out: tuple[LeftOut, ...] = field(default=())
+    threads: int = 0  # that every CPU computes with; 0: each with its own number
+    kernels: tuple[str, ...] = ()  # classes of the members' devices, in words
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or not self.pipelines:
             raise PlanError("a plan needs a positive micro-batch and at least one pipeline")
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise PlanError(f"a plan has 0 to {MOST_THREADS} threads, got {self.threads}")
         if len({p.stages[-1].end for p in self.pipelines}) != 1:
             raise PlanError("all pipelines of a plan must run the same blocks")
         seen: set[str] = set()
@@ -176,6 +182,8 @@ class Plan:
             ],
             "predicted": None if self.predicted is None else vars(self.predicted),
             "left_out": [{"peer": x.peer, "why": x.why} for x in self.left_out],
+            "threads": self.threads,
+            "kernels": list(self.kernels),
         }
 
     @classmethod
@@ -207,6 +215,8 @@ class Plan:
                 ),
                 predicted=None if predicted is None else Predicted(**{k: float(v) for k, v in predicted.items()}),
                 left_out=tuple(LeftOut(str(x["peer"]), str(x["why"])) for x in data.get("left_out", ())),
+                threads=int(data.get("threads", 0)),
+                kernels=tuple(map(str, data.get("kernels", ()))),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {error!r}") from error
@@ -214,5 +224,5 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, predictions and reasons left out."""
         data = self.to_json()
-        canonical = json.dumps({k: data[k] for k in ("micro_batch", "pipelines")}, sort_keys=True)
+        canonical = json.dumps({k: data[k] for k in ("micro_batch", "pipelines", "threads")}, sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 
 from meshcee.errors import ProtocolError, UsageError
+from meshcee.versions import Versions
 
 __all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
 
@@ -25,16 +26,30 @@ def _positive(**figures: float) -> None:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One device. `speed_flops_per_s` is measured (a matrix product and a small block), never a data sheet's."""
+    """One device. `speed_flops_per_s` is measured (a matrix product and a small block), never a data sheet's.
+
+    host     the same for peers that share cores and memory, for the eyes of their mesh only; "": it shares with nobody
+    """
 
     kind: str  # "cpu", "cuda", "mps"
     name: str  # what the vendor calls it
-    memory_bytes: int  # what a stage may use
+    memory_bytes: int  # what a stage may use, if nobody of the host takes part of it
     speed_flops_per_s: float
     threads: int = 1
+    capability: str = ""  # of a CPU: whose, and the instructions that torch's kernels use
+    versions: Versions | None = None
+    host: str = ""
+    cores: int = 0  # of the host
+    threads_said: bool = False  # by its user: so many at most, whoever else is on the host
+    memory_said: bool = False
 
     def __post_init__(self) -> None:
         _positive(memory_bytes=self.memory_bytes, speed_flops_per_s=self.speed_flops_per_s, threads=self.threads)
+
+    @property
+    def most_threads(self) -> int:
+        """With which it can compute, be it at the cost of others on its host."""
+        return self.threads if self.threads_said or not self.host else max(self.threads, self.cores)
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,8 @@ class Device:
     region: str
     memory_bytes: int
     port_bytes_per_s: float = math.inf  # in each direction, shared by all that it sends or receives
+    host: str = ""  # the same for devices that share cores; "": none are shared
+    load: float = 0.0  # the share of its host's cores that it takes while it computes
 
     def __post_init__(self) -> None:
         _positive(memory_bytes=self.memory_bytes)

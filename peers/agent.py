@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from dht.terms import Term, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, PeerLostError
+from meshcee.kernels import class_of
 from meshcee.planner.live import Measured, without_links
 from meshcee.planner.probing import FEW, whom_to_probe
 from meshcee.profile import DeviceProfile, LinkProfile
@@ -36,6 +38,7 @@ from peers.member import Member
 from peers.own_links import OwnLinks
 from peers.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, serve_probe
 from peers.sounding import Wishes
+from peers.this_host import quiet
 from peers.transport.base import Stream, StreamClosed, Transport
 from peers.transport.handshake import PROTOCOL_VERSION
 
@@ -61,6 +64,8 @@ class AgentOptions:
     region: str | None = None
     memory_bytes: int | None = None
     observes: bool = False
+    host: str = ""  # of peers that share cores and memory; "": this one shares with nobody
+    threads_said: bool = False
 
 
 class Agent:
@@ -128,7 +133,12 @@ class Agent:
 
     async def __aenter__(self) -> Agent:
         if self._compute is not None:
-            self._device = await measure_device(self._compute, self.options.memory_bytes)
+            self._device = await measure_device(
+                self._compute,
+                self.options.memory_bytes,
+                host=self.options.host,
+                threads_said=self.options.threads_said,
+            )
             self._member = Member(
                 self.transport,
                 self._compute,
@@ -146,6 +156,7 @@ class Agent:
                 limits=self.limits,
                 is_busy=lambda: member.is_busy,
                 clock=self.monotonic,
+                quiet=quiet if self.options.host and self._device.kind == "cpu" else nullcontext,
             )
             self.transport.serve("profile", profiler.serve)
         await self._group.__aenter__()
@@ -313,6 +324,10 @@ class Agent:
             if r.device is not None and p not in without and (p in free or not r.busy) and not r.leaving
         }
 
+    def lent(self) -> dict[str, DeviceProfile]:
+        """Devices of all peers, idle or not: who is busy takes cores of its host too."""
+        return {p: r.device for p, r in self.directory.peers.items() if r.device is not None and not r.leaving}
+
     def busy(self, free: Collection[str] = (), without: Collection[str] = ()) -> tuple[str, ...]:
         """Peers whose devices are taken."""
         known = self.directory.peers.items()
@@ -434,6 +449,8 @@ class Agent:
                     "addresses": list(r.addresses),
                     "region": r.region,
                     "device": asdict(r.device) if r.device else None,
+                    "kernels": str(class_of(r.device)) if r.device else None,
+                    "outside": r.device.versions.outside() if r.device and r.device.versions else None,
                     "state": "leaving" if r.leaving else "busy" if r.busy else "idle",
                     "software": r.software,
                 }

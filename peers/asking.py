@@ -11,6 +11,7 @@ from dataclasses import replace
 import structlog
 
 from meshcee.capture import Capture
+from meshcee.hosts import threads_of
 from meshcee.job import Job
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, request_plan
@@ -35,6 +36,7 @@ async def question(
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
     await agent.see_the_mesh(lent)
     costs = await asyncio.to_thread(costs_of, job, captured)
+    costs = replace(costs, threads=costs.threads or threads_of(agent.lent()))
     if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
         log.warning("no stage will be shared by a group", why=why)
         costs = replace(costs, groups=False)

@@ -30,6 +30,7 @@ from peers.departure import Departure
 from peers.emulation import emulate
 from peers.home import Home
 from peers.mesh import Mesh
+from peers.this_host import host_id
 from peers.transport.base import StreamClosed, Transport
 from peers.transport.memory import MemoryNetwork
 from peers.transport.shape import Shape, ShapedTransport
@@ -70,6 +71,7 @@ class JoinOptions:
     pace: Pace | None = None  # emulate the device only
     regroup_s: float | None = None
     leave_s: float | None = None
+    threads_said: bool = False  # by the user, who has set torch's number
 
 
 @asynccontextmanager
@@ -268,6 +270,8 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 options.region,
                 options.memory_bytes,
                 options.observes,
+                "" if pace is not None else host_id(key.secret),
+                options.threads_said,
             ),
             identity,
             key,

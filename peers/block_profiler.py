@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from meshcee.capture.sizes import integer
 from meshcee.config import Limits
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.job import Optimizer
+from meshcee.plan import MOST_THREADS
 from meshcee.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from peers import messages, tensors
 from peers.compute import Compute
@@ -58,6 +60,7 @@ class ProfileRequest:
     precision: str
     optimizer: Optimizer
     most: Mapping[str, int]
+    threads: int = 0  # of a CPU; 0: as it is
 
     def pack(self) -> bytes:
         return bytes(msgpack.packb({**vars(self), "optimizer": self.optimizer.to_json(), "most": dict(self.most)}))
@@ -76,6 +79,7 @@ class ProfileRequest:
                 need(body, "precision", str),
                 Optimizer.from_json(need(body, "optimizer", dict)),
                 {str(k): int(v) for k, v in need(body, "most", dict).items()},
+                need(body, "threads", int),
             )
         except (ValueError, TypeError, OverflowError) as error:
             raise ProtocolError(f"this is not a request for a profile: {error}") from error
@@ -87,6 +91,8 @@ class ProfileRequest:
             raise ProtocolError("a profile was asked for absurd sizes")
         if found.precision not in ("fp32", "bf16"):
             raise ProtocolError(f"unknown precision {found.precision!r}")
+        if not 0 <= found.threads <= MOST_THREADS:
+            raise ProtocolError(f"a profile was asked for with {found.threads} threads")
         return found
 
 
@@ -102,9 +108,11 @@ class BlockProfiler:
         is_busy: Callable[[], bool],
         budget_s: float = BUDGET_S,
         clock: Callable[[], float] = time.perf_counter,
+        quiet: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         self._compute = compute
         self._memory_bytes = memory_bytes
+        self._quiet = quiet  # while no other peer of this host measures
         self._limits = limits
         self._is_busy = is_busy
         self._budget_s = budget_s
@@ -130,9 +138,10 @@ class BlockProfiler:
                 if hashlib.sha256(data).hexdigest() != frame.header["graph"]:
                     raise ProtocolError("the graph that came is another than was announced")
                 program = await asyncio.to_thread(decode_program, data, self._limits)
-                async with self._turn:
+                async with self._turn, self._quiet():
                     if self._is_busy():
                         raise PlanError("this peer runs a job and measures nothing meanwhile")
+                    await self._compute.use_threads(request.threads)
                     async with asyncio.timeout(LONGEST * self._budget_s):
                         self._remember(key, await self.measure(program, request))
             await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(self._known[key].to_json())]))

@@ -20,6 +20,7 @@ import typer
 from meshcee import __version__, disk
 from meshcee.errors import MeshceeError, UsageError
 from peers.commands import planning
+from peers.spinning import spin_briefly
 from peers.strict_json import dumps
 
 __all__ = ["app", "main"]
@@ -165,7 +166,16 @@ def train(
         Path | None, typer.Option(help="Write a few steps, measured and predicted, for ui.perfetto.dev to this file.")
     ] = None,
     device: Device = "auto",
-    threads: Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            envvar="MESHCEE_THREADS", min=1, help="CPU threads of every peer in this run; default: what all can spare."
+        ),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(help="Which devices a plan may put together: none (one kernel class), devices, versions."),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -214,6 +224,7 @@ def train(
             groups,
             standby,
             verify,
+            mix,
         ),
         as_json=as_json,
     )
@@ -342,6 +353,7 @@ def run_logs(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
+    spin_briefly(os.environ)
     try:
         app(arguments)
     except MeshceeError as error:

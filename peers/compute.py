@@ -10,6 +10,7 @@ has passed.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from meshcee.errors import PlanError
 from peers.staging import Staging
 
 __all__ = ["Compute", "Pace", "one_thread"]
@@ -57,6 +59,7 @@ class Compute:
         self.running = self.done = 0  # calls under way or waiting, and those that have ended
         self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
+        self._threads = torch.get_num_threads()
         self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
 
     async def __aenter__(self) -> Compute:
@@ -72,6 +75,17 @@ class Compute:
     def beside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
         return asyncio.get_running_loop().run_in_executor(self._beside, call, *args)
+
+    async def use_threads(self, count: int) -> None:
+        """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them."""
+        if not count or self.device.type != "cpu":
+            return
+        if count > (most := max(os.cpu_count() or 1, self._threads)):
+            raise PlanError(
+                f"the plan computes with {count} threads and this peer has {most}; plan again, or give Job(threads=...)"
+            )
+        await self.run(torch.set_num_threads, count)
+        await self.beside(torch.set_num_threads, count)
 
     async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""

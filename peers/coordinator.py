@@ -18,10 +18,12 @@ import structlog
 
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
 from meshcee.job import CODEC_CHOICES
-from meshcee.plan import LeftOut, Plan
+from meshcee.kernels import MIXES
+from meshcee.plan import MOST_THREADS, LeftOut, Plan
 from meshcee.planner.live import JobCosts, Measured, plan_job, without_links
 from meshcee.profile import BlockCost
 from meshcee.timing import BlockTimes
+from meshcee.versions import Versions
 from peers import messages
 from peers.messages import need
 from peers.transport.base import Frame, Stream, StreamClosed
@@ -79,6 +81,9 @@ class PlanRequest:
             "recompute": job.recompute,
             "codec": job.codec,
             **{name: getattr(job, name) for name in FLAGS},
+            "mix": job.mix,
+            "threads": job.threads,
+            "versions": None if job.versions is None else [*vars(job.versions).values()],
             "element_bytes": job.element_bytes,
             "message_bytes": list(job.message_bytes),
             "stages": self.stages,
@@ -126,6 +131,13 @@ class PlanRequest:
             raise ProtocolError("an element has 2 or 4 bytes")
         if (codec := need(header, "codec", str)) not in CODEC_CHOICES:
             raise ProtocolError(f"codec {codec[:40]!r} is unknown to this coordinator; upgrade it")
+        if (mix := need(header, "mix", str)) not in MIXES:
+            raise ProtocolError(f"mix {mix[:40]!r} is unknown to this coordinator; upgrade it")
+        if not 0 <= (threads := need(header, "threads", int)) <= MOST_THREADS:
+            raise ProtocolError(f"a run has 0 to {MOST_THREADS} threads, got {threads}")
+        versions = None if header.get("versions") is None else need(header, "versions", list)
+        if versions is not None and (len(versions) != 3 or not all(type(v) is str and len(v) <= 32 for v in versions)):
+            raise ProtocolError("an owner runs a meshcee, a torch and a Python, each with a short version")
         job = JobCosts(
             costs,
             batch_size,
@@ -137,6 +149,9 @@ class PlanRequest:
             tuple((first, last, size) for first, last, size in tied),
             codec,
             **{name: need(header, name, bool) for name in FLAGS},
+            mix=mix,
+            versions=None if versions is None else Versions(*versions),
+            threads=threads,
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
         free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))

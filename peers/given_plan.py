@@ -14,11 +14,14 @@ from pathlib import Path
 
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, PlanError, UsageError
+from meshcee.hosts import threads_of
 from meshcee.job import Job
+from meshcee.kernels import fitting, with_classes
 from meshcee.plan import Plan
 from peers.agent import Agent
 from peers.coordinator import Planned
 from peers.plan_checks import check_pipelines
+from peers.this_host import versions
 
 __all__ = ["check_plan", "given_plan", "placed", "read_plan"]
 
@@ -94,4 +97,9 @@ async def given_plan(agent: Agent, plan: Plan, job: Job, captured: Capture) -> P
     for peer in plan.peers:
         if agent.directory.peers[peer].device is None:
             raise UsageError(f"the plan's peer {agent.names()[peer]!r} lends no device")
-    return Planned(plan, lease.term)
+    members = {peer: agent.device_of(peer) for peer in plan.peers}
+    threads = plan.threads or job.threads or threads_of(agent.lent())
+    _, left = fitting(members, job.mix, threads, versions())
+    if left:
+        raise PlanError(f"the plan's peer {agent.names()[left[0].peer]!r} cannot take part: {left[0].why}")
+    return Planned(with_classes(plan, members, threads), lease.term)

@@ -18,7 +18,9 @@ from meshcee.capture import Capture, encode_program
 from meshcee.capture import data as data_rules
 from meshcee.capture.alike import alike, tied
 from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.hosts import as_run
 from meshcee.job import Job
+from meshcee.kernels import fitting
 from meshcee.planner.live import JobCosts
 from meshcee.profile import DeviceProfile
 from meshcee.sampling import read
@@ -26,6 +28,7 @@ from meshcee.timing import MAX_SIZES, BlockTimes
 from peers import messages
 from peers.block_profiler import BUDGET_S, LONGEST, ProfileRequest
 from peers.state_frames import SLOWEST_BYTES_PER_S
+from peers.this_host import versions
 from peers.transport.base import Frame, StreamClosed
 
 if TYPE_CHECKING:
@@ -60,15 +63,19 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         groups=job.groups,
         direct_sums=job.direct_sums,
         clips=job.clip_norm is not None,
+        mix=job.mix,
+        versions=versions(),
+        threads=job.threads or 0,
     )
 
 
 async def profile(agent: Agent, job: Job, captured: Capture, costs: JobCosts) -> dict[str, BlockTimes]:
     """Times of the job's blocks on the idle devices that answered; warns of those that did not."""
-    asked = _asked(agent.devices())
+    devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
+    asked = _asked(devices)
     data = await asyncio.to_thread(encode_program, captured.train)
     most = await asyncio.to_thread(_most, job, captured)  # once: the samples are the user's, and may take long
-    questions = {peer: _request(job, captured, costs, agent.device_of(peer).memory_bytes, most) for peer in asked}
+    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, most) for peer in asked}
     found: dict[str, BlockTimes] = {}
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -120,6 +127,7 @@ def _request(
         pair=pair if pair == place else None,
         sizes=sizes_of(job, costs, memory_bytes),
         flops=tuple(captured.costs[k].flops for k in blocks),
+        threads=costs.threads,
         precision=job.precision,
         optimizer=job.optimizer,
         most=most,
@@ -151,10 +159,14 @@ def _most(job: Job, captured: Capture) -> dict[str, int]:
 
 
 def _asked(devices: Mapping[str, DeviceProfile]) -> dict[str, list[str]]:
-    """Whom to ask -> for whom it speaks: everybody for itself, or one of each kind where there are many."""
-    if len(devices) <= ASKED:
-        return {p: [p] for p in devices}
+    """Whom to ask -> for whom it speaks: itself and the CPUs of its host, which are the same; of many devices, one of each kind."""
     found: dict[str, list[str]] = {}
+    if len(devices) <= ASKED:
+        hosts: dict[str, str] = {}
+        for peer, device in sorted(devices.items()):
+            of = hosts.setdefault(device.host, peer) if device.host and device.kind == "cpu" else peer
+            found.setdefault(of, []).append(peer)
+        return found
     for peer, device in sorted(devices.items(), key=lambda x: (x[1].speed_flops_per_s, x[0])):
         for of, peers in found.items():
             first = devices[of]

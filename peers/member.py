@@ -448,6 +448,7 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
+        await self._compute.use_threads(offer.plan.threads)
         held = self.remains.for_epoch(offer)
         more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
         limit.reschedule(asyncio.get_running_loop().time() + more_s)

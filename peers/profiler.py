@@ -11,6 +11,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import psutil
@@ -21,6 +22,7 @@ from meshcee.profile import DeviceProfile, LinkProfile
 from peers import messages
 from peers.compute import Compute
 from peers.messages import need
+from peers.this_host import capability, cores, quiet, versions
 from peers.transport.base import Frame, Stream, Transport
 
 __all__ = ["LIGHT_S", "TARGET_S", "Probed", "measure_device", "probe_link", "resolve_device", "serve_probe"]
@@ -69,7 +71,10 @@ def _device_name(device: torch.device) -> str:
 
 
 def _timed_speed(device: torch.device) -> float:
-    """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device; median of several."""
+    """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device.
+
+    The most of several tries: whatever disturbs one makes it slower.
+    """
     size = 1024 if device.type != "cpu" else 256
     own = torch.Generator(device).manual_seed(0)  # members in this process may be drawing from the default one
     a = torch.randn(size, size, generator=own, device=device)
@@ -81,12 +86,15 @@ def _timed_speed(device: torch.device) -> float:
         c.flatten()[0].item()  # waits for the device
         if attempt >= 2:  # warmed up
             speeds.append(2 * size**3 / (time.perf_counter() - start_s))
-    return statistics.median(speeds)
+    return max(speeds)
 
 
-async def measure_device(compute: Compute, memory_bytes: int | None = None) -> DeviceProfile:
-    """Profile this device; an emulated one reports the speed that it is paced to."""
-    speed = await compute.run(_timed_speed, compute.device)
+async def measure_device(
+    compute: Compute, memory_bytes: int | None = None, *, host: str = "", threads_said: bool = False
+) -> DeviceProfile:
+    """Profile this device, when no other peer of its host measures; an emulated one reports the speed that it is paced to."""
+    async with quiet() if host else nullcontext():
+        speed = await compute.run(_timed_speed, compute.device)
     if compute.pace is not None:
         speed = min(speed, compute.pace.told_flops_per_s or compute.pace.speed_flops_per_s)
     return DeviceProfile(
@@ -95,6 +103,12 @@ async def measure_device(compute: Compute, memory_bytes: int | None = None) -> D
         memory_bytes=memory_bytes if memory_bytes is not None else _device_memory(compute.device),
         speed_flops_per_s=speed,
         threads=torch.get_num_threads(),
+        capability=capability() if compute.device.type == "cpu" else "",
+        versions=versions(),
+        host=host,
+        cores=cores(),
+        threads_said=threads_said,
+        memory_said=memory_bytes is not None,
     )
 
 

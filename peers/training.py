@@ -22,6 +22,7 @@ from meshcee import disk
 from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
+from meshcee.kernels import class_of
 from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile
 from meshcee.timing import BlockTimes
@@ -123,7 +124,9 @@ class Training:
         self._agent = agent
         self._home = home
         self._lent = lent
-        self._job = replace(job, groups=job.groups or (plan is not None and plan.sums_gradients))
+        given_threads = plan.threads if plan is not None and plan.threads else None
+        groups = job.groups or (plan is not None and plan.sums_gradients)
+        self._job = replace(job, groups=groups, threads=given_threads or job.threads)
         self._captured = captured
         self._stages = stages
         self._given = plan
@@ -213,7 +216,8 @@ class Training:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
         else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
             check_same(self._job, captured, info["job"], info["micro_batch"])
-            self._job = replace(self._job, micro_batch_size=info["micro_batch"])
+            threads = self._same_threads(info["devices"], run.id)
+            self._job = replace(self._job, micro_batch_size=info["micro_batch"], threads=threads)
             begins, kinds = 0, info["devices"]
         reports = run.reports()
         for line in reports:
@@ -232,6 +236,7 @@ class Training:
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
         base.check(self._job, captured)
+        threads = self._same_threads(base.manifest["devices"], run.id)
         if base.next_step >= self._job.steps:
             raise UsageError(
                 f"run {run.id} has done its {base.next_step} steps; raise `steps` of the job to train on, or use "
@@ -239,9 +244,21 @@ class Training:
             )
         base.verify()
         self._base = self._durable = base
-        self._job = replace(self._job, micro_batch_size=base.micro_batch)
+        self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = replace(captured, state=base.weights(captured.state))
         return base.next_step, base.manifest["devices"]
+
+    def _same_threads(self, kinds: Sequence[Any], run: str) -> int | None:
+        """The number of threads that these kinds of devices have had; another one would go on with other bits."""
+        had = {threads for kind, _, threads in kinds if kind == "cpu"}
+        if len(had) != 1:
+            return self._job.threads
+        if self._job.threads not in (None, *had):
+            raise UsageError(
+                f"run {run} computes with {min(had)} threads, and {self._job.threads} were asked for: they give other bits; leave "
+                "--threads, or `threads` of the job, out"
+            )
+        return int(min(had))
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -400,9 +417,12 @@ class Training:
         self.result.steps_s.clear()
         if self._on_plan is not None:
             self._on_plan(plan, names)
-        self._job = replace(self._job, micro_batch_size=plan.micro_batch)  # from the first plan on
+        self._job = replace(
+            self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None
+        )  # from the first plan on
         self._rounds_as(plan)
-        self._kinds |= {(device.kind, device.name, device.threads) for device in devices.values()}
+        classes = {class_of(device, plan.threads) for device in devices.values()}
+        self._kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
         if self._epoch_number == (0, 0):
             self._epoch_number = (next_incarnation(self._home, self._last), 0)
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)

@@ -180,6 +180,8 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
             members = ", ".join(f"{names.get(m.peer, m.peer[-8:])} x{m.samples}" for m in stage.members)
             codec = codecs[i] + (", recomputes" if stage.recompute else "")
             table.add_row(plan.label(number, i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
+    if plan.kernels:
+        table.caption = "kernels: " + "; ".join(plan.kernels)
     for left in plan.left_out:
         table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {named(left.why, names)}")
     return table

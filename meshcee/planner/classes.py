@@ -24,20 +24,21 @@ ENOUGH = 64  # live micro-batches that no reasonable plan exceeds
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Same kind, region, memory and port."""
+    """Same kind, region, memory, port and host, if others share that."""
 
     kind: str
     region: str
     memory_bytes: int
     port_bytes_per_s: float
+    host: str
     peers: tuple[str, ...]
 
 
-ClassKey = tuple[str, str, int, float]
+ClassKey = tuple[str, str, int, float, str]
 
 
 def class_key(device: Device) -> ClassKey:
-    return device.kind, device.region, device.memory_bytes, device.port_bytes_per_s
+    return device.kind, device.region, device.memory_bytes, device.port_bytes_per_s, device.host
 
 
 def classes_of(cluster: Cluster) -> list[DeviceClass]:
@@ -111,7 +112,7 @@ def _alone(
     workload: Workload, device: ClassKey, samples: int, wire_share: float, recompute: bool
 ) -> tuple[Floats, ...]:
     """Of one device: F + B, the least period, live micro-batches and the optimizer's seconds, each [first, end]."""
-    kind, _, memory_bytes, port_bytes_per_s = device
+    kind, _, memory_bytes, port_bytes_per_s, _ = device
     out, back = workload.cuts
     times = workload.times[kind]
     f, b, w = times.cumulated(samples)

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import combinations
 
 from meshcee.errors import PlanError
+from meshcee.hosts import as_run
+from meshcee.kernels import fitting, with_classes
 from meshcee.plan import Plan
 from meshcee.planner.codecs import between
 from meshcee.planner.job import Choice, Runs, plans
@@ -24,6 +26,7 @@ from meshcee.planner.trust import believed_devices, believed_links, believed_spe
 from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.timing import BlockTimes
+from meshcee.versions import Versions
 from meshcee.workload import KindTimes, Workload
 
 __all__ = [
@@ -68,6 +71,8 @@ class JobCosts:
 
     alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
+    mix    which devices a plan may put together (meshcee.kernels.MIXES), for an owner who runs these `versions`
+    threads that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/codecs.py has it between regions
     groups whether devices of one region may share a stage; direct_sums and clips as the job says
     """
@@ -84,6 +89,9 @@ class JobCosts:
     groups: bool = False
     direct_sums: bool = False
     clips: bool = False
+    mix: str = "devices"
+    versions: Versions | None = None
+    threads: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
             "running job is over (`meshcee status`)"
         )
     notes: list[str] = []
-    devices = believed_devices(mesh.devices, notes)
+    devices = as_run(believed_devices(mesh.devices, notes), job.threads)
     if not devices:
         raise PlanError(f"no device of the mesh can be planned with: {'; '.join(notes)}")
     times: dict[str, BlockTimes] = {}
@@ -148,9 +156,29 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
 def choose(
     mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
 ) -> tuple[Choice, Cluster, Workload]:
-    """The best plans that the members can run, and what they were made from.
+    """The best plans that the members can run, and what they were made from; of devices that may be put together."""
+    fitting_devices, left_out = fitting(mesh.devices, job.mix, job.threads, job.versions)
+    if mesh.devices and not fitting_devices:
+        raise PlanError(
+            f"no device of the mesh can take part in this job: {left_out[0].peer} cannot, as {left_out[0].why}"
+        )
+    mesh = replace(mesh, devices=fitting_devices)
+    try:
+        choice, cluster, workload = _with_room(mesh, job, stages, effort)
+    except PlanError as error:
+        if not left_out:
+            raise
+        why = "; ".join(f"{left.peer} is left out: {left.why}" for left in left_out)
+        raise PlanError(f"{error}; {why}") from error
+    best, *others = (with_classes(plan, mesh.devices, job.threads) for plan in (choice.best, *choice.runners_up))
+    best = replace(best, left_out=(*best.left_out, *left_out))
+    return Choice(best, others, choice.single), cluster, workload
 
-    Where the best one leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long; no more, as
+
+def _with_room(
+    mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None
+) -> tuple[Choice, Cluster, Workload]:
+    """Where the best plan leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long; no more, as
     copies only shorten the way back after a loss. Where none has room for those in other regions too, they are left out first.
     """
     found = _choose(mesh, job, stages, effort)

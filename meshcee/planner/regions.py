@@ -12,6 +12,7 @@ nobody has measured two of their links at once, so what leaves it is taken to sh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -126,7 +127,12 @@ def cluster_of(
     for (a, b), link in known.items():  # no port is slower than the fastest that was seen through it
         for peer in (a, b):
             ports[peer] = max(ports.get(peer, 0.0), link.bandwidth_bytes_per_s)
-    members = [Device(p, kinds[p], region_of[p], d.memory_bytes, ports.get(p, math.inf)) for p, d in devices.items()]
+    together = Counter(d.host for d in devices.values() if d.kind == "cpu")
+    members = []
+    for p, d in devices.items():
+        host = d.host if d.kind == "cpu" and d.cores and together[d.host] > 1 else ""
+        load = d.threads / d.cores if host else 0.0
+        members.append(Device(p, kinds[p], region_of[p], d.memory_bytes, ports.get(p, math.inf), host, load))
     areas = _areas(region_of, known)
     plain = Cluster(members, inside_latency_s=inside, between=between, areas=areas)
     odd = {}

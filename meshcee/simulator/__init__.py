@@ -109,12 +109,12 @@ def quick_period_s(instance: Instance, most: int, limit_s: float = math.inf) -> 
 
 
 def slowest_s(instance: Instance) -> float:
-    """Seconds of one micro-batch on the busiest device or line: no period per micro-batch is shorter."""
+    """Seconds of one micro-batch on the busiest device, host or line: no period per micro-batch is shorter."""
     return max(*_work(instance, {}), 0.0)
 
 
 def bound_s(instance: Instance) -> float:
-    """Seconds of a step on the busiest device or line: no period of many steps is shorter.
+    """Seconds of a step on the busiest device, host or line: no period of many steps is shorter.
 
     (The period of three can be, by the little that a device runs ahead of the others.)
     """
@@ -122,12 +122,15 @@ def bound_s(instance: Instance) -> float:
 
 
 def _work(instance: Instance, micros: Mapping[int, int]) -> list[float]:
-    """Seconds of every device and line; with `micros` (node -> micro-batches) of a step, else of one micro-batch."""
+    """Seconds of every device, host and line; with `micros` (node -> micro-batches) of a step, else of one micro-batch."""
     lines = [0.0] * len(instance.lines)
     nodes = []
+    hosts = [0.0] * instance.hosts
     for n, node in enumerate(instance.nodes):
         count = micros.get(n, 1)
         nodes.append(count * (node.f_s + node.b_s + node.w_s) + (node.optimizer_s if micros else 0.0))
+        if node.host >= 0:
+            hosts[node.host] += nodes[-1] * node.load
         for edge in (*node.forward, *node.back):
             for line, held_s in edge.lines:
                 lines[line] += count * held_s
@@ -135,4 +138,4 @@ def _work(instance: Instance, micros: Mapping[int, int]) -> list[float]:
         for hop in ring.hops:
             for line, held_s in hop:
                 lines[line] += held_s
-    return lines + nodes
+    return lines + nodes + hosts

@@ -128,6 +128,9 @@ def run(
     first_head = heads[0]
     dead = dead_at_s or {}
     spans = out.spans
+    host_of, load = [n.host for n in nodes], [n.load for n in nodes]
+    loaded = [0.0] * instance.hosts  # by the nodes that compute; beyond 1 they slow each other down
+    shared = instance.hosts > 0
     heap: list[Event] = [(0.0, n, WAKE, n, 0) for n in range(count)]
     sequence = count
     begun: Event | None = None  # the work that was begun last; it is queued when the next event is taken
@@ -150,13 +153,21 @@ def run(
                 end = free
         return end + extra_s
 
+    def crowded(n: int) -> float:
+        """This node begins to compute: times as long as alone, if who computes now does so all along."""
+        host = host_of[n]
+        if host < 0:
+            return 1.0
+        loaded[host] += load[n]
+        return max(1.0, loaded[host])
+
     def apply(n: int, now: float) -> None:
         """All three are there: W's reduced, and the commit; the optimizer takes the device."""
         nonlocal sequence
         s = step_of[n]
         if weights_done[s][n] and not reduce_left[s][n] and committed[s][n]:
             busy[n] = True
-            end = now + nodes[n].optimizer_s
+            end = now + nodes[n].optimizer_s * (crowded(n) if shared else 1.0)
             if record:
                 spans.append(Span(n, "O", s, 0, now, end))
             sequence += 1
@@ -201,6 +212,8 @@ def run(
             now, _, what, n, extra = pop(heap)
         else:
             break
+        if shared and (F_DONE <= what <= W_DONE or what == APPLIED) and host_of[n] >= 0:
+            loaded[host_of[n]] -= load[n]
         if dead and now >= dead.get(n, inf) and what != REDUCE:
             continue
         if what == WAKE:
@@ -344,7 +357,7 @@ def run(
                     push(heap, (at, sequence, WAKE, n, 0))
                 continue
         busy[n] = True
-        end = now + took
+        end = now + (took * crowded(n) if shared else took)
         if record:
             spans.append(Span(n, "?FBW"[kind], step_of[n], extra, now, end))
         sequence += 1

@@ -5,6 +5,7 @@ The idea: all look-ups (times, paths, codecs, overlaps of samples) happen once, 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
@@ -52,6 +53,8 @@ class Node:
     commits: list[tuple[int, float]] = field(default_factory=list)  # whom the commit goes on to, and how long it takes
     above: tuple[int, float] | None = None  # whom its vote goes to, and how long it takes; None at the head
     below: int = 0  # votes that it waits for
+    host: int = -1  # whose cores it shares with other nodes; -1: it has its own
+    load: float = 0.0  # the share of them that it takes while it computes
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Instance:
     fused: bool
     forward_first: bool
     votes: bool = False  # the commit waits for word from every node
+    hosts: int = 0  # that several nodes share
 
 
 def build(
@@ -101,6 +105,8 @@ class _Builder:
         self.nodes: list[Node] = []
         self.heads: list[int] = []
         self.line_of: dict[tuple[str, str], int] = {}
+        members = Counter(cluster.devices[p].host for p in plan.peers if p in cluster.devices)
+        self.host_of = {host: k for k, host in enumerate(h for h, n in members.items() if h and n > 1)}
 
     def line(self, edge: tuple[str, str]) -> int:
         return self.line_of.setdefault(edge, len(self.line_of))
@@ -132,6 +138,7 @@ class _Builder:
             first=stage.first, end=stage.end,
             is_last=is_last,
             weights_s=[0.0 if fused else float(w[k + 1] - w[k]) for k in blocks],
+            host=self.host_of.get(device.host, -1), load=device.load,
         )  # fmt: skip
 
     def _runs_fused(self, j: int, stage: Stage) -> bool:
@@ -256,5 +263,5 @@ class _Builder:
         lines = list(self.line_of)
         return Instance(
             self.nodes, self.heads, latency, rings, lines, [self.cluster.bandwidth(e) for e in lines],
-            self.fused, self.forward_first, self.votes,
+            self.fused, self.forward_first, self.votes, len(self.host_of),
         )  # fmt: skip

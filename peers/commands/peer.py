@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 from rich.console import Console
 
@@ -18,8 +20,11 @@ from peers.departure import Departure
 from peers.home import Home
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
+from peers.this_host import versions
 
 __all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_peer"]
+
+log = structlog.get_logger()
 
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -90,10 +95,13 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         jitter_s=options.jitter_ms / 1e3,
         pace=Pace(options.pace_gflops * 1e9) if options.pace_gflops else None,
         leave_s=options.leave_within,
+        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     if options.threads:
         torch.set_num_threads(options.threads)
     configure_logging(as_json=as_json)
+    if (outside := versions().outside()) is not None:
+        log.warning(f'this peer runs {outside}: jobs use it only with Job(mix="versions")')
     current: list[Departure] = []
 
     def polite() -> bool:
@@ -109,6 +117,14 @@ async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool)
     """Until it is asked to leave; whether no job has lost a stage with it."""
     async with agent(where, Home()) as me:
         current.append(departure := Departure(me))
+        await me.directory.refresh()
+        for why in dict.fromkeys(
+            d.versions and versions().unlike(d.versions, "others have") for d in me.lent().values()
+        ):
+            if why:
+                log.warning(
+                    f'this peer runs {why}: its results may differ from theirs, and a job uses both only with Job(mix="versions")'
+                )
         invite = me.invite(where.valid_s)
         if as_json:
             print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)

@@ -62,7 +62,7 @@ def _print(data: dict[str, Any]) -> None:
     console = Console(highlight=False)
     names = {p["peer"]: p["name"] for p in data["peers"]}
     table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
-    for column in ("peer", "id", "device", "memory", "speed", "state", "address"):
+    for column in ("peer", "id", "kernel class", "memory", "speed", "state", "address"):
         table.add_column(column)
     for p in data["peers"]:
         mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
@@ -70,13 +70,16 @@ def _print(data: dict[str, Any]) -> None:
         table.add_row(
             p["name"] + mark,
             "…" + p["peer"][-8:],
-            device["kind"] if device else "owner",
+            p["kernels"] if device else "owner",
             f"{device['memory_bytes'] / 2**30:.1f} GiB" if device else "-",
             f"{device['speed_flops_per_s'] / 1e9:.1f} GFLOP/s" if device else "-",
             p["state"],
             (p["addresses"] or ["-"])[0].split("/p2p/")[0],
         )
     console.print(table)
+    for p in data["peers"]:
+        if p["outside"]:
+            console.print(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
     coordinator = data["coordinator"]
     if coordinator:
         console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
+from meshcee.kernels import remark
 from meshcee.plan import Plan
 from meshcee.planner.codecs import remarks
 from meshcee.planner.live import situation
@@ -56,6 +58,7 @@ class TrainOptions:
     groups: bool | None = None
     standby: bool = False
     verify: bool = True
+    mix: str | None = None
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -88,6 +91,10 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         job = replace(job, verify=False)
     if options.groups is not None:
         job = replace(job, groups=options.groups)
+    if options.threads is not None:
+        job = replace(job, threads=options.threads)
+    if options.mix is not None:
+        job = replace(job, mix=options.mix)
     where = JoinOptions(
         token=options.join,
         local=options.local,
@@ -95,6 +102,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         device=resolve_device(options.device) if options.compute or options.local else "cpu",
         name="owner",
         regroup_s=options.regroup,
+        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     current: list[Mesh] = []
 
@@ -153,14 +161,14 @@ async def _train(
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
             view.plan(plan, names)
-            for line in (*_memory(job, captured, plan, mesh), *remarks(plan), *notes):
+            for line in (*_memory(job, captured, plan, mesh), *_bits(plan, mesh), *remarks(plan), *notes):
                 view.note(named(line, names))
             return None
         current.append(mesh)
 
         def show(plan: Plan, names: Mapping[str, str]) -> None:
             view.plan(plan, names)
-            for note in (*remarks(plan), *mesh.result.notes):
+            for note in (*_bits(plan, mesh), *remarks(plan), *mesh.result.notes):
                 view.note(named(note, names))
 
         resume, after = options.resume, ""
@@ -194,11 +202,19 @@ async def _train(
         return mesh.result
 
 
+def _bits(plan: Plan, mesh: Mesh) -> Iterator[str]:
+    """With which plain loop the run has its bits in common."""
+    known = mesh.agent.directory.peers
+    devices = {peer: d for peer in plan.peers if peer in known and (d := known[peer].device) is not None}
+    if (told := remark(plan, devices)) is not None:
+        yield told
+
+
 def _memory(job: Job, captured: Capture, plan: Plan, mesh: Mesh) -> Iterator[str]:
     """Memory of each stage, and how long the job will take, for --dry-run."""
-    cluster, workload = situation(mesh.agent.measured(), costs_of(job, captured))
+    cluster, workload = situation(mesh.agent.measured(), replace(costs_of(job, captured), threads=plan.threads))
     for peer, needed in needs(plan, cluster, workload).items():
-        have = mesh.agent.device_of(peer).memory_bytes
+        have = cluster.devices[peer].memory_bytes
         yield f"{peer} needs {needed / 2**20:.1f} MiB of {have / 2**20:.0f} MiB"
     if plan.predicted is not None:
         step_s = plan.predicted.step_s

@@ -29,12 +29,14 @@ from dht.signing import Identity, MeshKey
 from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.profile import DeviceProfile, LinkProfile
+from meshcee.versions import Versions
 
 KEY = MeshKey.generate()
 ME, OTHER = Identity.generate(), Identity.generate()
 NOW, UNTIL = 1000.0, 1018.0
 ADDRESS = f"/ip4/192.0.2.1/tcp/4001/p2p/{ME.peer_id}"
-DEVICE = DeviceProfile("cpu", "Ein Prozessor", 1 << 33, 1e11, 8)
+VERSIONS = Versions("0.1", "2.13.0+cpu", "3.11.7")
+DEVICE = DeviceProfile("cpu", "Ein Prozessor", 1 << 33, 1e11, 8, "AMD AVX2", VERSIONS, "5ba1", 16, True, True)
 
 RECORDS: list[Record] = [
     PeerRecord(ME.peer_id, NOW, "anna", (ADDRESS,), "lab", DEVICE, 5, True, True, False, 900.0, "ab", 1, "0.1"),

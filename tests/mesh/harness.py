@@ -61,8 +61,13 @@ class Peers:
     ids: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
 
-    def start(self, name: str, *flags: str, entry: Sequence[str] = ("-m", "meshcee")) -> dict[str, Any]:
-        """Start one peer, joining those that run; returns what it printed. `entry` may name a script that sabotages it."""
+    def start(
+        self, name: str, *flags: str, entry: Sequence[str] = ("-m", "meshcee"), said: Sequence[str] = ("--threads", "1")
+    ) -> dict[str, Any]:
+        """Start one peer, joining those that run; returns what it printed. `entry` may name a script that sabotages it.
+
+        said  of its threads; (): nothing, as in a user's terminal
+        """
         command = [
             sys.executable,
             *entry,
@@ -72,16 +77,14 @@ class Peers:
             name,
             "--listen",
             "127.0.0.1:0",
-            "--threads",
-            "1",
         ]
-        command += ["--device", "cpu", *flags]
+        command += [*said, "--device", "cpu", *flags]
         if self.token and "--join" not in flags:
             command += ["--join", self.token]
         with (self.home / f"{name}.log").open("w") as log:
             process = subprocess.Popen(
                 command,
-                env=environment(self.home),
+                env={k: v for k, v in environment(self.home).items() if said or k != "OMP_NUM_THREADS"},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
