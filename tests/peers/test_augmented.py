@@ -17,13 +17,17 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from meshcee import disk
+from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import draw
+from peers.asking import question
 from peers.assemble import JoinOptions, join
 from peers.fed import FED, FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed, repeats
+from peers.feed import Feed
 from peers.home import Home
+from peers.job_costs import SAMPLES
 from peers.owner import Report
 from peers.result import Result
 from tests.peers import test_recovery as recovery
@@ -152,7 +156,42 @@ async def test_a_run_whose_owner_died_goes_on_with_what_it_had_fed(tmp_path: Pat
     assert kept[0] > 0  # what no checkpoint is left for was forgotten
 
 
+async def test_samples_are_looked_at_once_for_all_devices_and_not_on_the_event_loop() -> None:
+    reads: list[str] = []
+
+    class Recorded(Noisy):
+        def __getitem__(self, i: int) -> tuple[Any, int]:
+            reads.append(threading.current_thread().name)
+            return super().__getitem__(i)
+
+    job = job_of(data=Recorded())
+    captured = capture(job)
+    async with recovery.a_mesh(Home(), 3) as (_, mesh):
+        reads.clear()
+        request = await question(mesh.agent, job, captured, 2)
+    assert len(request.times) == 3
+    assert len(reads) == SAMPLES
+    assert threading.main_thread().name not in reads
+
+
 # -- what is kept, by itself
+
+
+def test_members_of_a_group_are_fed_rows_of_what_is_kept(tmp_path: Path) -> None:
+    job = job_of(data=Unseeded())
+    captured = capture(job)
+    fed = fed_in(tmp_path)
+    feeds = [Feed(job, captured, MICRO, fed=fed) for _ in range(2)]
+    spec = next(feeds[0].walks())
+    assert next(feeds[1].walks()) == spec  # its weights are those of the same samples
+    x, y = feeds[0].samples(spec, 1)
+    for feed in feeds:
+        part_x, part_y = feed.samples(spec, 1, (2, 5))
+        assert torch.equal(part_x, x[2:5])
+        assert torch.equal(part_y, y[2:5])
+        assert feed.parts(spec, 1, [(0, 2), (2, 6)]) == [
+            weight(part) / (weight(y[:2]) + weight(y[2:])) for part in (y[:2], y[2:])
+        ]
 
 
 def raw(value: float) -> list[Any]:
