@@ -10,7 +10,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
     |   `-- UnequalError           10  what would train, or has trained, is not equal to the plain loop
     |-- PlanError                   5  no feasible plan: the peers cannot hold the job
     |-- PeerLostError               6  a peer was lost and training cannot go on
-    |-- NonFiniteLossError          7  the loss became NaN or infinite
+    |-- NonFiniteLossError          7  the loss or a gradient became NaN or infinite
     |-- NotPermittedError           8  a wrong or expired token, a job that the peer does not accept
     |   `-- StaleTermError          8  planned by a coordinator that has been replaced: plan again
     |-- CheckpointError             9  a checkpoint that is damaged
@@ -83,7 +83,7 @@ class PeerLostError(MeshceeError):
 
 
 class NonFiniteLossError(MeshceeError):
-    """The loss of a micro-batch was NaN or infinite; the step was not applied."""
+    """The loss of a micro-batch, or a gradient, was NaN or infinite; the step was not applied, or not everywhere."""
 
     exit_code = 7
 

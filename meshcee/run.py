@@ -86,13 +86,17 @@ def train(
     Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
+    from meshcee.capture import capture
     from peers.commands.session import run_blocking
+
+    # Here, as Ctrl-C would not be heard before its end in a loop.
+    found = captured or capture(job)
 
     async def main() -> Result:
         async with _joined(join, local=local if join or local else 1, compute=compute, device=device) as mesh:
             async for report in mesh.train(
                 job,
-                captured=captured,
+                captured=found,
                 stages=stages,
                 plan=plan,
                 codec=codec,

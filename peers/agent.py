@@ -407,9 +407,14 @@ class Agent:
 
     async def see_the_mesh(self, wanted: Iterable[str] = ()) -> None:
         """Until somebody coordinates and `wanted` are seen, and a moment for the busy: a newcomer knows nobody at first."""
-
-        async with asyncio.timeout(self.timeouts.join_s):
-            await self.coordinator()
+        try:
+            async with asyncio.timeout(self.timeouts.join_s):
+                await self.coordinator()
+        except TimeoutError as error:
+            raise JoinError(
+                f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "
+                "lends a device runs there, then try again"
+            ) from error
         await self.directory.refresh()
         await self.wait_for_peers(wanted)
         await self.wait_for_idle()

@@ -28,6 +28,7 @@ from peers.agent import Agent, AgentOptions
 from peers.compute import Compute, Pace
 from peers.departure import Departure
 from peers.emulation import emulate
+from peers.founding import Founding
 from peers.home import Home
 from peers.mesh import Mesh
 from peers.this_host import host_id
@@ -223,14 +224,20 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     if options.leave_s is not None:
         timeouts = replace(timeouts, leave_s=options.leave_s)
     token = Token.parse(options.token, time.time()) if options.token else None
-    key = token.mesh_key if token else MeshKey() if options.open else MeshKey.generate()
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
-        identity = Identity.load_or_create(stack.enter_context(home.identity_file(options.identity)))
+        founding, listen, chosen = None, options.listen, options.identity
+        if token is None:
+            founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
+            key, listen, chosen = founding.key, founding.listen(listen), founding.identity
+        else:
+            key = token.mesh_key
+        file = stack.enter_context(home.identity_file(chosen))
+        identity = Identity.load_or_create(file)
         daemon = await stack.enter_async_context(
             P2PDaemon(
                 identity,
-                listen=[options.listen],
+                listen=[listen],
                 announce=[options.announce] if options.announce else [],
                 seeds=seeds,
                 timeouts=timeouts,
@@ -283,6 +290,8 @@ async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             terms=TermFile(Path(f"{identity.path}.{key.fingerprint}.terms")),
         )
         await stack.enter_async_context(node)
+        if founding is not None:
+            founding.note(options.listen, daemon.listening[0], file, node.invite(options.valid_s))
         if shape is not None:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             naming = group.create_task(_name_peers(shape, node))

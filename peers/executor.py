@@ -144,9 +144,7 @@ class Executor:
         await self._until_whole()
         self._waited(settled_s)
         applied_s = time.perf_counter()
-        await self._compute.run(
-            runner.apply, None if clip is None else torch.tensor(clip, dtype=torch.float64), walk.hyper
-        )
+        await self._compute.run(self._apply, walk, None if clip is None else torch.tensor(clip, dtype=torch.float64))
         self.seconds["apply"] = time.perf_counter() - applied_s
         self.spans.add("apply", -1, applied_s, time.perf_counter())
         self._inbox.finish(walk.walk)
@@ -161,6 +159,16 @@ class Executor:
             "links": self.links.seen(),
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
+
+    def _apply(self, walk: Step, clip: torch.Tensor | None) -> None:
+        """A norm that clips has been looked at. Without one each stage looks for itself: others may have applied the step, but
+        then it is never whole, so nobody is told of it, and no copy and no checkpoint has it."""
+        if clip is None and (name := self._runner.not_finite()) is not None:
+            raise NonFiniteLossError(
+                f"the gradient of {name!r} in step {walk.step + 1} is not finite, though its loss is; the step does not count. "
+                "Lower the learning rate, set clip_norm, or look at this batch"
+            )
+        self._runner.apply(clip, walk.hyper)
 
     async def _walk(self, walk: Step) -> None:
         """Every F, B and W of a step."""

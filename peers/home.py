@@ -131,10 +131,10 @@ class Home:
     def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:
         """An identity file that no living process uses, ours while the block runs; `chosen` insists on one."""
         folder = self.folder / "identities"
-        with self._writable():
+        with self.writable():
             disk.make_folder(folder)
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
-            with self._writable():
+            with self.writable():
                 lock = path.with_name(f"{path.name}.lock").open("ab")
             with lock:
                 try:
@@ -148,7 +148,7 @@ class Home:
         raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def writable(self) -> Iterator[None]:
         """Before anything runs, a disk that refuses is the user's to mend."""
         try:
             yield
@@ -163,7 +163,7 @@ class Home:
         start at once get two.
         """
         path = self.folder / "incarnation"
-        with self._writable():
+        with self.writable():
             disk.make_folder(self.folder)
             with open(f"{path}.lock", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -183,7 +183,7 @@ class Home:
         """An empty folder for it."""
         safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
         base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
-        with self._writable():
+        with self.writable():
             disk.make_folder(self.folder / "runs")
             for attempt in itertools.count():
                 folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
@@ -198,8 +198,10 @@ class Home:
         return [Run(f) for f in sorted(folder.iterdir(), reverse=True) if f.is_dir()] if folder.exists() else []
 
     def run(self, run_id: str) -> Run:
-        """A run by id or unique beginning; "last" is the newest."""
-        found = self.runs()[:1] if run_id == "last" else [r for r in self.runs() if r.id.startswith(run_id)]
+        """A run by id or unique beginning; "last" is the newest. An id that begins another one is still that run's."""
+        runs = self.runs()
+        found = runs[:1] if run_id == "last" else [r for r in runs if r.id == run_id]
+        found = found or [r for r in runs if r.id.startswith(run_id)]
         if len(found) != 1:
             raise UsageError(f"{len(found)} runs match {run_id!r}; `meshcee run list` shows them")
         return found[0]

@@ -36,6 +36,7 @@ __all__ = ["Offer", "Terms"]
 
 RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
+MOST_REGROUP_S = 86400.0
 MOST_SOURCES = 32  # that a member asks for copies
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
 
@@ -53,9 +54,12 @@ class Terms:
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
     direct_sums: bool = False  # groups sum gradients through process groups of their own
+    regroup_s: float = (
+        60.0  # for so long the owner looks for peers that go on, and members keep what is left of an epoch
+    )
 
     @classmethod
-    def of(cls, job: Job, captured: Capture) -> Terms:
+    def of(cls, job: Job, captured: Capture, regroup_s: float) -> Terms:
         flops = tuple(cost.flops for cost in captured.costs)
         return cls(
             job.name,
@@ -67,6 +71,7 @@ class Terms:
             captured.param_order,
             job.recompute,
             job.direct_sums,
+            regroup_s,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +85,7 @@ class Terms:
             "parameters": list(self.parameters),
             "recompute": self.recompute,
             "direct_sums": self.direct_sums,
+            "regroup_s": self.regroup_s,
         }
 
     @classmethod
@@ -98,6 +104,7 @@ class Terms:
             tuple(map(str, need(data, "parameters", list))),
             need(data, "recompute", bool),
             need(data, "direct_sums", bool),
+            min(max(need(data, "regroup_s", float), 0.0), MOST_REGROUP_S),
         )
 
 

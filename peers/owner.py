@@ -219,7 +219,7 @@ class Owner:
                 group.create_task(task)
             beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
 
-        terms = Terms.of(self._job, self._capture)
+        terms = Terms.of(self._job, self._capture, self._timeouts.regroup_s)
         same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
         ours = (), self._run_name, self._transport.peer_id
         offered = [Offer(terms, self.plan, self._epoch, self._term, peer, *same, *ours) for peer in self.plan.peers]

@@ -29,6 +29,7 @@ class Remains:
         self._timeouts = timeouts
         self.held = Held()
         self.of = ""  # the run
+        self._keep_s = timeouts.regroup_s  # as the owner of that run says
         self._forgetting: asyncio.TimerHandle | None = None
         self._readers = 0
         transport.serve("copies", self._serve)
@@ -40,13 +41,13 @@ class Remains:
             self._forgetting = None
         if not offer.resumes or self.of != offer.run:
             self.held = Held()
-        self.of = offer.run
+        self.of, self._keep_s = offer.run, offer.terms.regroup_s
         return self.held
 
     def over(self) -> None:
         """No epoch is running here; after an offer that was refused nothing changes."""
         if self._forgetting is None:
-            self._forgetting = asyncio.get_running_loop().call_later(self._timeouts.regroup_s, self._forget)
+            self._forgetting = asyncio.get_running_loop().call_later(self._keep_s, self._forget)
 
     def _forget(self) -> None:
         self._forgetting = None

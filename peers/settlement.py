@@ -8,13 +8,14 @@ behind the sums and with the norms, and the head of the first pipeline sends the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import torch
 
-from meshcee.errors import ProtocolError
+from meshcee.errors import NonFiniteLossError, ProtocolError
 from peers import messages
 from peers.buckets import Whole
 from peers.coding import Coding
@@ -100,7 +101,7 @@ class Settlement:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""
         await self.exchange_totals(walk.walk)
         if self._place.votes:
-            await self._vote(walk.walk)
+            await self._vote(walk.walk, walk.step)
         while walk.walk not in self._inbox.commits:
             await self._wait(lambda: [] if self._place.above is None else [self._place.above])
         return self._inbox.commits[walk.walk]
@@ -120,7 +121,7 @@ class Settlement:
             arrived = self._inbox.totals[walk]
             self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
 
-    async def _vote(self, walk: int) -> None:
+    async def _vote(self, walk: int, step: int) -> None:
         """Our norms and those below go up; at the head they make the global norm, and the commit."""
         place, inbox = self._place, self._inbox
         pairs: list[tuple[int, float]] = []
@@ -140,7 +141,13 @@ class Settlement:
         else:
             # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
             norms = [norm for _, norm in sorted(pairs)]
-            self.norm, clip = await self._compute.run(self._runner.clip, norms, place.norm_dtype, place.clip_norm)
+            norm, clip = await self._compute.run(self._runner.clip, norms, place.norm_dtype, place.clip_norm)
+            self.norm = norm
+            if not math.isfinite(norm):
+                what = f"the norm of the gradients of step {step + 1} is {norm}, though its loss is finite"
+                raise NonFiniteLossError(
+                    f"{what}; the step was not applied. Lower the learning rate, or look at this batch"
+                )
             await self.commit(walk, clip)
 
     async def commit(self, walk: int, clip: float | None) -> None:

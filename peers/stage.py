@@ -258,6 +258,10 @@ class StageRunner:
         given = torch.tensor(norms, dtype=dtype, device=self.device).unbind()
         return float(global_norm(given)), float(clip_coefficient(given, max_norm))
 
+    def not_finite(self) -> str | None:
+        """The first parameter whose gradient is NaN or infinite somewhere."""
+        return self.weights.not_finite()
+
     def apply(self, clip: torch.Tensor | None = None, hyper: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Commit: clip, one optimizer step with these options per group (lr and the like), keep the written buffers."""
         if self._micros:

@@ -5,6 +5,7 @@ The idea: names are the model's own, so state can move between stages of any sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,15 @@ class Weights:
         found = [(n, g.to(self.masters[n].dtype)) for n in names if (g := self.trainable[n].grad) is not None]
         norms = torch._foreach_norm([g for _, g in found], 2.0) if found else []
         return [(n, norm) for (n, _), norm in zip(found, norms)]
+
+    def not_finite(self) -> str | None:
+        """The first parameter whose gradient has a number that is NaN or infinite. One look at each, no sum: that may overflow."""
+        grads = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None and p.grad.numel()]
+        if not grads:
+            return None
+        most = torch.stack([torch.linalg.vector_norm(grad, math.inf).float() for _, grad in grads])
+        wrong = most.isfinite().logical_not().nonzero()
+        return grads[int(wrong[0])][0] if len(wrong) else None
 
     def commit(self, clip: torch.Tensor | None, hyper: Sequence[Mapping[str, Any]] | None) -> None:
         """Clip, one optimizer step with these options per group, round the masters, drop the gradients."""

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshcee.capture import capture
+from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
+from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner.live import choose, situation
 from meshcee.profile import Cluster
@@ -42,12 +43,13 @@ class LivePlan:
 def plan_live(job_file: Path, token: str, stages: int | None, *, as_json: bool) -> LivePlan:
     """Join, have the job's blocks timed, ask for a plan, leave."""
     configure_logging(as_json=as_json, level="warning")
-    return run_async(_plan(job_file, token, stages))
-
-
-async def _plan(job_file: Path, token: str, stages: int | None) -> LivePlan:
     job = load_job(job_file)
-    captured = capture(job)
+    return run_async(
+        _plan(job, capture(job), token, stages)
+    )  # captured before there is a loop, which would hold up Ctrl-C
+
+
+async def _plan(job: Job, captured: Capture, token: str, stages: int | None) -> LivePlan:
     async with join(JoinOptions(token=token, name="planner"), Home()) as mesh:
         agent = mesh.agent
         request = await question(agent, job, captured, stages)

@@ -111,7 +111,13 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
 
     view = view_for(as_json=as_json)
     with view:
-        result = run_async(_train(job, where, options, given, view, current), polite)
+        start_s = time.perf_counter()
+        captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
+        view.note(
+            f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
+            f"in {time.perf_counter() - start_s:.1f} s"
+        )
+        result = run_async(_train(job, captured, where, options, given, view, current), polite)
     if result is None:
         return
     out = options.out
@@ -148,14 +154,14 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
 
 
 async def _train(
-    job: Job, where: JoinOptions, options: TrainOptions, given: Plan | None, view: View, current: list[Mesh]
+    job: Job,
+    captured: Capture,
+    where: JoinOptions,
+    options: TrainOptions,
+    given: Plan | None,
+    view: View,
+    current: list[Mesh],
 ) -> Result | None:
-    start_s = time.perf_counter()
-    captured = capture(job)
-    view.note(
-        f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
-        f"in {time.perf_counter() - start_s:.1f} s"
-    )
     async with join(where, Home()) as mesh:
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)

@@ -36,7 +36,8 @@ from peers.transport.bundle import Bundle, Connection
 
 __all__ = ["Direct", "Path"]
 
-BRIEF = frozenset({"join", "gossip", "plan", "profile"})  # purposes of a few frames: not worth two round trips
+# Purposes of a few frames: not worth two round trips, nor the seconds that a firewall costs who waits for less than that.
+BRIEF = frozenset({"join", "gossip", "plan", "profile", "sound", "leave"})
 KEY_BYTES = 32
 MAX_CONNECTIONS = 12
 # One connection more for each such part of a round trip. Linux lets one have some 2.7 MB under way, if not told otherwise:

@@ -47,6 +47,7 @@ class ReceiveWindow:
         self._owed = 0  # taken, not yet granted
         self._partial = 0  # of the frame in assembly, not yet taken
         self._record_bytes = record_bytes  # by which a sender may overshoot: a head and a chunk
+        self._shaking = True  # until `widen`: a grant would tell the other side that its payloads are welcome
 
     def arrive(self, cost: int) -> None:
         self.unread_bytes += cost
@@ -68,12 +69,13 @@ class ReceiveWindow:
     def release(self, cost: int) -> int:
         self.unread_bytes -= cost
         self._owed += cost
-        if self._owed * 4 < self.window_bytes:
+        if self._shaking or self._owed * 4 < self.window_bytes:
             return 0
         grant, self._owed = self._owed, 0
         return grant
 
     def widen(self, window_bytes: int) -> int:
+        self._shaking = False
         grant = max(1, window_bytes - self.window_bytes)  # never nothing: the first grant opens the way for payloads
         self.window_bytes += grant
         return grant

@@ -341,3 +341,24 @@ def test_nothing_of_ours_survives_a_kill(tmp_path: Path) -> None:
 
 def _processes_of(home: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) -> None:
+    job = tmp_path / "slow.py"
+    job.write_text(
+        "import os, signal, time\n"
+        "import torch\n"
+        "from dataclasses import replace\n"
+        "from tests.mesh.jobs import make_job\n"
+        "class Slow(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(5)\n"
+        "        print('went on', flush=True)\n"
+        "        return super().forward(x)\n"
+        "job = replace(make_job('cnn-adamw'), model=Slow(2, 2))\n"
+    )
+    done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home, cwd=ROOT)
+    assert done.code == 130, done.err
+    assert "went on" not in done.out
+    assert "Traceback" not in done.err

@@ -383,3 +383,25 @@ async def test_three_peers_talk_at_once(kind: str) -> None:
                 for b in range(3):
                     if a != b:
                         group.create_task(talk(a, b))
+
+
+async def test_a_frame_right_behind_the_proof_of_a_long_handshake_arrives(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a direct path was tried in vain, so that the stream stays where the hands were shaken."""
+    purpose, arrived = "x" * 120, asyncio.Queue[bytes](maxsize=5)
+
+    async def handler(stream: Stream) -> None:
+        await arrived.put(bytes((await stream.recv()).payloads[0]))
+
+    async with mesh(kind) as (a, b):
+        if kind == "direct":
+            b.direct.ports = {4: 1}  # type: ignore[attr-defined]
+            monkeypatch.setattr(a.direct, "not_reached", lambda peer: None)  # type: ignore[attr-defined]
+        b.serve(purpose, handler)
+        for _ in range(5):
+            near = await a.open(b.peer_id, purpose, b.addresses)
+            await near.send(Frame("first", {}, [b"payload"]))
+            async with asyncio.timeout(10):
+                assert await arrived.get() == b"payload"
+            await near.aclose()

@@ -75,3 +75,14 @@ def test_grants_are_batched() -> None:
             grants.append(grant)
     assert window == 1_000_000
     assert grants == [250_000] * 4
+
+
+def test_nothing_is_granted_before_the_handshake_is_accepted_since_the_first_grant_lets_payloads_come() -> None:
+    receiver = ReceiveWindow(RECORD)
+    receiver.arrive(INITIAL_WINDOW_BYTES // 2)  # long names, a key for a direct path
+    assert receiver.release(receiver.complete()) == 0
+    assert receiver.widen(4 * INITIAL_WINDOW_BYTES) > 0
+    receiver.arrive(INITIAL_WINDOW_BYTES)
+    assert receiver.release(receiver.complete()) == INITIAL_WINDOW_BYTES // 2 + INITIAL_WINDOW_BYTES, (
+        "all of it is lent again"
+    )
