@@ -160,13 +160,26 @@ class Platter(Disk):
         self._files: dict[int, _File] = {}
         self._folders: dict[int, _Folder] = {}
         self._opened: dict[int, tuple[int, bool]] = {}  # handle -> (inode, whether it is a folder)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._held: list[int] = []  # handles, so that no number of a file is used again
         self.on_change: Callable[[], None] = lambda: None  # called before each change
         for path in (folder, *folder.rglob("*")):  # what lies there already is on the platter
+            self._hold(path)
             if path.is_dir():
                 self._folders[_inode(path)] = _Folder({p.name: _inode(p) for p in path.iterdir()})
             else:
                 self._files[_inode(path)] = _File(bytearray(path.read_bytes()))
+
+    def __enter__(self) -> Platter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._held:
+            os.close(handle)
+
+    def _hold(self, path: Path) -> int:
+        self._held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return _inode(path)
 
     def _named(self, *changes: tuple[Path, int | None]) -> None:
         """These names of one folder appear or go, all or none."""
@@ -178,8 +191,9 @@ class Platter(Disk):
         with self._lock:
             super().mkdir(path)
             if path.is_relative_to(self._folder):
-                self._folders[_inode(path)] = _Folder()
-                self._named((path, _inode(path)))
+                number = self._hold(path)
+                self._folders[number] = _Folder()
+                self._named((path, number))
 
     def open(self, path: Path, flags: int, mode: int) -> int:
         new = bool(flags & os.O_CREAT) and not path.exists()
@@ -189,7 +203,7 @@ class Platter(Disk):
             handle = super().open(path, flags, mode)
             number = _inode(path)
             if new:
-                self._files[number] = _File()  # numbers are used again
+                self._files[self._hold(path)] = _File()
                 self._named((path, number))
             elif flags & os.O_TRUNC:
                 self._files[number].pending.append((0, None))
