@@ -157,6 +157,7 @@ class Executor:
             "seconds": seconds,
             "codecs": codecs,
             "links": self.links.seen(),
+            "fed": self._owner.stream.rates()[1],  # bytes per second, of what the owner has sent
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 

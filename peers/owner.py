@@ -33,7 +33,7 @@ from peers.feed import Feed, Portion
 from peers.keeping import Keeping
 from peers.kept import Kept
 from peers.link import Link, ReplicaReceiver, check_replicas
-from peers.messages import MOST_RUN_CHARACTERS, Step, need
+from peers.messages import MOST_RUN_CHARACTERS, need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
 from peers.progress import Watch
@@ -55,6 +55,12 @@ T = TypeVar("T")
 def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
     first = group.exceptions[0]
     return _leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """What it returns, and the seconds that it took."""
+    began_s = time.perf_counter()
+    return call(*args), time.perf_counter() - began_s
 
 
 class _EpochFailed(Exception):
@@ -297,16 +303,17 @@ class Owner:
                 for k, portion in enumerate(walk.portions):
                     if portion.step.num_micro:  # an evaluation may be too small for all
                         links = [link for link in self._links if link.place.pipeline == k]
-                        group.create_task(self._feed_pipeline(feed, spec, portion, links, self._ahead[k]))
+                        group.create_task(self._feed_pipeline(feed, walk, portion, links, self._ahead[k]))
         if self._keeping is not None:
             hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
             self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
         await self._order.put(None)
 
     async def _feed_pipeline(
-        self, feed: Feed, spec: Step, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
+        self, feed: Feed, walk: Walk, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
     ) -> None:
         """One pipeline's micro-batches of a walk, in its own time."""
+        spec = walk.spec
         kind = messages.EVALUATE if spec.forward_only else messages.STEP
         for link in links:
             member = link.place.member if link.place.is_last else 0
@@ -314,14 +321,17 @@ class Owner:
         for own in range(portion.step.num_micro):
             await ahead.acquire()
             micro = portion.step.first + own
-            inputs = await self._in_users_thread(feed.inputs, spec, micro)
+            inputs, took_s = await self._in_users_thread(_timed, feed.inputs, spec, micro)
+            walk.data_s += took_s
             for link in links:
                 names = link.offer.raw_inputs(forward_only=spec.forward_only)
                 first, end = link.place.rows(feed.size(spec, micro))
                 if names and first < end:
                     meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
                     header = {"walk": spec.walk, "micro": own, "names": list(names), "tensors": meta}
-                    await link.outbox.put(Frame(messages.INPUT, header, payloads))
+                    frame = Frame(messages.INPUT, header, payloads)
+                    walk.fed_bytes[link.peer_id] = walk.fed_bytes.get(link.peer_id, 0) + frame.payload_bytes
+                    await link.outbox.put(frame)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -427,7 +437,7 @@ class Owner:
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
                 eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
-                limit=walk.limit(self.plan, self._names),
+                limit=walk.limit(self.plan, self._names, step_s),
                 norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
                 observed=walk.observed(),

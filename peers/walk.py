@@ -26,6 +26,7 @@ __all__ = ["CodecNews", "Report", "Walk"]
 log = structlog.get_logger()
 
 SHOWN_BYTES = 100_000  # in a queue: fewer hold nobody up
+BUSY = 0.7  # of a step: who is busy for so long bounds it
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Walk:
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
+    data_s: float = 0.0  # that the user's data took
+    fed_bytes: dict[str, int] = field(default_factory=dict)  # by peer: inputs that the owner sent it
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,10 @@ class Walk:
             if type(seen) is not list or len(seen) != 3:
                 raise ProtocolError("a link has three figures: rates out and in, and what waited")
             figures += [figure for figure in seen if figure is not None]
+        if (fed := header.get("fed")) is not None:
+            figures.append(need(header, "fed", float))
+            if not fed > 0:
+                raise ProtocolError("what the owner sends comes at some rate")
         if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
@@ -140,8 +147,8 @@ class Walk:
     def loss(self) -> float:
         return sum(self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
 
-    def limit(self, plan: Plan, names: Mapping[str, str]) -> str:
-        """What bounded the step: the busiest member, or that none is busy; then links or the window do."""
+    def limit(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str:
+        """What bounded the step: the busiest member, or what the owner feeds, or that none is busy; then links or the window do."""
         found = []
         for peer in plan.peers:
             seconds = self.applied[peer].get("seconds", {})
@@ -149,14 +156,33 @@ class Walk:
             found.append((1 - float(seconds.get("wait", 0)) / total, peer))
         busy, peer = max(found, key=lambda one: one[0])
         label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
-        if busy >= 0.7:
+        if busy >= BUSY:
             return f"compute of {name} (stage {label}, {busy:.0%} busy)"
+        if (fed := self._fed(plan, names, step_s)) is not None:
+            return fed
         told = f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
         depths = self.observed().depths
         if (fullest := max(depths, key=depths.__getitem__, default=None)) is None or depths[fullest] < SHOWN_BYTES:
             return told
         a, b = (names.get(end) or end[-6:] for end in fullest)
         return f"{told}; up to {depths[fullest] / 1e6:.1f} MB queue from {a} to {b}"
+
+    def feeds_s(self) -> dict[str, float]:
+        """What the inputs of this step were on the way from the owner to each member, as those saw them come."""
+        rates = {peer: header.get("fed") for peer, header in self.applied.items()}
+        return {peer: size / rate for peer, size in self.fed_bytes.items() if (rate := rates.get(peer))}
+
+    def _fed(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str | None:
+        """That the owner was busy for most of the step: reading the user's data, or sending it."""
+        feeds_s = self.feeds_s()
+        peer = max(feeds_s, key=feeds_s.__getitem__, default="")
+        sent_s = feeds_s.get(peer, 0.0)
+        if max(sent_s, self.data_s) < BUSY * step_s:
+            return None
+        if self.data_s >= sent_s:
+            return f"data: {plan.micro_batch * self.spec.num_micro} samples take {self.data_s:.2g} s"
+        sent = f"{self.fed_bytes[peer] / 1e6:.2g} MB of inputs a step take {sent_s:.2g} s"
+        return f"the owner's link to {names.get(peer) or peer[-6:]}: {sent}"
 
 
 class CodecNews:

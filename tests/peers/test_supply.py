@@ -1,0 +1,92 @@
+"""What the owner feeds can bound a step like any stage: it is measured, and named."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import ProtocolError
+from meshcee.job import Job, Optimizer
+from peers.transport.memory import Impairment, MemoryNetwork
+from peers.walk import Walk
+from tests.mutation import breaks, changed
+from tests.peers.mesh_fixture import train
+from tests.peers.test_depths import MICRO, MICROS, Wide, walk_of
+
+NAMES = {"p0": "ann", "p1": "ben"}
+
+
+def fed(data_s: float, rates: tuple[Any, Any]) -> str:
+    """The limit of a step of 10 s in which each member was sent 6 MB, and was idle for 60 % of the time or more."""
+    walk, plan = walk_of({})
+    walk.data_s = data_s
+    walk.spec = replace(walk.spec, weights=(0.25,) * MICROS)
+    walk.fed_bytes = {"p0": 6_000_000, "p1": 6_000_000}
+    for peer, rate in zip(("p0", "p1"), rates):
+        walk.applied[peer] = {**walk.applied[peer], "fed": rate}
+    return walk.limit(plan, NAMES, 10.0)
+
+
+def test_who_feeds_for_most_of_a_step_bounds_it() -> None:
+    assert fed(0.1, (0.7e6, 3e6)) == "the owner's link to ann: 6 MB of inputs a step take 8.6 s"
+    assert fed(0.1, (None, 0.8e6)) == "the owner's link to ben: 6 MB of inputs a step take 7.5 s"
+    assert fed(9.5, (0.7e6, None)) == f"data: {MICRO * MICROS} samples take 9.5 s"
+    for data_s, rates in ((0.1, (None, None)), (3.0, (3e6, 9e6)), (6.9, (None, None))):
+        assert fed(data_s, rates) == "links: the busiest stage, 0 on ann, waits 60%"
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, "1", float("inf"), float("nan"), [1.0]])
+def test_a_rate_that_is_none_is_refused(rate: Any) -> None:
+    with pytest.raises(ProtocolError):
+        walk_of({}, fed=rate)
+
+
+class Slow:
+    """Reading it takes longer than everything else."""
+
+    def __init__(self, sample_s: float) -> None:
+        self.x = torch.randn(40, 64, 64, generator=torch.Generator().manual_seed(0))
+        self._sample_s = sample_s
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self._sample_s)
+        return self.x[index], self.x[index]
+
+
+async def limits(network: MemoryNetwork, sample_s: float) -> list[str]:
+    job = Job(
+        model=Wide(),
+        loss=nn.functional.mse_loss,
+        data=cast(Any, Slow(sample_s)),
+        optimizer=Optimizer("SGD", lr=1e-2),
+        batch_size=MICRO * MICROS,
+        micro_batch_size=MICRO,
+        steps=4,
+        codec="none",
+    )
+    trained = await train(job, 2, MICRO, network=network)
+    return [report.limit for report in trained.reports[1:]]
+
+
+async def test_a_poor_line_from_the_owner_is_named() -> None:
+    network = MemoryNetwork()
+    network.impair("owner", "p0", Impairment(bandwidth_bytes_per_s=1e6))
+    found = await limits(network, 0.0)
+    assert any(told.startswith("the owner's link to p0: 0.52 MB of inputs a step take 0.5") for told in found)
+
+
+async def test_data_that_takes_long_to_read_is_named() -> None:
+    assert any(told.startswith("data: 32 samples take 0.") for told in await limits(MemoryNetwork(), 0.01))
+
+
+def test_without_its_line_a_stage_is_blamed() -> None:
+    with changed(Walk.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
+        assert breaks(test_who_feeds_for_most_of_a_step_bounds_it)
