@@ -13,7 +13,7 @@ import io
 import math
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ from meshcee.capture.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export import Exported, export_module
 from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Input, Node, Program
-from meshcee.capture.refusals import faithful, refuse_functions, refuse_hooks
+from meshcee.capture.refusals import explain, faithful, refuse_functions, refuse_hooks
+from meshcee.capture.remember import Remembered
+from meshcee.capture.watch import Watch, keeping
 from meshcee.capture.writes import refuse_overlaps, settled
-from meshcee.errors import CaptureError, UsageError
+from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.profile import BlockCost
 from meshcee.sampling import read
@@ -117,6 +119,7 @@ class _WithLoss(nn.Module):
         self._job = job
         self._example = example
         self._evaluate = evaluate
+        self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
         self.seen = types.SimpleNamespace(paths=())  # an object: torch.export puts attributes back as they were
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,7 +130,7 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with faithful(), _as_in_eager():
+        with keeping(self, self.rebound), faithful(), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -178,18 +181,23 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     example = data_rules.stack(read(job.data, [0], job.seed) * _EXAMPLES)
     varying = data_rules.varying(read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed))
     work = model if job.precision == "fp32" else _rounded(model)
+    before = Remembered(work, job.loss)
     try:
         model.train()
         work.train()
         train_wrap = _WithLoss(work, job, example, evaluate=False)
+        watch = _watched(train_wrap, job, example, names)
         exported = _export(train_wrap, example, names, varying)
         program, analysis = _cut(exported, job.cuts)
+        before.put_back()
+        watch(program)
         refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
         evaluation: Program | None = None
         paths: tuple[tuple[Any, ...], ...] = ()
         if evaluate if evaluate is not None else job.eval_data is not None:
             work.eval()
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
+            eval_wrap.rebound = train_wrap.rebound
             evaluation = _overlay(_export(eval_wrap, example, names, varying), program)
             paths = eval_wrap.seen.paths
     except CaptureError:
@@ -197,6 +205,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             _eagerly(model, job, example)
         raise
     finally:
+        before.put_back()
         for module, mode in modes.items():
             module.training = mode
     return Capture(
@@ -211,6 +220,38 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         output_paths=paths,
         took_s=time.perf_counter() - start_s,
     )
+
+
+def _watched(
+    wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str]
+) -> Callable[[Program], None]:
+    """Has forward called before export, and returns the check of what export makes of it.
+
+    What is found before is told after, since export says more of what it cannot do at all.
+    """
+    micro = job.micro_batch_size or job.batch_size
+    sizes = [size for size in (micro, job.batch_size % micro) if size]
+    watch = Watch(
+        wrap,
+        data_rules.inputs_of(example),
+        lambda path: names[path.removeprefix("model.")],
+        lambda: Remembered(wrap.model, job.loss),
+        _EXAMPLES,
+    )
+    found: Exception | None = None
+    try:
+        wrap.rebound = watch.eager()
+        if wrap.rebound:
+            watch.eager()
+    except Exception as error:  # torch and the user's code raise what they like
+        found = error
+
+    def check(program: Program) -> None:
+        if found is not None:
+            raise found if isinstance(found, MeshceeError) else explain(found) from found
+        watch.compare(program, sizes)
+
+    return check
 
 
 def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:

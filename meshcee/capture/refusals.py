@@ -25,10 +25,24 @@ from torch.overrides import TorchFunctionMode
 
 from meshcee.errors import CaptureError, MeshceeError
 
-__all__ = ["FixedSizes", "explain", "faithful", "refuse_functions", "refuse_hooks", "users_lines", "where"]
+__all__ = [
+    "FixedSizes",
+    "explain",
+    "faithful",
+    "not_the_users",
+    "refuse_functions",
+    "refuse_hooks",
+    "users_lines",
+    "where",
+]
 
 _NOT_THE_USERS = re.compile(r"/torch/|/meshcee/capture/|/contextlib\.py|/logging/|^<")
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
+def not_the_users(file: str) -> bool:
+    """Whether code of this file is torch's or ours."""
+    return _NOT_THE_USERS.search(file) is not None
 
 
 def where(node: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,26 +37,30 @@ def job_of(model: nn.Module, loss: Loss = F.mse_loss, steps: int = 2, **options:
     return Job(model=model, loss=loss, optimizer=Optimizer("AdamW", lr=1e-2), steps=steps, **settings)
 
 
-def captured(job: Job, *, everywhere: bool = True) -> Capture:
-    """The job as peers get it, cut at every position where a cut is allowed."""
+def captured(job: Job, seed: int | None = None) -> Capture:
+    """The job as peers get it, cut at every position where a cut is allowed, or at those that a seed draws."""
 
-    def all_of(inputs: Any, nodes: Sequence[Any], live: Sequence[float | None], work: Any) -> list[int]:
-        return [p for p in range(1, len(nodes)) if live[p] is not None]
+    def chosen(inputs: Any, nodes: Sequence[Any], live: Sequence[float | None], work: Any) -> list[int]:
+        allowed = [p for p in range(1, len(nodes)) if live[p] is not None]
+        if seed is None:
+            return allowed
+        drawn = random.Random(seed)
+        share = drawn.choice([0.1, 0.3, 1.0])
+        return [p for p in allowed if drawn.random() < share]
 
     with pytest.MonkeyPatch.context() as patch:
-        if everywhere:
-            patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", all_of)
+        patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", chosen)
         found = capture(job)
     state = {name: tensor.contiguous() for name, tensor in found.state.items()}
     return dataclasses.replace(found, train=decode_program(encode_program(found.train)), state=state)
 
 
-def difference(job: Job, orders: Sequence[str] = ("late", "fused"), *, everywhere: bool = True) -> str:
+def difference(job: Job, orders: Sequence[str] = ("late", "fused"), seed: int | None = None) -> str:
     """What of the losses and the state is not the plain loop's; "" when all is. The job's model is left as it was."""
     want = reference(job)
     for order in orders:
         own = dataclasses.replace(job, model=copy.deepcopy(job.model))
-        found = captured(own, everywhere=everywhere)
+        found = captured(own, seed)
         chain = Chain(own, found, found.train.num_blocks, order)
         for step, (got, losses) in enumerate(zip(chain.run(job.steps), want.losses, strict=True)):
             for micro, (a, b) in enumerate(zip(got, losses, strict=True)):

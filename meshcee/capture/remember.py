@@ -1,0 +1,196 @@
+"""What forward keeps in Python between two calls: attributes, closures, globals, and what these hold.
+
+The idea: everything that the model and the loss can reach by name is written down before and after a call, numbers by their
+values and tensors by their shapes. What a second call changes again is state, which a graph does not have. A cache that the
+first call fills and the second leaves as it is changes nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import inspect
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshcee.capture.refusals import not_the_users
+
+__all__ = ["Remembered"]
+
+_DEPTH, _MOST = 6, 50_000
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
+_NOT_STATE = frozenset({"torch", "logging", "builtins", "functools", "meshcee", "_pytest"})
+_SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Remembered:
+    """What `roots` reach: values by their place in words, and copies of what holds them, to put it back."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.lines: dict[str, str] = {}
+        self.owners: dict[str, tuple[int, str]] = {}  # place -> the module whose attribute is there, and its name
+        self._holders: list[tuple[Any, Any]] = []
+        self._drawers: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # so that no two have one id
+        for name, module in model.named_modules():
+            self._module(name, module)
+        self._visit("the loss", loss, 0, "")
+
+    def changed(self, other: Remembered) -> list[str]:
+        """Places whose value is another there."""
+        both = [place for place, value in self.values.items() if place in other.values and other.values[place] != value]
+        return both + [place for place in other.values if place not in self.values and self._counts(place, other)]
+
+    @staticmethod
+    def _counts(place: str, other: Remembered) -> bool:
+        return isinstance(other.values[place], tuple | int | float)
+
+    def put_back(self) -> None:
+        """What was changed since is as it was."""
+        for put_back in self._drawers:
+            put_back()
+        for holder, copy in self._holders:
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = copy
+            elif isinstance(holder, tuple):
+                holder[0][holder[1]] = copy
+            elif isinstance(holder, list | collections.deque):
+                if len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy)):
+                    holder.clear()
+                    holder.extend(copy)
+            elif isinstance(holder, torch.Tensor):
+                if not torch.equal(holder, copy):
+                    holder.detach().copy_(copy)
+            elif len(holder) != len(copy) or any(k not in holder or holder[k] is not v for k, v in copy.items()):
+                holder.clear()
+                holder.update(copy)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        self._holders.append((vars(module), dict(vars(module))))
+        code = getattr(type(module).forward, "__code__", None)
+        for key, value in list(vars(module).items()):
+            if key not in _OWN and not key.endswith("_hooks") and not key.endswith("_kwargs"):
+                place = f"attribute {key!r} of {f'module {name!r}' if name else 'the model'}"
+                self.owners[place] = id(module), key
+                self._visit(place, value, 1, _line(code, key))
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self.values[f"requires_grad of {f'{name}.{key}'.lstrip('.')!r}"] = parameter.requires_grad
+        if code is not None and not not_the_users(code.co_filename):
+            self._visit(f"what {type(module).__name__}.forward uses", type(module).forward, 1, "")
+
+    def _visit(self, place: str, value: Any, depth: int, line: str) -> None:
+        if len(self.values) > _MOST or depth > _DEPTH:
+            return
+        if line:
+            self.lines[place] = line
+        if isinstance(value, _SCALARS):
+            self.values[place] = value if value == value else "nan"
+            return
+        if id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(place, value)
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, np.ndarray):
+            self.values[place] = (value.shape, str(value.dtype), hash(value.tobytes()) if value.nbytes < 1 << 20 else 0)
+        elif isinstance(value, random.Random):
+            self.values[place] = (hash(value.getstate()),)
+            self._drawers.append(functools.partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self.values[place] = (repr(value.bit_generator.state),)
+            self._drawers.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self.values[place] = (repr(value.get_state(legacy=False)),)
+            self._drawers.append(functools.partial(value.set_state, value.get_state(legacy=False)))
+        elif isinstance(value, torch.Generator):
+            self.values[place] = (hash(bytes(value.get_state().tolist())),)
+            self._drawers.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, list | tuple | collections.deque):
+            self.values[place] = (len(value),)
+            if not isinstance(value, tuple):
+                self._holders.append((value, list(value)))
+            for i, item in enumerate(list(value)[:1000]):
+                self._visit(f"[{i}] of {place}", item, depth + 1, line)
+        elif isinstance(value, dict):
+            self.values[place] = (len(value),)
+            self._holders.append((value, dict(value)))
+            for key, item in list(value.items())[:1000]:
+                self._visit(f"[{key!r:.40}] of {place}", item, depth + 1, line)
+        elif isinstance(value, types.MethodType):
+            self._visit(place, value.__self__, depth, line)
+            self._visit(place, value.__func__, depth, line)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._module(name or type(value).__name__, module)
+        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
+            if type(value).__module__.split(".")[0] in _NOT_STATE:
+                return
+            self._holders.append((vars(value), dict(vars(value))))
+            for key, item in list(vars(value).items()):
+                self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or _line(_called(value), key))
+
+    def _tensor(self, place: str, value: torch.Tensor) -> None:
+        self.values[place] = (str(value.dtype), tuple(value.shape))
+        if type(value) is torch.Tensor and value.is_leaf and not value.requires_grad and value.nbytes < 1 << 20:
+            self._holders.append((value, value.detach().clone()))
+
+    def _function(self, function: types.FunctionType, depth: int) -> None:
+        code = function.__code__
+        if not_the_users(code.co_filename) or "/site-packages/" in code.co_filename:
+            return
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            self._holders.append((cell, value))
+            self._visit(f"{name!r} in the closure of {function.__name__}", value, depth + 1, _line(code, name))
+        for name in _globals(code):
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                if isinstance(value, _SCALARS):
+                    self._holders.append(((function.__globals__, name), value))
+                self._visit(f"the global {name!r}", value, depth + 1, _line(code, name))
+        for i, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            self._visit(f"default {i} of {function.__name__}", value, depth + 1, "")
+
+
+def _globals(code: types.CodeType) -> list[str]:
+    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals(c)]
+    return [*dict.fromkeys([*code.co_names, *inner])]
+
+
+def _called(value: Any) -> Any:
+    return getattr(type(value).__call__, "__code__", None) if callable(value) else None
+
+
+def _line(code: Any, name: str) -> str:
+    """ " at FILE:LINE" where the code stores this name; else where it uses it; else where it begins."""
+    if not inspect.iscode(code) or not_the_users(code.co_filename):
+        return ""
+    stored, used, line = 0, 0, code.co_firstlineno
+    for step in dis.get_instructions(code):
+        line = step.starts_line or line
+        if step.argval == name:
+            used = used or line
+            stored = stored or (line if step.opname.startswith("STORE") else 0)
+    return f" at {code.co_filename}:{stored or used or code.co_firstlineno}"

@@ -1,0 +1,201 @@
+"""What forward keeps or does outside of a graph: refused with the user's line, made to work, or found to be harmless."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshcee.capture import capture
+from meshcee.errors import CaptureError
+from tests.capture.exactness import WIDTH, difference, job_of
+
+HERE = r"test_watch\.py:\d+"
+CALLS = 0
+
+
+class Keeps(nn.Module):
+    ema: torch.Tensor
+
+    def __init__(self, then: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Module()
+        self.inner.register_buffer("ema", torch.zeros(WIDTH))
+        self.temperature, self.calls, self.seen, self.cache = 1.0, 0, [0], None
+        self.plain = torch.zeros(WIDTH)
+        self.drawer = np.random.default_rng(0)
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self, self.a(x))
+
+
+def cools(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.temperature *= 0.9
+    return m.b(h) / m.temperature
+
+
+def counts_slowly(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return m.b(h) * (0.5 if m.calls % 100 == 0 else 1.0)
+
+
+def lists(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.seen.append(1)
+    return m.b(h) * len(m.seen)
+
+
+def counts_globally(m: Any, h: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return m.b(h) * CALLS
+
+
+def remembers(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.plain = 0.5 * m.plain + 0.5 * h.detach().mean(0)
+    return m.b(h) + m.plain
+
+
+def assigns_with_gradient(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.inner.ema = 0.5 * m.inner.ema + 0.5 * h.mean(0)
+    return m.b(h) + m.inner.ema
+
+
+def begins(m: Any, h: torch.Tensor) -> torch.Tensor:
+    first, m.calls = m.calls == 0, 1
+    return m.b(h) * 2 if first else m.b(h)
+
+
+def seeds(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return m.b(h) + torch.rand_like(h)
+
+
+def freezes(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.b.requires_grad_(False)
+    out = m.b(h)
+    m.b.requires_grad_(True)
+    return out
+
+
+def infers(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        gate = m.b(h).sigmoid()
+    return h * gate.clone()
+
+
+def packs(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return F.gelu(m.b(h))
+
+
+def attends(m: Any, h: torch.Tensor) -> torch.Tensor:
+    q = m.b(h).view(-1, 1, 4, 2)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q).reshape(-1, WIDTH)
+
+
+STATE = rf"at .*{HERE} in every call, .*registered buffer"
+AGAIN = rf"something else when it is called again at .*{HERE}: .*torch\.rand"
+UNDER = rf"forward runs at .*{HERE} under {{}}, which a graph does not hold"
+REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
+    cools: "attribute 'temperature' of the model " + STATE,
+    counts_slowly: "attribute 'calls' of the model " + STATE,
+    lists: "attribute 'seen' of the model " + STATE,
+    counts_globally: "the global 'CALLS' " + STATE,
+    remembers: AGAIN,
+    begins: AGAIN,
+    lambda m, h: m.b(h) * (time.time() % 1): AGAIN,
+    lambda m, h: m.b(h) * float(np.random.default_rng().normal()): AGAIN,
+    lambda m, h: m.b(h) * torch.from_numpy(m.drawer.normal(size=WIDTH)).float(): "'drawer' of the model " + STATE,
+    assigns_with_gradient: r"assigns buffer 'inner\.ema' something that has a gradient; .*\.detach\(\)",
+    seeds: UNDER.format("a seed of its own"),
+    infers: UNDER.format("torch.inference_mode"),
+    packs: UNDER.format("saved_tensors_hooks"),
+    attends: UNDER.format("sdpa_kernel or another choice of attention kernels"),
+    freezes: rf"leaves out or changes something that forward does at .*{HERE}",
+}
+
+
+@pytest.mark.parametrize("then", REFUSED, ids=lambda then: then.__name__)
+def test_state_and_contexts_that_a_graph_does_not_hold(then: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    model = Keeps(then)
+    before = (
+        CALLS,
+        model.temperature,
+        model.calls,
+        list(model.seen),
+        model.plain.clone(),
+        repr(model.drawer.bit_generator.state),
+    )
+    with pytest.raises(CaptureError, match=REFUSED[then]) as raised:
+        capture(job_of(model))
+    assert "\n" not in str(raised.value)
+    after = CALLS, model.temperature, model.calls, list(model.seen), model.plain, repr(model.drawer.bit_generator.state)
+    assert before[:4] == after[:4]
+    assert torch.equal(before[4], after[4])
+    assert before[5] == after[5]
+
+
+def test_a_counter_in_the_closure_of_the_loss() -> None:
+    calls = 0
+
+    def annealed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(output, target) / calls
+
+    with pytest.raises(CaptureError, match=rf"'calls' in the closure of annealed {STATE}"):
+        capture(job_of(nn.Linear(WIDTH, WIDTH), annealed))
+    assert calls == 0
+
+
+def assigns(m: Any, h: torch.Tensor) -> torch.Tensor:
+    out = m.b(h) * m.inner.ema
+    m.inner.ema = 0.5 * m.inner.ema + 0.5 * h.detach().mean(0)
+    return out + m.inner.ema
+
+
+def caches(m: Any, h: torch.Tensor) -> torch.Tensor:
+    if m.cache is None:
+        m.cache = torch.arange(float(WIDTH)).sin()
+    m.plain = h.detach()  # for somebody to look at
+    return m.b(h) * m.cache
+
+
+@pytest.mark.parametrize("then", [assigns, caches])
+def test_assigned_buffers_and_caches_train_as_in_the_plain_loop(
+    then: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(1)
+    assert difference(job_of(Keeps(then))) == ""
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * 2 if x.shape[0] == 1 else self.a(x)
+
+
+def test_a_branch_on_the_number_of_samples() -> None:
+    with pytest.raises(CaptureError, match=rf"micro-batches of 1 samples, forward does something else .*at .*{HERE}; "):
+        capture(job_of(Branches(), micro_batch_size=1))
+    assert capture(job_of(Branches(), micro_batch_size=2)).train.nodes
+
+
+def test_statistics_of_a_single_value() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with pytest.raises(CaptureError, match="more than 1 value per channel"):
+        capture(job_of(model, micro_batch_size=1))
