@@ -38,7 +38,7 @@ class Remembered:
         self.lines: dict[str, str] = {}
         self.owners: dict[str, tuple[int, str]] = {}  # place -> the module whose attribute is there, and its name
         self._holders: list[tuple[Any, Any]] = []
-        self._drawers: list[Callable[[], None]] = []
+        self._drawers: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # so that no two have one id
         for name, module in model.named_modules():
