@@ -24,7 +24,7 @@ class Timeouts:
     directory_poll_s: float = 1.0
     lease_ttl_s: float = 8.0
     lease_confirm_s: float = 1.0  # between writing a claim and believing it
-    offer_s: float = 120.0  # graph and weights to a member, and its READY
+    offer_s: float = 120.0  # that an offer may stand still; it may take as long as it gets on
     idle_step_s: float = 600.0  # a running step without any progress, where nothing tells how long steps take
     hung_s: float = 30.0  # the same where something does, at least
     beat_s: float = 2.0  # between two signs of life, of owner and member or of two members

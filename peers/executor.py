@@ -89,6 +89,7 @@ class Executor:
         self.whole = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
         self.whole.set()
         self.wants: Callable[[], tuple[str, ...]] = tuple  # whom it waits for now; nobody while it has something to do
+        self._is_untouched = True
         self.max_live = 0  # most micro-batches between F and W, ever
         self.max_in_flight = 0  # most micro-batches between F and B, ever
 
@@ -96,6 +97,10 @@ class Executor:
     def step(self) -> int:
         """The step that was begun last."""
         return self._runner.step
+
+    def untouched(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they were offered, if no step was applied: another try need not send them again."""
+        return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
 
     async def run(self) -> None:
         """Take walks until cancelled."""
@@ -144,6 +149,7 @@ class Executor:
         await self._until_whole()
         self._waited(settled_s)
         applied_s = time.perf_counter()
+        self._is_untouched = False
         await self._compute.run(self._apply, walk, None if clip is None else torch.tensor(clip, dtype=torch.float64))
         self.seconds["apply"] = time.perf_counter() - applied_s
         self.spans.add("apply", -1, applied_s, time.perf_counter())

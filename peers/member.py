@@ -29,13 +29,12 @@ from peers.messages import Step, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.progress import Doing
-from peers.pulse import live, while_alive
+from peers.pulse import live, while_alive, while_moving
 from peers.remains import Remains
-from peers.restore import Moments, restore
+from peers.restore import Moments, Taken, restore
 from peers.snapshot import by_parameter
 from peers.spans import micro_of
 from peers.stage import StageRunner
-from peers.state_frames import SLOWEST_BYTES_PER_S
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 
 __all__ = ["Member", "Session"]
@@ -94,7 +93,7 @@ class Session:
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
-        self._ending = False  # the owner has asked for the weights: from here on neighbours may close
+        self.ending = False  # the owner has asked for the weights: from here on neighbours may close
 
     @property
     def executor(self) -> Executor:
@@ -171,6 +170,8 @@ class Session:
                 await self._inbox.walks.put(walk)
             elif frame.kind == messages.SNAPSHOT:
                 await self._inbox.walks.put(TakeSnapshot.from_header(frame.header))
+            elif frame.kind == messages.PONG:
+                continue  # the last of its offer
             elif frame.kind == messages.PING:
                 self._owner.sign(self._doing())
             elif frame.kind == messages.CLOCK:
@@ -181,7 +182,7 @@ class Session:
             elif frame.kind == messages.KEEP:
                 self._buddy.ask(frame)
             elif frame.kind == messages.COLLECT:
-                self._ending = True
+                self.ending = True
                 wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
                 await self._inbox.walks.put(Collect(*wanted))
             else:
@@ -230,7 +231,7 @@ class Session:
         try:
             await work()
         except StreamClosed as closed:
-            if not self._ending:
+            if not self.ending:
                 raise self._lost(peer, closed) from closed
 
     async def _read_member(self, peer: str, stream: Stream) -> None:
@@ -346,8 +347,9 @@ class Member:
 
     async def serve_job(self, stream: Stream) -> None:
         stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
-        async with asyncio.timeout(self._timeouts.offer_s):
-            frame = await stream.recv()  # nobody keeps this peer busy by opening a stream and saying nothing
+        # Nobody keeps this peer busy by opening a stream and saying nothing.
+        received = lambda: stream.received_bytes  # noqa: E731
+        frame = await while_moving(stream.recv, received, self._timeouts.offer_s, self._timeouts)
         try:
             await self._make_room(stream, frame)
         except MeshceeError as error:
@@ -394,10 +396,17 @@ class Member:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 
     async def _serve(self, stream: Stream, frame: Frame) -> None:
+        taken = Taken(stream)
+
+        def moved() -> tuple[int, ...]:
+            return taken.moved, stream.received_bytes, self._compute.done
+
+        def sign() -> Frame:
+            return Frame(messages.PONG, {"moved": taken.moved + self._compute.done})
+
         try:
-            async with asyncio.timeout(self._timeouts.offer_s) as limit:
-                prepare = partial(self._prepare, stream, frame, limit)
-                self.session = await while_alive(prepare, stream, self._timeouts)
+            prepare = partial(while_alive, partial(self._prepare, stream, frame, taken), stream, self._timeouts, sign)
+            self.session = await while_moving(prepare, moved, self._timeouts.offer_s, self._timeouts)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
             return
@@ -411,6 +420,9 @@ class Member:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
             return
+        finally:
+            if self.session is None:
+                self.remains.keep(taken.tensors)
         if self.is_leaving:  # since the offer came
             self.session.leave()
         offer = self.session.offer
@@ -424,6 +436,8 @@ class Member:
             await self._report(stream, cause)
         finally:
             self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
+            if not self.session.ending:
+                self.remains.keep(self.session.executor.untouched())
             self.session.close()
 
     async def _report(self, stream: Stream, error: BaseException) -> None:
@@ -441,7 +455,7 @@ class Member:
     def _step(self) -> int | None:
         return self.session.executor.step if self.session is not None else None
 
-    async def _prepare(self, stream: Stream, frame: Frame, limit: asyncio.Timeout) -> Session:
+    async def _prepare(self, stream: Stream, frame: Frame, taken: Taken) -> Session:
         # Decoding and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, self._transport.peer_id, stream.peer_id, self._limits)
         self._accept(stream.peer_id, offer.term)
@@ -450,9 +464,8 @@ class Member:
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
         await self._compute.use_threads(offer.plan.threads)
         held = self.remains.for_epoch(offer)
-        more_s = self._timeouts.offer_s + offer.state_bytes * (4 if offer.resumes else 1) / SLOWEST_BYTES_PER_S
-        limit.reschedule(asyncio.get_running_loop().time() + more_s)
-        weights, moments = await restore(stream, offer, held, self._transport, self._timeouts)
+        weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
+        held.offered = {}
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
         buddy = Buddy(offer, held, self._transport, self._timeouts, self._memory_bytes)

@@ -15,7 +15,7 @@ Purposes of streams, and the frames on them:
     job     (owner -> member)           OFFER, (STATE | RECIPES)*, STATE_END, READY | REFUSED
                                         (when resuming, of the optimizer too, and first what the member may still have; before
                                         READY perhaps AGAIN  ->  STATE*, STATE_END for what it has not, or a recipe did not
-                                        give; and PONG at any time, as the member lives)
+                                        give; and PONG both ways at any time: the member's says how much it has)
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk

@@ -37,9 +37,9 @@ from peers.messages import MOST_RUN_CHARACTERS, need
 from peers.offer import Offer, Terms
 from peers.offering import Offering
 from peers.progress import Watch
-from peers.pulse import SILENT, beat, unless_silent
+from peers.pulse import SILENT, beat, unless_silent, while_moving
 from peers.sharing import check_sharing
-from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
+from peers.state_frames import StateReceiver
 from peers.suspects import Fault, is_own
 from peers.trace import Trace
 from peers.transport.base import Frame, StreamClosed, Transport
@@ -100,7 +100,7 @@ class Owner:
         self._kept = kept or Kept()
         self._trace = trace
         self._run_name = run or f"{transport.peer_id}/{job.name}"[:MOST_RUN_CHARACTERS]
-        self._offering = Offering(capture, self._kept, limits)
+        self._offering = Offering(capture, self._kept, limits, timeouts)
         self._keeping: Keeping | None = None
         self._links: list[Link] = []
         self._source: Feed | None = None
@@ -245,16 +245,18 @@ class Owner:
     async def _offer(self, offer: Offer) -> Link:
         """The link to a member that is READY."""
         peer_id = offer.peer_id
-        limit_s = self._timeouts.offer_s + offer.state_bytes / SLOWEST_BYTES_PER_S
+        limit_s = self._timeouts.offer_s
         try:
             async with asyncio.timeout(limit_s):
                 stream = await self._transport.open(peer_id, "job", self._addresses.get(peer_id, ()))
-                stream.max_payload_bytes = 0  # READY has none
-                link = Link(offer, stream)
-                self._links.append(link)
-                reply = await unless_silent(partial(self._offering.send, stream, offer), stream, self._timeouts)
+            stream.max_payload_bytes = 0  # READY has none
+            link = Link(offer, stream)
+            self._links.append(link)
+            sending = partial(unless_silent, partial(self._offering.send, stream, offer), stream, self._timeouts)
+            moved = partial(self._offering.moved, stream)
+            reply = await while_moving(sending, moved, limit_s, self._timeouts)
         except (JoinError, StreamClosed, TimeoutError) as error:
-            why = str(error) or f"it was not ready within {limit_s:.0f} s"
+            why = str(error) or f"it has not got on with its offer for {limit_s:.0f} s"
             if isinstance(error, TimeoutError):
                 self.failures.stuck.add(peer_id)
             lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")

@@ -90,7 +90,7 @@ class Watch:
 
     def hear(self, peer: str, header: Mapping[str, Any]) -> None:
         """A sign of life. While it took its offer it had no more to say than that."""
-        if header:
+        if "wants" in header:
             before, now = self._doing.get(peer), Doing.from_header(header)
             self._doing[peer] = now
             if before is None or (before.done, before.moved_bytes) != (now.done, now.moved_bytes):

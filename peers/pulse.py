@@ -19,7 +19,7 @@ from peers import messages
 from peers.outbox import Outbox
 from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["SILENT", "beat", "live", "silence", "unless_closed", "unless_silent", "while_alive"]
+__all__ = ["SILENT", "beat", "live", "silence", "unless_closed", "unless_silent", "while_alive", "while_moving"]
 
 T = TypeVar("T")
 
@@ -54,14 +54,19 @@ async def live(outbox: Outbox, timeouts: Timeouts, sign: Callable[[], Frame] = l
     raise StreamClosed(SILENT)
 
 
-async def while_alive(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:
+async def while_alive(
+    work: Callable[[], Awaitable[T]],
+    stream: Stream,
+    timeouts: Timeouts,
+    sign: Callable[[], Frame] = lambda: Frame(messages.PONG),
+) -> T:
     """What `work` gives; meanwhile a PONG goes out every `beat_s`, whatever else is sent."""
 
     async def tell() -> None:
         with contextlib.suppress(StreamClosed):
             while True:
                 await asyncio.sleep(timeouts.beat_s)
-                await stream.send(Frame(messages.PONG))
+                await stream.send(sign())
 
     return await _beside(work, tell())
 
@@ -72,6 +77,24 @@ async def unless_silent(work: Callable[[], Awaitable[T]], stream: Stream, timeou
     async def watch() -> None:
         await silence(stream, timeouts)
         raise StreamClosed(SILENT)
+
+    return await _beside(work, watch())
+
+
+async def while_moving(
+    work: Callable[[], Awaitable[T]], moved: Callable[[], object], limit_s: float, timeouts: Timeouts
+) -> T:
+    """What `work` gives; TimeoutError once `moved` has given the same for `limit_s`. A pause counts as two beats at most."""
+
+    async def watch() -> None:
+        loop, seen, still_s = asyncio.get_running_loop(), moved(), 0.0
+        while still_s < limit_s:
+            began_s = loop.time()
+            await asyncio.sleep(min(timeouts.beat_s, limit_s))
+            still_s += min(loop.time() - began_s, 2 * timeouts.beat_s)
+            if (now := moved()) != seen:
+                seen, still_s = now, 0.0
+        raise TimeoutError
 
     return await _beside(work, watch())
 

@@ -40,9 +40,16 @@ class Remains:
             self._forgetting.cancel()
             self._forgetting = None
         if not offer.resumes or self.of != offer.run:
+            offered = self.held.offered if self.of == offer.run else {}
             self.held = Held()
+            self.held.offered = offered
         self.of, self._keep_s = offer.run, offer.terms.regroup_s
         return self.held
+
+    def keep(self, offered: Mapping[str, torch.Tensor]) -> None:
+        """What has come of an offer that led nowhere, in the place of what is kept of an earlier one."""
+        if offered:
+            self.held.offered = dict(offered)
 
     def over(self) -> None:
         """No epoch is running here; after an offer that was refused nothing changes."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping
 from functools import partial
 
@@ -21,20 +20,50 @@ from meshcee.config import Timeouts
 from peers import messages
 from peers.fetch import Fetch
 from peers.offer import Offer
-from peers.pulse import unless_closed
+from peers.pulse import unless_closed, while_moving
 from peers.snapshot import Held
-from peers.state_frames import SLOWEST_BYTES_PER_S, StateReceiver
+from peers.state_frames import StateReceiver
 from peers.transport.base import Frame, Stream, Transport
 
-__all__ = ["Moments", "restore"]
+__all__ = ["Moments", "Taken", "restore"]
 
 log = structlog.get_logger()
+
+
+class Taken:
+    """What has come of an offer: bytes, and tensors that are checked. It grows as long as the offer gets on."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._streams = [stream]
+        self._receivers: list[StateReceiver] = []
+
+    def watch(self, stream: Stream) -> Stream:
+        """Count what comes over this stream, too."""
+        self._streams.append(stream)
+        return stream
+
+    def hold(self, *receivers: StateReceiver) -> None:
+        self._receivers += receivers
+
+    @property
+    def moved(self) -> int:
+        return self.moved_bytes + sum(len(receiver.digests) for receiver in self._receivers)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(stream.received_payload_bytes for stream in self._streams)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What is checked already, for another try."""
+        return ChainMap({}, *(receiver.state for receiver in self._receivers))
 
 
 class Moments:
     """What a stage's optimizer has kept before the first step, with the peers that have what is not here."""
 
-    def __init__(self, receiver: StateReceiver, copies: _Copies, timeouts: Timeouts) -> None:
+    def __init__(self, receiver: StateReceiver, copies: _Copies, taken: Taken, timeouts: Timeouts) -> None:
+        self._taken = taken
         self._receiver = receiver
         self._copies = copies
         self._timeouts = timeouts
@@ -47,10 +76,9 @@ class Moments:
     async def all(self) -> Mapping[str, torch.Tensor] | None:
         """It, by "<parameter>/<key>", once it is here and checked, to be had once; None when some of it is with no peer, or does
         not come in time."""
-        size = sum(dtype.itemsize * math.prod(shape) for _, (dtype, shape) in self._receiver.lacking.values())
+        fill = partial(self._copies.fill, self._receiver, gently=True)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeouts.offer_s + size / SLOWEST_BYTES_PER_S):
-                await self._copies.fill(self._receiver, gently=True)
+            await while_moving(fill, lambda: self._taken.moved_bytes, self._timeouts.offer_s, self._timeouts)
         if self._receiver.unequal:
             return None
         state, self._receiver.state = self._receiver.state, {}
@@ -58,15 +86,16 @@ class Moments:
 
 
 async def restore(
-    stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts
+    stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, taken: Taken
 ) -> tuple[StateReceiver, Moments]:
     """The weights, whole and checked, and what the optimizer has kept (nothing when the job begins)."""
-    copies = _Copies(offer, transport, timeouts)
+    copies = _Copies(offer, transport, timeouts, taken)
     late = bool(offer.sources)
     weights = StateReceiver(offer.expected_state, recipes=True, held=held.values)
     optimizer = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values, late=late)
     stream.max_payload_bytes = weights.max_payload_bytes
     receivers = (weights, optimizer) if offer.resumes else (weights,)
+    taken.hold(*receivers)
     for receiver in receivers:
         await _receive(stream, receiver)
     if late:
@@ -77,14 +106,15 @@ async def restore(
         await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(names)) for names in asked]))
         for receiver in receivers:
             await _receive(stream, receiver)
-    return weights, Moments(optimizer, copies, timeouts)
+    return weights, Moments(optimizer, copies, taken, timeouts)
 
 
 class _Copies:
     """What peers hold of a stage's state."""
 
-    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts) -> None:
+    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts, taken: Taken) -> None:
         self._offer = offer
+        self._taken = taken
         self._about = {"run": offer.run}
         self._transport = transport
         self._timeouts = timeouts
@@ -107,9 +137,10 @@ class _Copies:
         log.info("state from copies", tensors=len(fetch.found), missing=len(fetch.missing))
 
     async def _open(self, peer: str) -> Stream:
-        return await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
+        stream = await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
+        return self._taken.watch(stream)
 
 
 async def _receive(stream: Stream, receiver: StateReceiver) -> None:
-    while not await asyncio.to_thread(receiver.take, await stream.recv()):
+    while (frame := await stream.recv()).kind == messages.PONG or not await asyncio.to_thread(receiver.take, frame):
         pass

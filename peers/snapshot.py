@@ -139,6 +139,7 @@ class Held:
         self._others: dict[
             tuple[str, bool], list[_Copy]
         ] = {}  # (its holder, whether we are its far buddy) -> oldest first
+        self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 
     def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> Frame:
@@ -221,7 +222,7 @@ class Held:
 
     def values(self, name: str) -> Iterator[torch.Tensor]:
         """What is here under a name of the model, or "<parameter>/<key>" of the optimizer; newest first."""
-        for tensors in (*(copy.tensors for copy in self._all()), self._frozen):
+        for tensors in (*(copy.tensors for copy in self._all()), self._frozen, self.offered):
             if name in tensors:
                 yield tensors[name]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, PlanError, StaleTermError
+from meshcee.errors import MeshceeError, NonFiniteLossError, NotPermittedError, PeerLostError, PlanError
 
 __all__ = ["Fault", "Suspects", "is_own"]
 
@@ -47,7 +47,7 @@ class Fault:
 
 def is_own(error: MeshceeError) -> bool:
     """Whether an error that a member reports is its own: not the loss of another, nor what any member would say of this work."""
-    return not isinstance(error, PeerLostError | NonFiniteLossError | StaleTermError | PlanError)
+    return not isinstance(error, PeerLostError | NonFiniteLossError | NotPermittedError | PlanError)
 
 
 class Suspects:

@@ -136,5 +136,5 @@ def test_without_its_line_a_member_that_gets_ready_late_hides_why_its_epoch_ende
 
 @pytest.mark.parametrize(("line", "instead"), [('"plan": ', '"epoch": '), (" and wrong:", " and False:")])
 def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, instead: str) -> None:
-    with changed(Offering.send, line, instead):
+    with changed(Offering._send_state, line, instead):
         assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))
