@@ -155,6 +155,7 @@ class Cluster:
         self.graph = nx.DiGraph()
         self.devices: dict[str, Device] = {}
         self.notes: list[str] = []  # figures set aside, hints overruled: for people
+        self.feeds: dict[str, LinkProfile] = {}  # from the owner to devices, where anybody has measured
         self.hints = dict(hints or {})
         for device in devices:
             if device.name in self.devices:

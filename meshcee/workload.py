@@ -145,6 +145,8 @@ class Workload:
     # "process group", and the commit waits for it.
     group_sum: str = "ring"
     clips: bool = False  # the commit waits for the norms of all members
+    feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()  # raw inputs: bytes of a sample, and the blocks that read it
+    data_s: float = 0.0  # that the owner takes to read a sample
     _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +204,10 @@ class Workload:
         if members == 1 or self.group_sum == "ring":
             return 0
         return 2 * sum(self.gradient_bytes[first:end])
+
+    def fed_bytes(self, first: int, end: int) -> int:
+        """Raw inputs of a sample that the owner sends to a stage."""
+        return sum(size for size, blocks in self.feeds if any(first <= block < end for block in blocks))
 
     def wire_bytes(self, size: float, codec: str) -> float:
         """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more."""

@@ -238,7 +238,7 @@ class Adaptation:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""
         mesh = self._agent.measured(self._plan.peers)
         times = {p: t for p, t in self._newcomers.times.items() if p in mesh.devices}
-        return replace(mesh, links=self._links(mesh), times=times)
+        return replace(mesh, links=self._links(mesh), times=times, feeds=self._request.feeds)
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
         """Steps and soundings show some links. The others that share a line with them go the same way, and have sagged as much,

@@ -6,21 +6,30 @@ The idea: what the coordinator knows is the mesh; what it cannot know is the job
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import structlog
 
 from meshcee.capture import Capture
+from meshcee.errors import MeshceeError
 from meshcee.hosts import threads_of
 from meshcee.job import Job
+from meshcee.planner.live import JobCosts
+from meshcee.profile import LinkProfile
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.job_costs import costs_of, profile
+from peers.profiler import LIGHT_S, probe_link
 from peers.sharing import why_not_shared
+from peers.transport.base import StreamClosed
 
 __all__ = ["ask_plan", "question"]
 
 log = structlog.get_logger()
+
+LEAST_FED_BYTES = 256 * 1024  # a step's inputs: fewer take no time to speak of where anybody would train
+FEEDS_WITHIN_S = 10.0
 
 
 async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
@@ -40,4 +49,24 @@ async def question(
     if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
         log.warning("no stage will be shared by a group", why=why)
         costs = replace(costs, groups=False)
-    return PlanRequest(costs, await profile(agent, job, captured, costs), stages, lent)
+    async with asyncio.TaskGroup() as group:
+        profiling = group.create_task(profile(agent, job, captured, costs))
+        feeding = group.create_task(_feeds(agent, costs))
+    return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
+
+
+async def _feeds(agent: Agent, costs: JobCosts) -> dict[str, LinkProfile]:
+    """This peer's own links to idle devices, where a step's inputs are so many bytes that these may matter."""
+    found: dict[str, LinkProfile] = {}
+    if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:
+        return found
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FEEDS_WITHIN_S):
+            for peer in [
+                peer for peer in agent.devices() if peer != agent.peer_id
+            ]:  # one at a time: they share its port
+                where = agent.transport, peer, agent.addresses_of([peer]).get(peer, ())
+                with contextlib.suppress(MeshceeError, StreamClosed):
+                    probed = await probe_link(*where, agent.clock(), clock=agent.monotonic, target_s=LIGHT_S)
+                    found[peer] = probed.link
+    return found

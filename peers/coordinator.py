@@ -21,7 +21,7 @@ from meshcee.job import CODEC_CHOICES
 from meshcee.kernels import MIXES
 from meshcee.plan import MOST_THREADS, LeftOut, Plan
 from meshcee.planner.live import JobCosts, Measured, plan_job, without_links
-from meshcee.profile import BlockCost
+from meshcee.profile import BlockCost, LinkProfile
 from meshcee.timing import BlockTimes
 from meshcee.versions import Versions
 from peers import messages
@@ -66,6 +66,9 @@ class PlanRequest:
     free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
     without: tuple[str, ...] = ()  # peers that the owner has just missed
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
+    feeds: Mapping[str, LinkProfile] = field(
+        default_factory=dict
+    )  # peer -> the owner's link to it, as the owner measured it
 
     def frame(self) -> Frame:
         job = self.job
@@ -73,6 +76,9 @@ class PlanRequest:
             "costs": [{**asdict(cost), "parameters": []} for cost in job.blocks],
             "alike": list(job.alike),
             "tied": [list(t) for t in job.tied],
+            "inputs": [[size, list(blocks)] for size, blocks in job.feeds],
+            "data_s": job.data_s,
+            "feeds": {peer: [link.latency_s, link.bandwidth_bytes_per_s] for peer, link in self.feeds.items()},
             "times": {peer: times.to_json() for peer, times in self.times.items()},
         }
         header = {
@@ -113,6 +119,11 @@ class PlanRequest:
                 raise ProtocolError("each block is like itself or an earlier one")
             if len(tied) > MAX_BLOCKS or not all(_is_tie(t, len(costs)) for t in tied):
                 raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
+            inputs, data_s, feeds = need(body, "inputs", list), need(body, "data_s", float), need(body, "feeds", dict)
+            if len(inputs) > MAX_BLOCKS or not all(_is_input(one, len(costs)) for one in inputs):
+                raise ProtocolError("a raw input has a size, and blocks of the job read it")
+            if not 0 <= data_s < math.inf or len(feeds) > MAX_PROFILES or not all(map(_is_link, feeds.values())):
+                raise ProtocolError("an owner's links have a latency and a bandwidth, and its data some time")
             found = {str(peer): BlockTimes.from_json(data) for peer, data in times.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise ProtocolError(f"this is not a request for a plan: {error}") from error
@@ -152,19 +163,23 @@ class PlanRequest:
             mix=mix,
             versions=None if versions is None else Versions(*versions),
             threads=threads,
+            feeds=tuple((size, tuple(blocks)) for size, blocks in inputs),
+            data_s=data_s,
         )
         wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
         free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))
         parted = need(header, "parted", list)[:MAX_NAMED]
         if not all(type(pair) is list and len(pair) == 2 for pair in parted):
             raise ProtocolError("a link has two ends")
-        return cls(job, found, stages, wanted, free, without, tuple((str(a), str(b)) for a, b in parted))
+        cut = tuple((str(a), str(b)) for a, b in parted)
+        own = {str(peer): LinkProfile(float(latency), float(rate)) for peer, (latency, rate) in feeds.items()}
+        return cls(job, found, stages, wanted, free, without, cut, own)
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
         known = [pair for pair in self.parted if measured.devices.keys() >= {*pair}]
         times = {p: t for p, t in self.times.items() if p in measured.devices}
-        measured = replace(measured, times=times, links=without_links(measured.links, known))
+        measured = replace(measured, times=times, links=without_links(measured.links, known), feeds=self.feeds)
         plan, notes = plan_job(measured, self.job, self.stages)
         left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
         return replace(plan, left_out=left_out), tuple(notes)
@@ -180,6 +195,18 @@ def _is_tie(value: Any, blocks: int) -> bool:
     if not isinstance(value, list) or len(value) != 3 or not all(type(x) is int for x in value):
         return False
     return bool(0 <= value[0] < value[1] < blocks and 0 <= value[2] < 1 << 50)
+
+
+def _is_input(value: Any, blocks: int) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or type(value[0]) is not int or type(value[1]) is not list:
+        return False
+    return 0 <= value[0] < 1 << 40 and all(type(block) is int and 0 <= block < blocks for block in value[1])
+
+
+def _is_link(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(x) in (int, float) for x in value):
+        return False
+    return bool(0 <= value[0] < math.inf and 0 < value[1] < math.inf)
 
 
 class PlanService:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import statistics
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -42,7 +44,8 @@ FRAME_BYTES = 256  # header and meta of a message between stages, about
 PROFILE_BYTES = 8 << 20
 AT_ONCE = 16  # devices asked at the same time
 ASKED = 32  # devices; of more, one of each kind is asked
-SAMPLES = 16  # looked at for the largest integer of each input
+SAMPLES = 16  # looked at for the largest integer of each input, and for how long it takes to read one
+LOOK_S = 1.0
 ALIKE = 1.1  # speeds within this factor are one kind
 
 
@@ -66,7 +69,32 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         mix=job.mix,
         versions=versions(),
         threads=job.threads or 0,
+        feeds=_feeds(captured),
+        data_s=_data_s(job),
     )
+
+
+def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of each raw input the bytes of a sample, and the blocks that read it."""
+    readers: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for block in range(captured.train.num_blocks):
+        for value in captured.train.slice(block, block + 1).raw_inputs:
+            readers.setdefault(value.name, []).append(block)
+            sizes[value.name] = value.nbytes(1)
+    return tuple((sizes[name], tuple(blocks)) for name, blocks in readers.items())
+
+
+def _data_s(job: Job) -> float:
+    """What it usually takes to read a sample; the first may open files."""
+    seconds = []
+    for i in range(SAMPLES):
+        began_s = time.perf_counter()
+        read(job.data, [i * len(job.data) // SAMPLES], job.seed)
+        seconds.append(time.perf_counter() - began_s)
+        if sum(seconds) > LOOK_S:
+            break
+    return statistics.median(seconds)
 
 
 async def profile(agent: Agent, job: Job, captured: Capture, costs: JobCosts) -> dict[str, BlockTimes]:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
-from meshcee.profile import Cluster
+from meshcee.profile import Cluster, LinkProfile
 from meshcee.scenario import LinkChange
 from meshcee.schedule import Kind, StageView, choose
-from meshcee.simulator import Timeline, period_s, simulate
+from meshcee.simulator import Timeline, bound_s, period_s, quick_period_s, simulate
 from meshcee.simulator.engine import run
 from meshcee.simulator.instance import build
 from meshcee.workload import Workload
@@ -335,3 +335,30 @@ def test_a_step_that_must_repeat_the_first_is_simulated_once() -> None:
         assert head_s is not None
         assert 0.1 < head_s <= period_s(one, where, work) + 1e-9
     assert {1, 6} == set(ends)
+
+
+def test_the_owner_feeds_ahead_so_its_lines_and_data_bound_the_period_and_add_nothing_to_it() -> None:
+    # Two micro-batches of f = b = w = 1 on two stages; a sample has 3 bytes for the first block and 1 for the last.
+    work = workload(blocks=2, batch=2, boundary=0)
+    fed = replace(work, feeds=((3, (0,)), (1, (1,))))
+    what, where = plan(pipeline((0, 1, "a"), (1, 2, "b"), micros=2)), cluster({"r": ["a", "b"]})
+    alone_s = period_s(what, where, work)
+    assert period_s(what, where, fed) == alone_s, "nobody has measured the owner's links"
+    for to_a, to_b, expected_s in (
+        (100.0, 100.0, alone_s),
+        (0.25, 100.0, 6 / 0.25),  # the link to a
+        (100.0, 0.01, 2 / 0.01),  # the link to b
+        (0.5, 0.5, 8 / 0.5),  # the port that both share
+    ):
+        where.feeds = {"a": LinkProfile(0.1, to_a), "b": LinkProfile(0.1, to_b)}
+        assert period_s(what, where, fed) == expected_s
+        assert simulate(what, where, fed).period_s == expected_s
+        assert quick_period_s(build(what, where, fed), 8)[0] == expected_s
+        assert bound_s(build(what, where, fed)) <= expected_s
+    where.feeds = {}
+    assert period_s(what, where, replace(fed, data_s=30.0)) == 60.0
+
+
+def test_a_raw_input_goes_to_a_stage_once_and_to_every_stage_that_reads_it() -> None:
+    work = replace(workload(blocks=3), feeds=((5, (0, 1)), (7, (2,))))
+    assert [work.fed_bytes(*cut) for cut in ((0, 3), (0, 2), (0, 1), (1, 2), (1, 3), (2, 3))] == [12, 5, 5, 5, 12, 7]

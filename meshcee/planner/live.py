@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 
@@ -74,6 +74,7 @@ class JobCosts:
     mix    which devices a plan may put together (meshcee.kernels.MIXES), for an owner who runs these `versions`
     threads that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/codecs.py has it between regions
+    feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
     groups whether devices of one region may share a stage; direct_sums and clips as the job says
     """
 
@@ -92,6 +93,8 @@ class JobCosts:
     mix: str = "devices"
     versions: Versions | None = None
     threads: int = 0
+    feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    data_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Measured:
     links: Mapping[tuple[str, str], LinkProfile]  # ordered pairs, each as measured by its first peer
     times: Mapping[str, BlockTimes]  # of this job's blocks, where they were profiled
     hints: Mapping[str, str]  # regions, as people said
+    feeds: Mapping[str, LinkProfile] = field(default_factory=dict)  # from the owner of the job
 
 
 def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster, Workload]:
@@ -130,6 +134,7 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
     tensor = max((c.boundary_bytes for c in job.blocks[:-1]), default=0) * (job.micro_batch or 1)
     cluster = cluster_of(devices, links, max(tensor, 1), mesh.hints)
     cluster.notes[:0] = notes
+    cluster.feeds |= {peer: link for peer, link in mesh.feeds.items() if peer in cluster.devices}
     kinds = {p: d.kind for p, d in cluster.devices.items()}
     known: dict[str, KindTimes] = {}
     for peer, kind in kinds.items():  # a kind is as fast as its slowest member
@@ -150,6 +155,8 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         tied=job.tied,
         group_sum="process group" if job.direct_sums else "streams",
         clips=job.clips,
+        feeds=job.feeds,
+        data_s=job.data_s,
     )
 
 

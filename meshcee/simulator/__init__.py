@@ -33,7 +33,7 @@ class Timeline:
     @property
     def period_s(self) -> float:
         """Of consecutive steps, after the first."""
-        return _period(self.outcome)
+        return max(_period(self.outcome), self.instance.feed_s)
 
     @property
     def step_s(self) -> list[float]:
@@ -82,8 +82,9 @@ def period_s(
     plan: Plan, cluster: Cluster, workload: Workload, *, fused: bool = False, forward_first: bool = False
 ) -> float:
     """The period of three consecutive steps, simulated whole; of one step where the next ones must repeat it."""
-    outcome = run(build(plan, cluster, workload, fused=fused, forward_first=forward_first), 3, steady=True)
-    return _period(outcome) if outcome.period_s is None else outcome.period_s
+    instance = build(plan, cluster, workload, fused=fused, forward_first=forward_first)
+    outcome = run(instance, 3, steady=True)
+    return max(_period(outcome) if outcome.period_s is None else outcome.period_s, instance.feed_s)
 
 
 def quick_period_s(instance: Instance, most: int, limit_s: float = math.inf) -> tuple[float, int]:
@@ -105,7 +106,8 @@ def quick_period_s(instance: Instance, most: int, limit_s: float = math.inf) -> 
     alone = len({n.pipeline for n in instance.nodes}) == 1
     least_s = limit_s - rest_s if alone else math.inf
     outcome = run(instance, 2, num_micro=long if equal else None, steady=True, limit_s=least_s)
-    return (_period(outcome) if outcome.period_s is None else outcome.period_s) + rest_s, outcome.events
+    period = (_period(outcome) if outcome.period_s is None else outcome.period_s) + rest_s
+    return max(period, instance.feed_s), outcome.events
 
 
 def slowest_s(instance: Instance) -> float:
@@ -118,7 +120,7 @@ def bound_s(instance: Instance) -> float:
 
     (The period of three can be, by the little that a device runs ahead of the others.)
     """
-    return max(*_work(instance, {n: node.num_micro for n, node in enumerate(instance.nodes)}), 0.0)
+    return max(*_work(instance, {n: node.num_micro for n, node in enumerate(instance.nodes)}), instance.feed_s)
 
 
 def _work(instance: Instance, micros: Mapping[int, int]) -> list[float]:

@@ -81,6 +81,7 @@ class Instance:
     forward_first: bool
     votes: bool = False  # the commit waits for word from every node
     hosts: int = 0  # that several nodes share
+    feed_s: float = 0.0  # of a step, that the owner reads or sends
 
 
 def build(
@@ -263,5 +264,19 @@ class _Builder:
         lines = list(self.line_of)
         return Instance(
             self.nodes, self.heads, latency, rings, lines, [self.cluster.bandwidth(e) for e in lines],
-            self.fused, self.forward_first, self.votes, len(self.host_of),
+            self.fused, self.forward_first, self.votes, len(self.host_of), self.feed_s(),
         )  # fmt: skip
+
+    def feed_s(self) -> float:
+        """What reading a step's samples takes the owner, or its busiest line: its port, as fast as its fastest link, or a link."""
+        work, links = self.workload, self.cluster.feeds
+        found = [work.data_s * self.plan.global_batch]
+        port_bytes, port = 0.0, max((link.bandwidth_bytes_per_s for link in links.values()), default=0.0)
+        for pipeline in self.plan.pipelines:
+            for stage in pipeline.stages:
+                for member in stage.members:
+                    if (link := links.get(member.peer)) is not None:
+                        size = pipeline.num_micro * member.samples * work.fed_bytes(stage.first, stage.end)
+                        port_bytes += size
+                        found.append(size / link.bandwidth_bytes_per_s)
+        return max(*found, port_bytes / port if port else 0.0)

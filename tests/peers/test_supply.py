@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any, cast
 
+import msgpack
 import pytest
 import torch
 from torch import nn
 
+from meshcee.capture import capture
+from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
+from meshcee.planner.live import JobCosts
+from meshcee.profile import BlockCost, LinkProfile
+from peers.asking import question
+from peers.assemble import InProcess, JoinOptions
+from peers.coordinator import PlanRequest
+from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.walk import Walk
 from tests.mutation import breaks, changed
 from tests.peers.mesh_fixture import train
 from tests.peers.test_depths import MICRO, MICROS, Wide, walk_of
+from tests.virtual_time import virtual_time
 
 NAMES = {"p0": "ann", "p1": "ben"}
 
@@ -61,8 +72,8 @@ class Slow:
         return self.x[index], self.x[index]
 
 
-async def limits(network: MemoryNetwork, sample_s: float) -> list[str]:
-    job = Job(
+def job_of(sample_s: float) -> Job:
+    return Job(
         model=Wide(),
         loss=nn.functional.mse_loss,
         data=cast(Any, Slow(sample_s)),
@@ -72,7 +83,10 @@ async def limits(network: MemoryNetwork, sample_s: float) -> list[str]:
         steps=4,
         codec="none",
     )
-    trained = await train(job, 2, MICRO, network=network)
+
+
+async def limits(network: MemoryNetwork, sample_s: float) -> list[str]:
+    trained = await train(job_of(sample_s), 2, MICRO, network=network)
     return [report.limit for report in trained.reports[1:]]
 
 
@@ -90,3 +104,47 @@ async def test_data_that_takes_long_to_read_is_named() -> None:
 def test_without_its_line_a_stage_is_blamed() -> None:
     with changed(Walk.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
         assert breaks(test_who_feeds_for_most_of_a_step_bounds_it)
+
+
+@virtual_time
+async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_hears_of_them() -> None:
+    now = asyncio.get_running_loop().time
+    network = MemoryNetwork(impairment=Impairment(0.001, 1e8))
+    job = job_of(0.0)
+    async with InProcess(JoinOptions(), network, Timeouts(), clock=now, monotonic=now) as here:
+        peers = [(await here.start(name)).peer_id for name in ("near", "far")]
+        mesh = await here.own("owner", None)
+        for peer, rate in zip(peers, (5e7, 1e6)):
+            network.impair(mesh.agent.peer_id, peer, Impairment(0.001, rate))
+        asked = await question(mesh.agent, job, capture(job), None)
+    assert [asked.feeds[peer].bandwidth_bytes_per_s for peer in peers] == [
+        pytest.approx(r, rel=0.2) for r in (5e7, 1e6)
+    ]
+    assert asked.job.feeds == ((64 * 64 * 4, (0,)), (64 * 64 * 4, (asked.job.feeds[1][1][0],)))
+    heard = PlanRequest.from_frame(asked.frame())
+    assert (heard.job.feeds, heard.job.data_s) == (asked.job.feeds, asked.job.data_s)
+    for peer in peers:
+        assert heard.feeds[peer].bandwidth_bytes_per_s == asked.feeds[peer].bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inputs": [[1, [9]]]},
+        {"inputs": [[-1, [0]]]},
+        {"inputs": [5]},
+        {"data_s": -1.0},
+        {"data_s": float("inf")},
+        {"feeds": {"p": [0.1, 0.0]}},
+        {"feeds": {"p": [0.1]}},
+        {"feeds": {"p": [0.1, float("nan")]}},
+        {"feeds": []},
+    ],
+)
+def test_a_request_whose_feeds_make_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    costs = JobCosts([BlockCost("b", 1.0, 1, 1, 1, 1, 1)], 8, feeds=((4, (0,)),), data_s=0.1)
+    frame = PlanRequest(costs, feeds={"p": LinkProfile(0.1, 1e6)}).frame()
+    assert PlanRequest.from_frame(frame).job.feeds == costs.feeds
+    body = msgpack.unpackb(bytes(frame.payloads[0]))
+    with pytest.raises(ProtocolError):
+        PlanRequest.from_frame(Frame(frame.kind, frame.header, [msgpack.packb(body | wrong)]))

@@ -362,3 +362,22 @@ def test_a_group_is_of_one_region_and_of_one_kind_of_device() -> None:
     found = groups_of(plan(measured(mixed, dict.fromkeys(LINKS, NEAR)), SHARED))
     assert found
     assert all(len({mixed[p].kind for p in group}) == 1 for group in found)
+
+
+def test_the_first_stage_lies_where_the_owner_can_feed_it() -> None:
+    """Two alike devices; the owner reaches one of them over a poor line."""
+    devices = {peer: replace(DEVICES[PEERS[0]]) for peer in PEERS[:2]}
+    links = {(a, b): NEAR for a in devices for b in devices if a != b}
+    job = replace(JOB, feeds=((10**6, (0,)), (8, (BLOCKS - 1,))))
+    good, poor = LinkProfile(0.001, 1e9), LinkProfile(0.001, 1e6)
+    usual = plan(measured(devices, links), JOB, 2).predicted
+    assert usual is not None
+    for near, far in (PEERS[:2], PEERS[1::-1]):
+        mesh = measured(devices, links)
+        found = plan(replace(mesh, feeds={near: good, far: poor}), job, 2)
+        assert found.peers == (near, far)
+        assert found.predicted is not None
+        assert found.predicted.step_s == pytest.approx(max(usual.step_s, 16e6 / 1e9), rel=0.05)
+        both = plan(replace(mesh, feeds={near: poor, far: poor}), job, 2)
+        assert both.predicted is not None
+        assert both.predicted.step_s == pytest.approx(16.0, rel=0.001)
