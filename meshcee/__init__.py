@@ -16,12 +16,25 @@ _HOME = {
     "Schedule": "meshcee.job",
     "seeded": "meshcee.job",
     "MeshceeError": "meshcee.errors",
+    "check": "meshcee.run",
     "join": "meshcee.run",
     "plain": "meshcee.eager",
     "train": "meshcee.run",
 }
 
-__all__ = ["Job", "MeshceeError", "Optimizer", "Schedule", "__version__", "capture", "join", "plain", "seeded", "train"]
+__all__ = [
+    "Job",
+    "MeshceeError",
+    "Optimizer",
+    "Schedule",
+    "__version__",
+    "capture",
+    "check",
+    "join",
+    "plain",
+    "seeded",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,12 @@ from meshcee.job import Job
 if TYPE_CHECKING:
     from meshcee.capture import Capture
     from meshcee.plan import Plan
+    from peers.checking import Checked
     from peers.mesh import Mesh, Result
     from peers.owner import Report
     from peers.trace import Trace
 
-__all__ = ["join", "train"]
+__all__ = ["check", "join", "train"]
 
 
 @asynccontextmanager
@@ -75,6 +76,7 @@ def train(
     plan: Plan | None = None,
     codec: str | None = None,
     resume: str | None = None,
+    after: str = "",
     on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
     trace: Trace | None = None,
     wait: bool = True,
@@ -101,6 +103,7 @@ def train(
                 plan=plan,
                 codec=codec,
                 resume=resume,
+                after=after,
                 on_plan=on_plan,
                 trace=trace,
                 wait=wait,
@@ -114,3 +117,16 @@ def train(
 
 
 _joined = join
+
+
+def check(
+    job: Job, stages: Sequence[int] = (1, 2, 3, 5), steps: int | None = None, *, captured: Capture | None = None
+) -> Checked:
+    """Train some steps (3 unless given) in the plain loop and on each number of stages, in this process, without a mesh.
+
+    The result is `equal`, or its `differs` says which tensor differs first, in which step and after which operation, and `blame`
+    whether that is the "data", the "capture", the "cut" or the "codec".
+    """
+    from peers.checking import check as checked
+
+    return checked(job, stages, steps, captured=captured)

@@ -243,6 +243,22 @@ def capture(
 
 
 @app.command()
+def check(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    stages: Annotated[
+        str | None, typer.Option(help="Numbers of stages to compare, e.g. 1,2,3,5 (the default).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; default 3.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train some steps in the plain loop and on stages, in this process, and say equal, or what differs and why (exit code 10)."""
+    from peers.commands.check import run_check
+
+    run_check(job, stages, steps, threads, as_json=as_json)
+
+
+@app.command()
 def status(join: Join = None, as_json: Json = False) -> None:
     """Show the mesh: peers, links, coordinator, and the running plan."""
     from peers.commands.status import run_status

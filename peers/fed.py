@@ -28,7 +28,7 @@ from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.sampling import read
 
-__all__ = ["FED", "Fed", "repeats"]
+__all__ = ["FED", "Fed", "repeats", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -48,9 +48,23 @@ Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
 
 
 def repeats(job: Job, *, keeps: bool) -> bool:
-    """Whether a few samples are what they were when they are read again, in another order. If not, a warning says what it
-    costs; `keeps`: the run has a folder.
+    """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
+    has a folder.
     """
+    index = unrepeatable(job)
+    if index is None:
+        return True
+    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, index).values())
+    cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
+    log.warning(
+        f"data[{index}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
+        f"generator only; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}"
+    )
+    return False
+
+
+def unrepeatable(job: Job) -> int | None:
+    """Of a few samples the index of one that is another one when it is read again, in another order; None if there is none."""
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
     first: dict[int, Raw] = {}
     began_s = time.monotonic()
@@ -58,16 +72,7 @@ def repeats(job: Job, *, keeps: bool) -> bool:
         first[i] = _sample(job, i)
         if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
             break
-    for i in reversed(first):
-        if not _alike(first[i], _sample(job, i)):
-            step_bytes = job.batch_size * sum(tensor.nbytes for tensor in first[i].values())
-            cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
-            log.warning(
-                f"data[{i}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
-                f"generator only; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}"
-            )
-            return False
-    return True
+    return next((i for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
 
 
 def _sample(job: Job, index: int) -> Raw:

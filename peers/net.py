@@ -26,8 +26,7 @@ from torch import nn
 from meshcee.capture import Capture, stack
 from meshcee.capture.data import call_model, rebuild
 from meshcee.capture.refusals import explain
-from meshcee.equality import Recorder, Slot, Told, Watch, digest, line_that, unlike
-from meshcee.equality.recorder import digests_of
+from meshcee.equality import Recorder, Slot, Watch, digest, line_that, unlike, unlike_backwards, values_of
 from meshcee.errors import CaptureError, MeshceeError, UnequalError
 from meshcee.job import Job, Optimizer, seed_of
 from meshcee.plan import Plan
@@ -313,13 +312,21 @@ class _Net:
             slot = self.watch.look()[what.split("'")[1]]
             line = line_that(lambda: slot.look() != slot.seen, self._forward)
             return f"; it is written{line}: let forward change a buffer in place, under torch.no_grad()"
-        told, loss = self._recorded()
-        call = unlike(told, loss, self._graph_values(state))
+        recorder, loss = self._recorded()
+        told = recorder.told
+        values, numbers = self._graph_values(state)
+        call = unlike(told, loss, numbers)
         if call is None:
-            return self._first_use(what)
+            call = unlike_backwards(recorder, loss, values, values[self.captured.train.outputs[0]])
+            return (
+                f"; the backward pass parts from the module's at {call.name}{call.where}: a graph holds no modes or hooks "
+                "of autograd; use detach() and torch.no_grad() there"
+                if call is not None
+                else self._first_use(what)
+            )
         found = f"; the first operation that differs is {call.name}{call.where}"
         self._put_back(state)
-        if [call.left for call in self._recorded()[0]] != [call.left for call in told]:
+        if [call.left for call in self._recorded()[0].told] != [call.left for call in told]:
             return f"{found}: there two passes over the same samples differ; draw with torch.rand, and read no clock"
         if not any(node.at == call.where for node in self.captured.train.nodes):
             return (
@@ -331,13 +338,13 @@ class _Net:
             "in parameters, buffers and inputs, contiguous, and choose kernels outside of the model"
         )
 
-    def _recorded(self) -> tuple[list[Told], torch.Tensor]:
+    def _recorded(self) -> tuple[Recorder, torch.Tensor]:
         recorder = Recorder()
         with recorder:
             loss = self._forward()
-        return recorder.told, loss
+        return recorder, loss
 
-    def _graph_values(self, state: Mapping[str, torch.Tensor]) -> set[Any]:
+    def _graph_values(self, state: Mapping[str, torch.Tensor]) -> tuple[list[Any], set[Any]]:
         program, raw = self.captured.train, self.captured.inputs_of(self.batch)
         inputs: list[torch.Tensor] = []
         for entry in program.inputs:
@@ -351,7 +358,7 @@ class _Net:
                     state[entry.name].to(entry.value.dtype or torch.float32).clone().requires_grad_(entry.trainable)
                 )
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
-        return digests_of(program, inputs)
+        return values_of(program, inputs)
 
     def _first_use(self, what: str) -> str:
         """The line that first uses the parameter whose gradient differs."""

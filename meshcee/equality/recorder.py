@@ -20,7 +20,7 @@ from meshcee.capture.program import Program
 from meshcee.equality.lines import at, users
 from meshcee.equality.watch import digest
 
-__all__ = ["Recorder", "Told", "digests_of", "unlike"]
+__all__ = ["Recorder", "Told", "unlike", "unlike_backwards", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[Told] = []
-        self._kept: list[Any] = []  # alive, so that no memory is used twice while addresses are compared
+        self.kept: list[tuple[list[Any], list[Any]]] = []  # given and left: alive, so that no memory is used twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,7 +54,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(kwargs.get("out"), torch.Tensor):
             left.append(kwargs["out"])
         if left:
-            self._kept.append((given, left))
+            self.kept.append((given, left))
             full = resolve_name(func) or name
             self.told.append(
                 Told(
@@ -91,8 +91,8 @@ def _users_line() -> str:
     return at(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
-def digests_of(program: Program, inputs: Sequence[torch.Tensor]) -> set[Any]:
-    """The numbers of all that a program holds and computes, node by node, as its stages would. `inputs` by their place."""
+def values_of(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], set[Any]]:
+    """All that a program holds and computes, node by node, as its stages would, and its numbers. `inputs` by their place."""
     found = {digest(t) for t in inputs}
     values: list[Any] = list(inputs)
     of_memory: dict[int, list[torch.Tensor]] = {}
@@ -115,7 +115,7 @@ def digests_of(program: Program, inputs: Sequence[torch.Tensor]) -> set[Any]:
                 if place < len(node.args):
                     for written in tensors_in(resolve(node.args[place], values)):
                         found.update(digest(t) for t in of_memory.get(_memory(written), ()))
-    return found
+    return values, found
 
 
 def unlike(told: Sequence[Told], loss: torch.Tensor, known: set[Any]) -> Told | None:
@@ -127,3 +127,42 @@ def unlike(told: Sequence[Told], loss: torch.Tensor, known: set[Any]) -> Told | 
             needed |= call.reads
             behind.append(call)
     return next((call for call in reversed(behind) if any(d not in known for d in call.left)), None)
+
+
+def unlike_backwards(recorder: Recorder, loss: torch.Tensor, values: Sequence[Any], ours: torch.Tensor) -> Told | None:
+    """The call whose backward parts: of what it was given the gradient is nowhere in the program, of what it left it is.
+
+    `loss` is that of the recorded pass, `ours` the program's among its `values`.
+    """
+    known = set(_gradients(ours, [t for value in values for t in tensors_in(value)]))
+    left = [t for _, out in recorder.kept for t in out]
+    found = dict(zip(map(id, left), _gradients(loss, left)))
+    for _, out in reversed(recorder.kept):
+        for tensor in out:
+            seen = found.get(id(tensor))
+            if seen is not None and seen not in known:
+                readers = [
+                    call
+                    for call, (read, made) in zip(recorder.told, recorder.kept)
+                    if any(t is tensor for t in read) and not any(t is tensor for t in made)
+                ]
+                # One without a gradient of its own is where the program has one too many.
+                blind = [
+                    c
+                    for c in readers
+                    if all(found.get(id(t)) is None for t in recorder.kept[recorder.told.index(c)][1])
+                ]
+                return next(iter(blind or reversed(readers)), None)
+    return None
+
+
+def _gradients(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """A fingerprint of the gradient of each, None where there is none."""
+    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+    grads = (
+        torch.autograd.grad(loss, [tensors[i] for i in wanted], retain_graph=True, allow_unused=True) if wanted else ()
+    )
+    found: list[Any] = [None] * len(tensors)
+    for i, grad in zip(wanted, grads):
+        found[i] = None if grad is None else digest(grad)
+    return found
