@@ -33,9 +33,10 @@ class Interrupted(BaseException):
 def configure_logging(*, as_json: bool, level: str | None = None) -> None:
     """Logs go to standard error: key=value lines, or JSON with --json. MESHCEE_LOG sets the level; `level` is the default."""
     name = os.environ.get("MESHCEE_LOG", level or "info").upper()
-    renderer: Any = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    renderer: Any = structlog.processors.JSONRenderer()
+    if not as_json:  # with plain tracebacks: with every local variable, one takes hundreds of lines
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

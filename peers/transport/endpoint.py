@@ -30,6 +30,17 @@ log = structlog.get_logger(__name__)
 _MAX_SHAKING = 256  # handshakes under way with strangers: each may cost us some 100 kB for `handshake_s`
 
 
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+
+
+def _foreseen(error: BaseException) -> bool:
+    """Nothing in it is a bug of ours, so one line is enough."""
+    return all(isinstance(e, MeshceeError | StreamClosed | TimeoutError) for e in _leaves(error))
+
+
 class Endpoint(ABC):
     """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
 
@@ -182,8 +193,14 @@ class Endpoint(ABC):
         except (StreamClosed, TimeoutError) as error:  # whoever opened it is gone, or paused, or cut off
             why = str(error) or "nothing came in time"
             log.debug("stream.closed", peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
-        except Exception:
-            log.exception("stream.handler_failed", peer=short(stream.peer_id), purpose=stream.purpose)
+        except Exception as error:
+            about = {"peer": short(stream.peer_id), "purpose": stream.purpose}
+            if _foreseen(
+                error
+            ):  # what a peer meets by the dozen when it wakes: epochs that are over, streams that are gone
+                log.warning("stream.handler_failed", **about, error=repr(_leaves(error)[0]))
+            else:
+                log.exception("stream.handler_failed", **about)
         finally:
             stream.abort()
             self._streams.discard(stream)

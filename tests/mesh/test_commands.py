@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -362,3 +363,25 @@ def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) 
     assert done.code == 130, done.err
     assert "went on" not in done.out
     assert "Traceback" not in done.err
+
+
+def test_a_restarted_first_machine_is_the_same_mesh(tmp_path: Path) -> None:
+    with peers(tmp_path, 2) as both:
+        name, second = both.ids
+        before, token = (both.ids[name], Token.parse(both.tokens[name], time.time())), both.tokens[name]
+        both.kill(name)
+        both.processes[name].communicate()
+        both.token = ""  # started again without arguments
+        both.start(name)
+        again = Token.parse(both.tokens[name], time.time())
+        assert (both.ids[name], again) == (before[0], replace(before[1], expires_at=again.expires_at))
+        wait_until("the other one sees it again", lambda: names(token, tmp_path) == {name, second}, 60)
+        beside = meshcee("peer", home=tmp_path)
+        assert beside.code == 2
+        told = Token.parse(beside.err.partition("meshcee peer --join ")[2].split()[0], time.time())
+        assert replace(told, expires_at=None) == replace(again, expires_at=None)
+
+
+def names(token: str, home: Path) -> set[str]:
+    found = meshcee("status", "--join", token, "--json", home=home)
+    return {p["name"] for p in found.lines[0]["peers"]} if found.code == 0 else set()

@@ -6,9 +6,11 @@ import asyncio
 import os
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
+from peers.commands.session import configure_logging
 from peers.transport import bundle, direct
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
@@ -405,3 +407,32 @@ async def test_a_frame_right_behind_the_proof_of_a_long_handshake_arrives(
             async with asyncio.timeout(10):
                 assert await arrived.get() == b"payload"
             await near.aclose()
+
+
+async def test_what_a_handler_foresees_is_one_line_and_a_bug_has_its_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A peer that wakes from a suspension finds its epochs over, in every stream that others have opened meanwhile."""
+    foreseen = NotPermittedError("attached to an epoch that is not running here")
+
+    async def refuses(stream: Stream) -> None:
+        raise ExceptionGroup("session", [foreseen, StreamClosed("gone")])
+
+    async def fails(stream: Stream) -> None:
+        raise KeyError("a bug")
+
+    before = structlog.get_config()
+    configure_logging(as_json=False)
+    try:
+        async with mesh("memory") as (a, b):
+            for purpose, handler in (("foreseen", refuses), ("bug", fails)):
+                b.serve(purpose, handler)
+                near = await a.open(b.peer_id, purpose, b.addresses)
+                with pytest.raises(StreamClosed):
+                    await near.recv()
+    finally:
+        structlog.configure(**before)
+    lines = capfd.readouterr().err.splitlines()
+    assert sum("attached to an epoch" in line for line in lines) == 1
+    assert sum("KeyError: 'a bug'" in line for line in lines) == 1
+    assert len(lines) < 30
