@@ -27,6 +27,7 @@ from meshcee.profile import Cluster, LinkProfile
 from meshcee.simulator import period_s
 from peers.agent import Agent
 from peers.coordinator import PlanRequest
+from peers.feeding import Feeding
 from peers.newcomers import Newcomers
 from peers.paces import Paces
 from peers.senses import HELD, Pair, Senses, as_shown
@@ -83,6 +84,7 @@ class Adaptation:
         self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses.of(agent.links(plan.peers))
+        self._feeding = Feeding(request.feeds)
         self._paces = Paces()
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
@@ -112,6 +114,7 @@ class Adaptation:
         self._plan = plan
         self._begin(since_s)
         self._senses.restart()
+        self._feeding.restart()
         return True
 
     async def hear(self, report: Report) -> Plan | None:
@@ -163,7 +166,7 @@ class Adaptation:
 
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed, steps = report.observed, 1
-        told = self._senses.hear(observed)
+        told = self._senses.hear(observed) + self._feeding.hear(observed.fed, report.step_s)
         self._crossed = set(observed.rates)
         if self._cluster is None:
             self._place(self._agent.measured(self._plan.peers))
@@ -238,7 +241,7 @@ class Adaptation:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""
         mesh = self._agent.measured(self._plan.peers)
         times = {p: t for p, t in self._newcomers.times.items() if p in mesh.devices}
-        return replace(mesh, links=self._links(mesh), times=times, feeds=self._request.feeds)
+        return replace(mesh, links=self._links(mesh), times=times, feeds=dict(self._feeding.links))
 
     def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
         """Steps and soundings show some links. The others that share a line with them go the same way, and have sagged as much,

@@ -38,6 +38,9 @@ class Observed:
     depths: Mapping[tuple[str, str], float] = field(
         default_factory=dict
     )  # -> bytes on their way when more came, at most
+    fed: Mapping[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # peer -> inputs' bytes, and as how many a second they came
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ class Walk:
                     for pair, rate in (((peer, other), out), ((other, peer), into)):
                         if rate:
                             rates[pair] = min(rate, rates.get(pair, rate))
-        return Observed(compute_s, rates, depths)
+        fed = {p: (size, rate) for p, size in self.fed_bytes.items() if (rate := self.applied[p].get("fed"))}
+        return Observed(compute_s, rates, depths, fed)
 
     def heard_of(self, micro: int) -> bool:
         """Whether every member of its last stage has told its loss of this micro-batch."""
@@ -169,8 +173,7 @@ class Walk:
 
     def feeds_s(self) -> dict[str, float]:
         """What the inputs of this step were on the way from the owner to each member, as those saw them come."""
-        rates = {peer: header.get("fed") for peer, header in self.applied.items()}
-        return {peer: size / rate for peer, size in self.fed_bytes.items() if (rate := rates.get(peer))}
+        return {peer: size / rate for peer, (size, rate) in self.observed().fed.items()}
 
     def _fed(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str | None:
         """That the owner was busy for most of the step: reading the user's data, or sending it."""

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from benchmarks.rehearsal import (
+    CHANGE_S,
     FLOPS,
     POOR,
     SPEEDS,
+    Played,
+    _Mesh,
+    _report,
     costs,
     flaps,
     fresh,
@@ -32,9 +37,13 @@ from meshcee.eager import plain
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from meshcee.planner.live import Measured, situation
+from meshcee.profile import LinkProfile
+from peers.adaptation import Adaptation, Change
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.compute import Pace
+from peers.coordinator import PlanRequest
 from peers.home import Home
+from peers.newcomers import Newcomers
 from peers.paces import Paces
 from peers.senses import DOUBTFUL, FAST, HELD, Senses
 from peers.sounding import sound
@@ -399,3 +408,32 @@ async def test_a_peer_that_joins_a_running_job_is_given_blocks_and_no_number_cha
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(result.state_dict[name], tensor), name
+
+
+async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
+    """It feeds the first stage, whose link from the owner sags; another device is reached as well as before."""
+    size, steps = 16_000_000, 200
+    job = replace(costs(), feeds=((size // costs().batch_size, (0,)),))
+    plan, changes, here = fresh(1.0), list[Change](), _Mesh(Played([1.0]), True, 1.0)
+    first = plan.peers[0]
+    request = PlanRequest(job, feeds=dict.fromkeys(SPEEDS, LinkProfile(0.001, 4e7)))
+    newcomers = Newcomers(cast(Any, here), here.profiles, profiles({}))
+    adapter = Adaptation(cast(Any, here), request, plan, changes, newcomers, check=lambda plan, kinds: None)
+    here.now_s += CHANGE_S
+    found = None
+    with capture_logs() as logged:
+        for step in range(40):
+            rate = 4e7 if step < 12 else 4e6
+            seconds = max(step_s(plan, 1.0), size / rate)
+            here.pass_by(seconds)
+            report = _report(step, steps, plan, seconds, 1.0)
+            observed = replace(report.observed, fed={first: (size, rate)})
+            found = await adapter.hear(replace(report, observed=observed))
+            if found is not None:
+                break
+    assert found is not None
+    assert step < 12 + 2 * HELD, "before long"
+    assert found.peers[0] != first
+    (entry,) = [entry for entry in logged if entry["event"] == "the plan changes"]
+    assert entry["cause"] == (f"the owner's link to {first} has 0.10 times its bandwidth",)
+    assert entry["gain"] > 3

@@ -21,6 +21,8 @@ from meshcee.profile import BlockCost, LinkProfile
 from peers.asking import question
 from peers.assemble import InProcess, JoinOptions
 from peers.coordinator import PlanRequest
+from peers.feeding import Feeding
+from peers.senses import HELD
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.walk import Walk
@@ -148,3 +150,25 @@ def test_a_request_whose_feeds_make_no_sense_is_refused(wrong: dict[str, Any]) -
     body = msgpack.unpackb(bytes(frame.payloads[0]))
     with pytest.raises(ProtocolError):
         PlanRequest.from_frame(Frame(frame.kind, frame.header, [msgpack.packb(body | wrong)]))
+
+
+def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:
+    feeding = Feeding({"p0": LinkProfile(0.01, 1e8)})
+
+    def heard(size: int, rate: float, peer: str = "p0", steps: int = HELD) -> list[str]:
+        return [told for _ in range(steps) for told in feeding.hear({peer: (size, rate)}, 1.0)]
+
+    assert heard(10_000, 1e6) == [], "it takes a hundredth of the step"
+    feeding.restart()
+    assert heard(2_000_000, 1e6, steps=HELD - 1) == [], "it may pass"
+    assert heard(2_000_000, 1e6, steps=1) == ["the owner's link to p0 has 0.02 times its bandwidth"]
+    assert feeding.links == {"p0": LinkProfile(0.01, 1e6)}
+    assert heard(2_000_000, 1.1e6) == [], "noise"
+    assert heard(2_000_000, 4e6) == ["the owner's link to p0 has 4.00 times its bandwidth"]
+    assert heard(2_000_000, 1e6, "new") == ["the owner's link to new has 0.02 times its bandwidth"]
+
+
+def test_a_step_tells_of_what_was_fed() -> None:
+    walk, _ = walk_of({}, fed=2e6)
+    walk.fed_bytes = {"p0": 1000, "p1": 5}
+    assert walk.observed().fed == {"p0": (1000, 2e6)}
