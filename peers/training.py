@@ -23,6 +23,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
 from meshcee.job import Job
 from meshcee.kernels import class_of
+from meshcee.memory import settled
 from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile
 from meshcee.timing import BlockTimes
@@ -180,7 +181,8 @@ class Training:
             if self._resume is not None:
                 await asyncio.to_thread(self._go_on, self._resume, self._captured)
             self._repeats = await asyncio.to_thread(repeats, self._job, keeps=self._home is not None)
-            await self._epochs()
+            with settled():
+                await self._epochs()
             self._ended("stopped" if self.result.stopped else "done")
         except MeshceeError as error:
             self._ended("failed", error=str(error))
