@@ -8,6 +8,7 @@ from torch import nn
 
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import Job, Optimizer
+from peers.weights import Weights
 from tests.peers.mesh_fixture import train
 from tests.peers.test_training import Pairs, make_job
 
@@ -66,3 +67,13 @@ async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int,
     with pytest.raises(NonFiniteLossError, match=rf"{what} step {BAD_FROM + 1} .*though its loss is"):
         await train(job_of(place, clip_norm), 3, 6, after_step=(BAD_FROM, lambda: told.append("reported")))
     assert told == []
+
+
+def test_large_numbers_whose_sum_overflows_are_finite() -> None:
+    names, optimizer = ("a", "b"), Optimizer("SGD", lr=0.0)
+    weights = Weights(names, names, (), {n: torch.zeros(4) for n in names}, optimizer, "fp32", torch.device("cpu"))
+    for parameter in weights.trainable.values():
+        parameter.grad = torch.full((4,), 3e38)
+    assert weights.not_finite() is None
+    weights.trainable["b"].grad[2] = -torch.inf  # type: ignore[index]
+    assert weights.not_finite() == "b"
