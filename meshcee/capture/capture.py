@@ -24,7 +24,7 @@ from meshcee.capture import data as data_rules
 from meshcee.capture.analysis import Analysis, find_recomputed
 from meshcee.capture.construct import InitialState, construct
 from meshcee.capture.cuts import find_cuts, named_cuts, positions
-from meshcee.capture.export import Exported, export_module
+from meshcee.capture.export import EXAMPLES, Exported, export_module
 from meshcee.capture.initial import from_checkpoint
 from meshcee.capture.program import Input, Node, Program
 from meshcee.capture.refusals import explain, faithful, refuse_functions, refuse_hooks
@@ -40,7 +40,6 @@ from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture"]
 
-_EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
 _PROBED = 16  # samples whose shapes are compared, to find sizes that vary
 
 
@@ -178,8 +177,9 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
-    example = data_rules.stack(read(job.data, [0], job.seed) * _EXAMPLES)
+    example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
     varying = data_rules.varying(read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed))
+    most = job.micro_batch_size or job.batch_size
     work = model if job.precision == "fp32" else _rounded(model)
     before = Remembered(work, job.loss)
     try:
@@ -187,7 +187,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         work.train()
         train_wrap = _WithLoss(work, job, example, evaluate=False)
         watch = _watched(train_wrap, job, example, names)
-        exported = _export(train_wrap, example, names, varying)
+        exported = _export(train_wrap, example, names, varying, most)
         program, analysis = _cut(exported, job.cuts)
         before.put_back()
         watch(program)
@@ -198,7 +198,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             work.eval()
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
             eval_wrap.rebound = train_wrap.rebound
-            evaluation = _overlay(_export(eval_wrap, example, names, varying), program)
+            evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
             paths = eval_wrap.seen.paths
     except CaptureError:
         if recorder is None and job.precision == "fp32":
@@ -306,12 +306,12 @@ def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _export(
-    wrap: _WithLoss, example: tuple[Any, Any], names: Mapping[str, str], varying: Set[tuple[str, int]]
+    wrap: _WithLoss, example: tuple[Any, Any], names: Mapping[str, str], varying: Set[tuple[str, int]], most: int
 ) -> Exported:
     def name_of(target: str) -> str:
         return names[target.removeprefix("model.")]
 
-    return export_module(wrap, data_rules.inputs_of(example), name_of, varying)
+    return export_module(wrap, data_rules.inputs_of(example), name_of, varying, most)
 
 
 def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:

@@ -16,16 +16,17 @@ import torch
 from torch import nn
 
 from meshcee.capture.analysis import quiet
+from meshcee.capture.experts import teach_shapes
 from meshcee.capture.operators import Operator, find_operator, operator_name
 from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
 from meshcee.capture.refusals import FixedSizes, explain, users_lines, where
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 from meshcee.strides import canonical, contiguous
 
-__all__ = ["Exported", "export_module"]
+__all__ = ["EXAMPLES", "Exported", "export_module"]
 
-MAX_BATCH = 65536
-LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example
+EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
+LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
 # What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first.
 _REWRITTEN = {
@@ -34,6 +35,8 @@ _REWRITTEN = {
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.detach_.default": "aten.detach.default",
 }
+# What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
+_WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
 
 
 @dataclasses.dataclass
@@ -50,12 +53,15 @@ def export_module(
     arguments: Mapping[str, torch.Tensor],
     name_of: Callable[[str], str],
     varying: Set[tuple[str, int]] = frozenset(),
+    most: int = EXAMPLES,
 ) -> Exported:
     """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name.
 
-    `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first.
+    `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first. A micro-batch has
+    at most `most` samples: code that takes another way for more is no obstacle.
     """
-    batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
+    teach_shapes()
+    batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
         with quiet(), users_lines(), FixedSizes() as sizes:
@@ -82,6 +88,7 @@ class _Flattener:
         self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
         self.hints: dict[Any, int] = {}  # symbol -> its size in the example
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
+        self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
 
     def run(self) -> Exported:
         graph = self.exported.graph_module.graph
@@ -171,6 +178,10 @@ class _Flattener:
             name = _REWRITTEN[name]
             if name == "aten.zeros.default":
                 kwargs.pop("memory_format", None)
+        into = kwargs.pop("out") if isinstance(kwargs.get("out"), Ref) and _without_out(target) is not None else None
+        if into is not None:
+            name = operator_name(_without_out(target))
+        no_grad = no_grad or _WITHOUT_GRADIENT.fullmatch(name or "") is not None
         if name is None:
             raise CaptureError(
                 f"operation {target}{where(node)} is not an aten operator; write it with torch functions"
@@ -188,12 +199,17 @@ class _Flattener:
             source, place = self.raw_sizes[symbol]
             args = [Ref(source), place]
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
-        number = len(self.inputs) + len(self.nodes)
-        self.numbers[node] = Ref(number)
-        value = self._value(held, f"n{len(self.nodes)}", f"operation {name}{where(node)} makes")
-        self.nodes.append(
-            Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=where(node))
-        )
+        value = self._value(held, "", f"operation {name}{where(node)} makes")
+        self._add(node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=where(node)))
+        if into is not None:  # what was computed is written to where it was asked for
+            copied = find_operator("aten.copy_.default")
+            self._add(
+                node, dataclasses.replace(self.nodes[-1], operator=copied, args=(into, self.numbers[node]), kwargs={})
+            )
+
+    def _add(self, node: Any, made: Node) -> None:
+        self.numbers[node] = Ref(len(self.inputs) + len(self.nodes))
+        self.nodes.append(dataclasses.replace(made, value=dataclasses.replace(made.value, name=f"n{len(self.nodes)}")))
 
     def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
         placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
@@ -225,6 +241,11 @@ class _Flattener:
             return Value(name, None, multiple=True)
         return Value(name, None)
 
+    def _most(self, symbol: Any, usual: int) -> int:
+        """How far a size that varies may go: a table of positions, say, has so many rows."""
+        limit, upper = LENGTH_MARGIN * usual, getattr(self.ranges.get(symbol), "upper", None)
+        return int(min(limit, upper)) if upper is not None and upper.is_finite else limit
+
     def _dim(self, dim: Any, maker: str) -> Dim:
         if isinstance(dim, int):
             return dim
@@ -234,12 +255,28 @@ class _Flattener:
                 return Batch(int(each))
             if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
                 hints = {s: self.hints[s] for s in each.free_symbols}
-                most = {s: LENGTH_MARGIN * v for s, v in hints.items()}
+                most = {s: self._most(s, v) for s, v in hints.items()}
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
                 return Free(max(usual, limit), usual, batch)
+        if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
+            raise CaptureError(
+                f"{maker} a tensor whose size follows from values of the data; use a mask of fixed size, as torch.where does"
+            )
         raise CaptureError(
             f"{maker} a tensor with size {expression}, no multiple of the batch size; keep samples apart in the model"
         )
+
+
+def _without_out(target: Any) -> Any:
+    """The overload that returns what this one writes to its one `out`; None if there is none."""
+    if not isinstance(target, torch._ops.OpOverload) or "out" not in target._overloadname.split("_"):
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    for name in target._overloadpacket.overloads():
+        other = getattr(target._overloadpacket, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
 
 
 def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
+from meshcee.capture.experts import grouped_mm, teach_shapes
 from meshcee.errors import GraphError
 
 __all__ = ["Operator", "find_operator", "operator_name"]
 
-_ATEN = re.compile(r"aten\.([a-z][a-z0-9_]*|__[a-z]+__|_[a-z][a-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)")
+_ATEN = re.compile(
+    r"aten\.([a-z][A-Za-z0-9_]*|__[a-z]+__|_[a-z][a-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)"
+)  # .T, .mT and .mH have capitals
 
 
 def _sym_min(a: int, b: int) -> int:
@@ -82,8 +85,13 @@ _FORBIDDEN = re.compile(
 _ALLOWED = frozenset({"index_copy", "lift_fresh_copy", "expand_copy", "masked_scatter"})
 # Operators whose name begins with an underscore are internal, and check less; these appear in captured graphs.
 _ALLOWED_INTERNAL = frozenset(
-    {"_softmax", "_log_softmax", "_to_copy", "_unsafe_view", "_weight_norm", "_convolution", "_shape_as_tensor"}
-)
+    {
+        "_softmax", "_log_softmax", "_to_copy", "_unsafe_view", "_weight_norm", "_convolution", "_shape_as_tensor",
+        "_grouped_mm",
+    }
+)  # fmt: skip
+# What is called in place of an operator that trusts the values of its arguments.
+_GUARDED: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": grouped_mm}
 
 
 @dataclass(frozen=True)
@@ -145,9 +153,11 @@ def find_operator(name: str) -> Operator:
         mutates = mutates or (names.index("running_mean"), names.index("running_var"))
     elif torch.Tag.maybe_aliasing_or_mutating in overload.tags:  # dropout that is off returns its input
         aliases = aliases or (0,)
+    if name in _GUARDED:
+        teach_shapes()
     return Operator(
         name=name,
-        call=overload,
+        call=_GUARDED.get(name, overload),
         argument_names=tuple(names),
         argument_types=tuple(types),
         mutates=mutates,

@@ -9,6 +9,7 @@ from meshcee.capture.operators import find_operator
 from meshcee.errors import GraphError
 
 USED = """
+numpy_T mT mH matrix_H
 linear layer_norm embedding batch_norm conv2d conv1d conv_transpose2d.input dropout gelu relu silu softmax.int
 add.Tensor mul.Tensor matmul bmm addmm baddbmm scaled_dot_product_attention cross_entropy_loss nll_loss mse_loss view
 reshape permute transpose.int cat stack split.Tensor chunk unbind.int expand masked_fill.Scalar where.self tril triu

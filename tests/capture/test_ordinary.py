@@ -1,0 +1,108 @@
+"""Ordinary code that the export says in words of its own: it is captured, and trains what the plain loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from meshcee.capture import Free, capture
+from meshcee.capture.operators import find_operator
+from meshcee.errors import CaptureError
+from tests.capture.exactness import WIDTH, difference, job_of
+
+Then = Callable[["Layers", torch.Tensor], torch.Tensor]
+
+
+class Layers(nn.Module):
+    """Three layers around whatever a test wants."""
+
+    def __init__(self, then: Then) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.then(self, self.a(x).tanh())))
+
+
+def grouped(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """As Hugging Face's mixtures of experts compute by default."""
+    experts, order = torch.sort(h[:, :4].argmax(-1))
+    counts = torch.histc(experts.float(), bins=4, min=0, max=3)
+    out = F.grouped_mm(h[order], m.experts.transpose(-2, -1), offs=torch.cumsum(counts, 0, dtype=torch.int32))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return out[back]
+
+
+def unit(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        made = F.normalize(m.b.weight, dim=1, out=torch.empty(WIDTH, WIDTH))
+    return h @ made
+
+
+def many_at_once(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """As diffusers' UNet does."""
+    return h.contiguous() if h.shape[0] >= 64 else h * 2
+
+
+CASES: dict[str, Then] = {
+    "transposed": lambda m, h: (h.T.mT @ m.b.weight.T).mH.T,
+    "written to a tensor that is given": unit,
+    "integers like a tensor": lambda m, h: h + 0.1 * torch.randint_like(h, 0, 3),
+    "experts in one product": grouped,
+    "another way for many samples": many_at_once,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_captured_and_exact(name: str) -> None:
+    torch.manual_seed(1)
+    assert difference(job_of(Layers(CASES[name]))) == ""
+
+
+@pytest.mark.parametrize("kind", ["spectral_norm", "orthogonal"])
+def test_parametrizations_are_captured_and_exact(kind: str) -> None:
+    torch.manual_seed(1)
+    model = Layers(lambda m, h: h)
+    getattr(parametrizations, kind)(model.b)
+    assert difference(job_of(model)) == ""
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.head = nn.Parameter(torch.randn(20, 4)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.unsqueeze(-1) + self.places[: x.shape[1]]).mean((1, 2))
+
+
+def test_a_table_of_positions_limits_the_lengths_that_vary() -> None:
+    g = torch.Generator().manual_seed(5)
+    data = [(torch.randn(4 + i % 7, generator=g), torch.randn((), generator=g)) for i in range(24)]
+    job = job_of(Table(), data=data, batch_size=4, micro_batch_size=1)
+    assert difference(job) == ""
+    assert [d.limit for x in capture(job).train.inputs for d in x.value.shape if isinstance(d, Free)] == [20]
+
+
+@pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [2, 1, 5, 7], [-1, 2, 5, 7], [2, 2, 5, 9]])
+def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
+    """The kernel would leave rows as memory that nobody wrote."""
+    call = find_operator("aten._grouped_mm.default").call
+    rows, experts = torch.randn(7, 8), torch.randn(4, 8, 8)
+    with pytest.raises(ValueError, match="all rows"):
+        call(rows, experts, torch.tensor(offsets, dtype=torch.int32))
+    good = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
+    assert torch.equal(call(rows, experts, good)[:2], torch.mm(rows[:2], experts[0]))
+
+
+def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"test_ordinary\.py:\d+ .*size follows from values of the data; use a mask"):
+        capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
