@@ -23,8 +23,8 @@ _kept: list[Any] = []  # a registration ends with its library object
 def teach_shapes() -> None:
     """Let meta tensors of any floating type pass, for export and for peers that check a graph."""
     importlib.import_module("torch._meta_registrations")  # registers its own rule, which ours takes the place of
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_grouped_mm", _shape, "Meta", allow_override=True)
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("_grouped_mm", _shape, "Meta", allow_override=True)  # type: ignore[no-untyped-call]
     _kept.append(library)
     operator = torch.ops.aten._grouped_mm.default
     operator.py_kernels.pop(torch._C.DispatchKey.Meta, None)  # what export asks before the library

@@ -272,7 +272,7 @@ def _without_out(target: Any) -> Any:
     if not isinstance(target, torch._ops.OpOverload) or "out" not in target._overloadname.split("_"):
         return None
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
-    for name in target._overloadpacket.overloads():
+    for name in target._overloadpacket.overloads():  # type: ignore[no-untyped-call]
         other = getattr(target._overloadpacket, name)
         if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
             return other
