@@ -73,7 +73,8 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
     if steps < 1 or job.batch_size % micro_batch:
         raise UsageError(f"take at least one step, and a micro_batch that divides batch_size={job.batch_size}")
     model = _built(job)
-    model.train()
+    if not model.training:  # what is in eval mode inside of a model in train mode stays so
+        model.train()
     # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
     full = {name: p.detach().clone() for name, p in model.named_parameters()} if job.precision == "bf16" else {}
     if full:
@@ -135,7 +136,7 @@ def _collate(items: list[Any]) -> Any:
         return {key: _collate([item[key] for item in items]) for key in first}
     if isinstance(first, tuple | list):
         return tuple(_collate(list(column)) for column in zip(*items))
-    return torch.stack([torch.as_tensor(item) for item in items])
+    return None if first is None else torch.stack([torch.as_tensor(item) for item in items])
 
 
 def _halved(x: Any) -> Any:
@@ -143,7 +144,7 @@ def _halved(x: Any) -> Any:
         return {key: _halved(value) for key, value in x.items()}
     if isinstance(x, tuple):
         return tuple(_halved(value) for value in x)
-    return x.bfloat16() if x.is_floating_point() else x
+    return x.bfloat16() if x is not None and x.is_floating_point() else x
 
 
 def _call(model: nn.Module, x: Any) -> Any:

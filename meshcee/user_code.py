@@ -6,15 +6,17 @@ read the line of their own file and not ours. The error itself stays the cause; 
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshcee.errors import MeshceeError, UsageError
 
-__all__ = ["calling", "place_of"]
+__all__ = ["Place", "calling", "is_ours", "place_in", "place_of"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
@@ -26,6 +28,50 @@ def place_of(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OURS, "<"))]
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
     return f" at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something happens: `text` begins with a blank, and is empty if nobody knows. `library` is whose code it is, if not
+    the user's own."""
+
+    text: str = ""
+    library: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def place_in(frames: Sequence[tuple[str, int, str]]) -> Place:
+    """From (file, line, code), innermost last: the user's own line, and behind it the library's that it led to."""
+    frames = [f for f in frames if not is_ours(f[0])]
+    own = [f for f in frames if not _library(f[0])[0]]
+    text = f" at {own[-1][0]}:{own[-1][1]} `{own[-1][2].strip()}`" if own else ""
+    if not frames or not (library := _library(frames[-1][0])[0]):
+        return Place(text)
+    file, line, code = frames[-1]
+    return Place(f"{text} in {library} ({_library(file)[1]}:{line} `{code.strip()}`)", library)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is meshcee's, torch's or Python's own, which tells a user nothing."""
+    if "/site-packages/" in file or not file.startswith(("<", *_OURS, f"{sysconfig.get_path('stdlib')}/")):
+        return _library(file)[0] == "torch"
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _library(file: str) -> tuple[str, str]:
+    """The installed library that a file belongs to, and the file's path in there; ("", ...) if it is nobody's."""
+    top = Path(file)
+    while (top.parent / "__init__.py").exists():
+        top = top.parent
+    if not any(top.parent.glob(f"{top.stem}-*.dist-info")) and top.parent.name not in (
+        "site-packages",
+        "dist-packages",
+    ):
+        return "", file
+    return top.stem, str(Path(file).relative_to(top)) if Path(file) != top else top.name
 
 
 @contextmanager

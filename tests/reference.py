@@ -41,7 +41,7 @@ def stacked(items: list[Any]) -> Any:
         return {k: stacked([i[k] for i in items]) for k in items[0]}
     if isinstance(items[0], tuple):
         return tuple(stacked([i[k] for i in items]) for k in range(len(items[0])))
-    return torch.stack([torch.as_tensor(i) for i in items])
+    return None if items[0] is None else torch.stack([torch.as_tensor(i) for i in items])
 
 
 def mapped(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -49,7 +49,7 @@ def mapped(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return {k: mapped(v, change) for k, v in x.items()}
     if isinstance(x, tuple):
         return tuple(mapped(v, change) for v in x)
-    return change(x)
+    return None if x is None else change(x)
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,8 @@ def built(job: Job) -> nn.Module:
 def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Reference:
     """Train a copy of the job's model eagerly, on one device."""
     model = built(job).to(device)
-    model.train()
+    if not model.training:
+        model.train()
     bf16 = job.precision == "bf16"
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
     if bf16:

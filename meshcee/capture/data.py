@@ -1,6 +1,6 @@
 """How a list of samples becomes the named raw inputs of a program, and an output its tensors.
 
-The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors; a leaf's name is its path
+The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors, or are None; a leaf's name is its path
 ("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position.
 """
 
@@ -32,6 +32,8 @@ def _stack(items: Sequence[Any], path: str) -> Any:
         return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
     if isinstance(first, tuple | list):
         return tuple(_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first)))
+    if all(item is None for item in items):
+        return None
     try:
         return torch.stack([torch.as_tensor(item) for item in items])
     except (TypeError, ValueError, RuntimeError) as error:
@@ -40,6 +42,8 @@ def _stack(items: Sequence[Any], path: str) -> Any:
 
 def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:
     """The tensors of a stacked tree by path."""
+    if tree is None:
+        return {}
     if isinstance(tree, torch.Tensor):
         return {path: tree}
     if isinstance(tree, Mapping):
@@ -47,7 +51,7 @@ def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:
     if isinstance(tree, tuple | list):
         return {n: t for i, v in enumerate(tree) for n, t in leaves(v, f"{path}.{i}").items()}
     raise UsageError(
-        f"{path} is a {type(tree).__name__}; data[i] must hold tensors, numbers, and tuples or dicts of them"
+        f"{path} is a {type(tree).__name__}; data[i] must hold tensors, numbers, None, and tuples or dicts of them"
     )
 
 
@@ -73,7 +77,7 @@ def rebuild(tree: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {k: rebuild(v, f"{path}.{k}", tensors) for k, v in tree.items()}
     if isinstance(tree, tuple | list):
         return tuple(rebuild(v, f"{path}.{i}", tensors) for i, v in enumerate(tree))
-    return tensors[path]
+    return None if tree is None else tensors[path]
 
 
 def call_model(model: Any, x: Any) -> Any:

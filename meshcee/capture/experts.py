@@ -50,17 +50,12 @@ def _shape(
     return torch.empty_strided((rows.shape[0], experts.shape[2]), (wide, 1), dtype=dtype, device=rows.device)
 
 
-def grouped_mm(
-    rows: torch.Tensor,
-    experts: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def grouped_mm(rows: torch.Tensor, experts: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     """As `aten._grouped_mm`, if the offsets ascend and the last is the number of rows; else ValueError."""
-    if offs is not None and not offs.is_meta and not isinstance(offs, FakeTensor):
+    offs = rest[0] if rest else options.get("offs")
+    if isinstance(offs, torch.Tensor) and not offs.is_meta and not isinstance(offs, FakeTensor):
         edges = [0, *offs.tolist()]
         if edges != sorted(edges) or edges[-1] != rows.shape[0]:
             raise ValueError("the rows of experts do not make up all rows")
-    out: torch.Tensor = torch.ops.aten._grouped_mm.default(rows, experts, offs, bias, out_dtype)
+    out: torch.Tensor = torch.ops.aten._grouped_mm.default(rows, experts, *rest, **options)
     return out

@@ -17,9 +17,9 @@ from torch import nn
 
 from meshcee.capture.analysis import quiet
 from meshcee.capture.experts import teach_shapes
-from meshcee.capture.operators import Operator, find_operator, operator_name
+from meshcee.capture.operators import Operator, find_operator, operator_name, without_out
 from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
-from meshcee.capture.refusals import FixedSizes, explain, users_lines, where
+from meshcee.capture.refusals import Watched, explain, instead, where
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 from meshcee.strides import canonical, contiguous
 
@@ -64,12 +64,12 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), users_lines(), FixedSizes() as sizes:
+        with quiet(), Watched() as watched:
             exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
-        raise explain(error, sizes.at) from error
+        raise explain(error, watched) from error
     return _Flattener(exported, tuple(arguments), name_of).run()
 
 
@@ -143,8 +143,9 @@ class _Flattener:
         self.inputs.append(made)
 
     def _graph(self, owner: Any, graph: Any, no_grad: bool) -> None:
+        needed = _needed(graph)
         for node in graph.nodes:
-            if node.op in ("placeholder", "output"):
+            if node.op in ("placeholder", "output") or node not in needed:
                 continue
             if node.op == "get_attr":
                 self.numbers[node] = getattr(owner, node.target)
@@ -162,7 +163,7 @@ class _Flattener:
         if target is torch.ops.higher_order.wrap_with_autocast:
             _device, _dtype, enabled, _cache, sub, *rest = node.args
             if enabled:
-                at = next(filter(None, map(where, self.numbers[sub].graph.nodes)), "")
+                at = next(filter(None, (str(where(n)) for n in self.numbers[sub].graph.nodes)), "")
                 raise CaptureError(f"autocast is on{at}; remove it and use Job(precision='bf16')")
             self._inline(node, self.numbers[sub], rest, no_grad)
             return
@@ -178,18 +179,18 @@ class _Flattener:
             name = _REWRITTEN[name]
             if name == "aten.zeros.default":
                 kwargs.pop("memory_format", None)
-        into = kwargs.pop("out") if isinstance(kwargs.get("out"), Ref) and _without_out(target) is not None else None
+        into = kwargs.pop("out") if isinstance(kwargs.get("out"), Ref) and without_out(target) is not None else None
         if into is not None:
-            name = operator_name(_without_out(target))
+            name = operator_name(without_out(target))
         no_grad = no_grad or _WITHOUT_GRADIENT.fullmatch(name or "") is not None
         if name is None:
-            raise CaptureError(
-                f"operation {target}{where(node)} is not an aten operator; write it with torch functions"
-            )
+            advice = instead(where(node), "write it with torch functions")
+            raise CaptureError(f"operation {target}{where(node)} is not an aten operator; {advice}")
         try:
             operator: Operator = find_operator(name)
         except GraphError as error:
             advice = "keep it a tensor" if name == "aten.item.default" else "write it with other torch functions"
+            advice = instead(where(node), advice)
             raise CaptureError(f"operation {name}{where(node)} cannot run on a peer: {error}; {advice}") from error
         held = node.meta.get("val")
         if name == "aten.sym_size.int" and (symbol := _symbol(held)) in self.raw_sizes:
@@ -200,7 +201,9 @@ class _Flattener:
             args = [Ref(source), place]
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
         value = self._value(held, "", f"operation {name}{where(node)} makes")
-        self._add(node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=where(node)))
+        self._add(
+            node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
+        )
         if into is not None:  # what was computed is written to where it was asked for
             copied = find_operator("aten.copy_.default")
             self._add(
@@ -267,16 +270,21 @@ class _Flattener:
         )
 
 
-def _without_out(target: Any) -> Any:
-    """The overload that returns what this one writes to its one `out`; None if there is none."""
-    if not isinstance(target, torch._ops.OpOverload) or "out" not in target._overloadname.split("_"):
-        return None
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
-    for name in target._overloadpacket.overloads():  # type: ignore[no-untyped-call]
-        other = getattr(target._overloadpacket, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
-            return other
-    return None
+def _needed(graph: Any) -> set[Any]:
+    """Nodes that results or effects depend on. An assertion is no effect, nor what only assertions read."""
+    needed: set[Any] = set()
+    for node in reversed(graph.nodes):
+        target, name = node.target, operator_name(node.target) if node.op == "call_function" else None
+        effect = name is None  # a sub-graph, an input, the output
+        if isinstance(target, torch._ops.OpOverload):
+            statistics = any(
+                a.name == "running_mean" for a in target._schema.arguments
+            )  # written, its schema does not say
+            effect = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or statistics
+        if node in needed or (effect and not _DROPPED.fullmatch(name or str(target))):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return needed
 
 
 def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from meshcee.capture.experts import grouped_mm, teach_shapes
 from meshcee.errors import GraphError
 
-__all__ = ["Operator", "find_operator", "operator_name"]
+__all__ = ["Operator", "find_operator", "operator_name", "without_out"]
 
 _ATEN = re.compile(
     r"aten\.([a-z][A-Za-z0-9_]*|__[a-z]+__|_[a-z][a-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)"
@@ -165,6 +165,18 @@ def find_operator(name: str) -> Operator:
         random=torch.Tag.nondeterministic_seeded in overload.tags,
         num_outputs=len(schema.returns),
     )
+
+
+def without_out(target: Any) -> Any:
+    """The overload that returns what this one writes to its one `out`; None if there is none."""
+    if not isinstance(target, torch._ops.OpOverload) or "out" not in target._overloadname.split("_"):
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    for name in target._overloadpacket.overloads():  # type: ignore[no-untyped-call]
+        other = getattr(target._overloadpacket, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
 
 
 def _is_allowed(base: str) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshcee.capture.refusals import not_the_users
+from meshcee.user_code import is_ours
 
 __all__ = ["Remembered"]
 
@@ -90,7 +90,7 @@ class Remembered:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 self.values[f"requires_grad of {f'{name}.{key}'.lstrip('.')!r}"] = parameter.requires_grad
-        if code is not None and not not_the_users(code.co_filename):
+        if code is not None and not is_ours(code.co_filename):
             self._visit(f"what {type(module).__name__}.forward uses", type(module).forward, 1, "")
 
     def _visit(self, place: str, value: Any, depth: int, line: str) -> None:
@@ -155,7 +155,7 @@ class Remembered:
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         code = function.__code__
-        if not_the_users(code.co_filename) or "/site-packages/" in code.co_filename:
+        if is_ours(code.co_filename) or "/site-packages/" in code.co_filename:
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
@@ -185,7 +185,7 @@ def _called(value: Any) -> Any:
 
 def _line(code: Any, name: str) -> str:
     """ " at FILE:LINE" where the code stores this name; else where it uses it; else where it begins."""
-    if not inspect.iscode(code) or not_the_users(code.co_filename):
+    if not inspect.iscode(code) or is_ours(code.co_filename):
         return ""
     stored, used, line = 0, 0, code.co_firstlineno
     for step in dis.get_instructions(code):

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.analysis import quiet, resolve
+from meshcee.capture.operators import without_out
 from meshcee.capture.program import Program
-from meshcee.capture.refusals import not_the_users
 from meshcee.capture.remember import Remembered
 from meshcee.errors import CaptureError
+from meshcee.user_code import is_ours
 
 __all__ = ["Watch", "keeping"]
 
@@ -35,6 +36,7 @@ _ZEROS = frozenset(
     {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::zeros", "aten::zeros_like", "aten::new_zeros"}
 )
 _SEED = 0x6D65736863656521  # one that nobody else sets
+_WITHOUT_GRADIENT = frozenset({"aten::randint_like"})
 _SAME = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
 
 
@@ -103,7 +105,13 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return hashlib.blake2b(whole.numpy().data, digest_size=12).hexdigest()  # it may be written: not kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if (
+            isinstance(kwargs.get("out"), torch.Tensor) and (twin := without_out(func)) is not None
+        ):  # as export writes it
+            into = kwargs.pop("out")
+            made = self.__torch_dispatch__(twin, types, args, kwargs)
+            return self.__torch_dispatch__(torch.ops.aten.copy_.default, types, (into, made))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         before = [self.storage(t) for t in given]
         parts = [self.name(p) if isinstance(p, torch.Tensor) else repr(p) for p in tree_leaves((args, kwargs))]
@@ -125,7 +133,7 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts.append(str(self._draws))
             if torch.initial_seed() != _SEED:
                 odd = "a seed of its own"
-        recorded = torch.is_grad_enabled() and any(grads)
+        recorded = torch.is_grad_enabled() and any(grads) and name not in _WITHOUT_GRADIENT
         odd = odd or next((what for what, now in _surroundings().items() if now != self._usual[what]), "")
         kind = "zeros" if name in _ZEROS else "same" if name in _SAME else str(func)
         operator = _digest(kind, parts, grads if recorded else (), odd)
@@ -182,7 +190,7 @@ def _users_line() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not not_the_users(file):
+        if not is_ours(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -1,4 +1,4 @@
-"""What forward writes in place that it has not made: buffers are marked, samples copied first, the rest refused.
+"""What forward writes in place that it has not made: buffers and frozen parameters are marked, samples copied, the rest refused.
 
 The idea: a write counts wherever it lands in memory. `buffer[:, 0] = h` writes the buffer as `buffer.copy_(h)` does, so
 the storages of the fake pass say who is written, not the arguments of the operators that write.
@@ -32,6 +32,10 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
         analysis = analyse(inputs, nodes)
     for number, position in analysis.written.items():
         entry = inputs[number]
+        if (
+            entry.kind == "parameter" and not entry.trainable
+        ):  # a teacher that follows its student: state, like a buffer
+            entry = dataclasses.replace(entry, kind="buffer")
         if entry.kind != "buffer":
             what = f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer"
             raise CaptureError(

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from meshcee.capture import Free, capture
 from meshcee.capture.operators import find_operator
-from meshcee.errors import CaptureError
-from tests.capture.exactness import WIDTH, difference, job_of
+from meshcee.errors import CaptureError, UsageError
+from tests.capture.exactness import WIDTH, asserted, difference, job_of
 
 Then = Callable[["Layers", torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,21 @@ def many_at_once(m: Layers, h: torch.Tensor) -> torch.Tensor:
     return h.contiguous() if h.shape[0] >= 64 else h * 2
 
 
+def follows(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """A teacher that is an average of its student, as BYOL's is."""
+    with torch.no_grad():
+        m.experts[0].mul_(0.9).add_(m.b.weight, alpha=0.1)
+    return h @ m.experts[0]
+
+
+def sampled(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    return torch.distributions.Normal(h, F.softplus(h) + 0.1, validate_args=True).rsample()
+
+
 CASES: dict[str, Then] = {
+    "an assertion on values": lambda m, h: asserted(h),
+    "a parameter that forward writes": follows,
+    "a distribution that checks its arguments": sampled,
     "transposed": lambda m, h: (h.T.mT @ m.b.weight.T).mH.T,
     "written to a tensor that is given": unit,
     "integers like a tensor": lambda m, h: h + 0.1 * torch.randint_like(h, 0, 3),
@@ -64,7 +78,9 @@ CASES: dict[str, Then] = {
 @pytest.mark.parametrize("name", CASES)
 def test_captured_and_exact(name: str) -> None:
     torch.manual_seed(1)
-    assert difference(job_of(Layers(CASES[name]))) == ""
+    model = Layers(CASES[name])
+    model.experts.requires_grad_(CASES[name] is not follows)
+    assert difference(job_of(model)) == ""
 
 
 @pytest.mark.parametrize("kind", ["spectral_norm", "orthogonal"])
@@ -73,6 +89,41 @@ def test_parametrizations_are_captured_and_exact(kind: str) -> None:
     model = Layers(lambda m, h: h)
     getattr(parametrizations, kind)(model.b)
     assert difference(job_of(model)) == ""
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.c = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.drop(self.norm(self.a(x if scale is None else x * scale)))
+        return self.c(h)
+
+
+@pytest.mark.parametrize("frozen", [(), ("norm",), ("norm", "drop"), ("",)])
+def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]) -> None:
+    """A model that is in eval mode as a whole, as Hugging Face returns it, is trained."""
+    torch.manual_seed(1)
+    model = Scaled()
+    for name in frozen:
+        model.get_submodule(name).eval()
+    modes = [m.training for m in model.modules()]
+    assert difference(job_of(model)) == ""
+    assert [m.training for m in model.modules()] == modes
+    random = capture(job_of(model)).train.uses_random
+    assert random == ("drop" not in frozen)
+
+
+def test_an_input_may_be_none() -> None:
+    torch.manual_seed(1)
+    g = torch.Generator().manual_seed(5)
+    rows = [((torch.randn(WIDTH, generator=g), None), torch.randn(WIDTH, generator=g)) for _ in range(24)]
+    for data in (rows, [({"x": x, "scale": none}, y) for (x, none), y in rows]):
+        assert difference(job_of(Scaled(), data=data)) == ""
+    mixed = [((x, None if i else torch.ones(WIDTH)), y) for i, ((x, _), y) in enumerate(rows)]
+    with pytest.raises(UsageError, match=r"samples"):
+        capture(job_of(Scaled(), data=mixed))
 
 
 class Table(nn.Module):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,10 @@ class Calls(nn.Module):
 def job_of(model: nn.Module) -> Job:
     data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
     return Job(model=model, loss=F.mse_loss, optimizer=Optimizer("SGD", lr=0.1), data=data, batch_size=4, steps=1)
+
+
+STRAY = nn.Parameter(torch.ones(4))
+COUNTING = nn.BatchNorm1d(4, momentum=None)
 
 
 class Sign(torch.autograd.Function):
@@ -92,11 +100,43 @@ def grows(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return linear(h)
 
 
+def drops_layers(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h if torch.rand([]) < 0.1 else linear(h)
+
+
+def differentiates(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h + torch.autograd.grad(linear(h).sum(), h, create_graph=True)[0]
+
+
+def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.tensor([4, 3, 2]), batch_first=True)
+    return h + packed.data.sum()
+
+
 REFUSED = {
     "a parameter written through a view": (
         grows,
         rf"changes parameter 'linear\.weight' in place at .*{HERE} `linear\.w",
     ),
+    "layers left out by chance": (drops_layers, rf"{HERE} .*left out by chance.*set layerdrop to 0"),
+    "a gradient inside": (
+        differentiates,
+        rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
+    ),
+    "a transform of torch.func": (
+        lambda _, h: h + torch.func.grad(lambda row: row.sin().sum())(h),
+        rf"\(torch\.func\) at .*{HERE}.*write the derivative",
+    ),
+    "torch.vmap": (
+        lambda linear, h: torch.vmap(linear)(h),
+        rf"{HERE} .*: torch\.vmap is used; write it for a whole batch",
+    ),
+    "a packed sequence": (packs, rf"a packed sequence is made at .*{HERE}.*padded sequence, and mask"),
+    "a parameter of nobody": (
+        lambda _, h: h * STRAY,
+        rf"needs a gradient is used at .*{HERE}.*make it an nn\.Parameter",
+    ),
+    "a batch norm that counts": (lambda _, h: COUNTING(h), r"momentum=None divides by the number.*give it a momentum"),
     "a branch on data": (branches, rf"at .*{HERE} `if h\.sum\(\) > 0:`: .*values of a tensor; .*torch\.where"),
     "a loop of .item()": (loops, rf"at .*{HERE} `for _ in range\(int\(h\.max\(\)\.item\(\)\)\):`.*values of a tensor"),
     "a product with .item()": (lambda _, h: h * h.max().item(), rf"aten\.item.*{HERE}.*keep it a tensor"),
@@ -172,6 +212,43 @@ def test_slices_of_one_flat_tensor_are_parameters_like_others() -> None:
     flat = torch.randn(4, 5)
     model.weight, model.bias = nn.Parameter(flat[:, :4]), nn.Parameter(flat[:, 4])
     assert capture(job_of(model)).param_order == ("weight", "bias")
+
+
+def test_modules_that_are_not_ready_are_told_before_anything_is_traced() -> None:
+    nested = nn.Sequential(nn.Linear(4, 4))
+    nested[0].compile(backend="eager")
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    for model, says in (
+        (nn.LazyLinear(4), "'weight' has no shape yet; run one batch through the model"),
+        (torch.compile(nn.Linear(4, 4), backend="eager"), "the model is compiled.*without torch.compile"),
+        (nested, "module '0' is compiled"),
+        (scripted, "the model is scripted; pass the module"),
+    ):
+        with pytest.raises(CaptureError, match=says):
+            capture(job_of(model))
+
+
+def test_a_loss_with_a_parameter_is_refused() -> None:
+    loss = nn.Module()
+    loss.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(CaptureError, match=r"the loss has a parameter 'scale'.*a part of the model"):
+        capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=loss))
+
+
+def test_code_of_a_library_is_told_with_the_users_line_and_no_advice_to_rewrite_it(tmp_path: Path) -> None:
+    package = tmp_path / "somelib"
+    package.mkdir()
+    (tmp_path / "somelib-1.0.dist-info").mkdir()
+    (package / "__init__.py").write_text("def branch(h):\n    return h if h.sum() > 0 else -h\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        branch = importlib.import_module("somelib").branch
+    finally:
+        sys.path.remove(str(tmp_path))
+    says = rf"at .*{HERE} `.*branch\(h\).*` in somelib \(__init__\.py:2 `.*`\): .* values .*; peers cannot run this part of somelib"
+    with pytest.raises(CaptureError, match=says):
+        capture(job_of(Calls(lambda _, h: branch(h))))
 
 
 def test_what_changes_no_number_is_captured() -> None:
