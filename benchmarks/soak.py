@@ -15,6 +15,7 @@ import contextlib
 import gc
 import itertools
 import json
+import sys
 import tempfile
 import time
 from asyncio.events import Handle
@@ -139,7 +140,7 @@ class Soak:
     pause_s: float = 0.0
     wall_pause_s: float = 0.0
     paused_by: str = ""
-    resident: list[tuple[int, int]] = field(default_factory=list)  # (steps done, bytes)
+    looks: list[tuple[int, int, int]] = field(default_factory=list)  # (steps done, resident bytes, objects of Python's)
     _looked: bool = False
 
     @contextlib.contextmanager
@@ -166,15 +167,16 @@ class Soak:
 
     def look(self) -> None:
         gc.collect()
-        self.resident.append((self.steps, psutil.Process().memory_info().rss))
+        self.looks.append((self.steps, psutil.Process().memory_info().rss, sys.getallocatedblocks()))
         self._looked = True  # this callback's time is ours
 
     @property
-    def growth_bytes_per_step(self) -> float:
-        """From a tenth of the run on, when all that is made once is there."""
-        first = next(found for found in self.resident if found[0] >= self.steps // 10)
-        last = self.resident[-1]
-        return (last[1] - first[1]) / max(1, last[0] - first[0])
+    def growth(self) -> tuple[float, float]:
+        """Resident bytes and objects of Python's a step, from a tenth of the run on, when all that is made once is there."""
+        first = next(found for found in self.looks if found[0] >= self.steps // 10)
+        last = self.looks[-1]
+        steps = max(1, last[0] - first[0])
+        return (last[1] - first[1]) / steps, (last[2] - first[2]) / steps
 
 
 def _name_of(handle: Handle) -> str:
@@ -227,7 +229,7 @@ def main() -> None:
         data = {
             "steps": seen.steps,
             "epochs": seen.epochs,
-            "resident_mib": round(seen.resident[-1][1] / 2**20, 1),
+            "resident_mib": round(seen.looks[-1][1] / 2**20, 1),
             "pause_s": round(seen.pause_s, 3),
             "wall_pause_s": round(seen.wall_pause_s, 3),
             "seconds": round(time.perf_counter() - began_s, 1),
@@ -237,7 +239,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meshcee-soak-") as folder, quick_planning(), quiet():
         seen = run(soak(Path(folder), options.steps, options.epochs, options.samples, tell))
     tell(seen)
-    print(json.dumps({"growth_bytes_per_step": round(seen.growth_bytes_per_step, 1), "paused_by": seen.paused_by}))
+    of_bytes, of_objects = seen.growth
+    print(
+        json.dumps(
+            {"bytes_a_step": round(of_bytes, 1), "objects_a_step": round(of_objects, 2), "paused_by": seen.paused_by}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,17 +12,12 @@ from tests.virtual_time import quiet, run
 
 
 @pytest.mark.parametrize(
-    ("steps", "epochs", "growth"),
-    [
-        (2_000, 4, None),  # too short to tell memory from what is made once
-        pytest.param(100_000, 50, 300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
+    ("steps", "epochs"),
+    [(2_000, 4), pytest.param(100_000, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
-def test_a_long_run_stays_small_and_keeps_nobody_waiting(
-    tmp_path: Path, steps: int, epochs: int, growth: float | None
-) -> None:
+def test_a_long_run_stays_small_and_keeps_nobody_waiting(tmp_path: Path, steps: int, epochs: int) -> None:
     with quick_planning(), quiet():
         seen = run(soak(tmp_path, steps, epochs, samples=1_000_000))
     assert (seen.steps, seen.epochs) == (steps, epochs)
     assert seen.pause_s < 0.2, seen.paused_by
-    assert growth is None or seen.growth_bytes_per_step < growth
+    assert seen.growth[1] < 10  # a loss in the result is one; a report, or what was fed, would be dozens
