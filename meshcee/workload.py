@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshcee.errors import UsageError
 
-__all__ = ["CODECS", "Codec", "KindTimes", "StageTimes", "Workload"]
+__all__ = ["CODECS", "HOST_MESSAGE_S", "Codec", "KindTimes", "StageTimes", "Workload"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,6 +45,9 @@ CODECS: dict[str, Codec] = {
     "lossless": Codec(math.inf, 16e-9, PACKED_BITS),
     "bf16-lossless": Codec(16.0, 12e-9, PACKED_BITS),
 }
+# Of a core, at each end of a message between members of one host: packing, encryption, daemons, the owner's part and copies of the
+# state. From benchmarks/one_host.py: four members on two cores of an AMD EPYC took 0.25 core seconds a step, their kernels 0.13.
+HOST_MESSAGE_S = 2e-3
 PAYLOAD_S = 1e-4  # of every coded message: to the thread beside the device and back, on either side
 
 

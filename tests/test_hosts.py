@@ -75,10 +75,10 @@ def test_nodes_of_one_host_that_compute_at_once_slow_each_other_down() -> None:
     alone_s, shared_s = period_s(row, apart, work), period_s(row, together, work)
     assert alone_s == pytest.approx(24, rel=0.2)
     assert shared_s == pytest.approx(48, rel=0.1)  # all work of both, one after the other
-    assert bound_s(build(row, together, work)) == 48
+    assert bound_s(build(row, together, work)) == pytest.approx(48, rel=0.01)
     for name, device in together.devices.items():
         together.devices[name] = replace(device, load=0.5)  # two cores
-    assert period_s(row, together, work) == alone_s
+    assert period_s(row, together, work) == pytest.approx(alone_s, rel=0.01)
 
 
 def live(host: str, cores: int) -> Measured:

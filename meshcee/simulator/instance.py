@@ -12,7 +12,7 @@ from itertools import permutations
 from meshcee.errors import PlanError
 from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.profile import Cluster
-from meshcee.workload import Workload
+from meshcee.workload import HOST_MESSAGE_S, Workload
 
 __all__ = ["Edge", "Instance", "Node", "Ring", "build"]
 
@@ -254,7 +254,19 @@ class _Builder:
             found.append(Ring(block, ring, hops, latency))
         return found
 
+    def busy_hosts(self) -> None:
+        """Messages take cores as well: where members of one host leave none idle, their kernels wait meanwhile."""
+        loads = Counter[int]()
+        for node in self.nodes:
+            loads[node.host] += node.load
+        for node in self.nodes:
+            if node.host >= 0:
+                each_s = HOST_MESSAGE_S * min(1.0, loads[node.host])
+                node.f_s += each_s * ((node.inputs or 1) + (len(node.forward) or 1))
+                node.b_s += each_s * (node.gradients + len(node.back))
+
     def finish(self) -> Instance:
+        self.busy_hosts()
         latency: dict[tuple[int, int], float] = {}
         for a in self.heads:
             for b in self.heads:
