@@ -5,7 +5,7 @@ The idea: all look-ups (times, paths, codecs, overlaps of samples) happen once, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
@@ -256,7 +256,7 @@ class _Builder:
 
     def busy_hosts(self) -> None:
         """Messages take cores as well: where members of one host leave none idle, their kernels wait meanwhile."""
-        loads = Counter[int]()
+        loads: defaultdict[int, float] = defaultdict(float)
         for node in self.nodes:
             loads[node.host] += node.load
         for node in self.nodes:
