@@ -160,6 +160,9 @@ class GroupSum:
         table[k, peer] = present, numbers
         self._changed.set()
 
+    def abort(self) -> None:
+        """No call of ours hangs."""
+
     def close(self) -> None:
         """Nothing to end: the streams are the session's."""
 

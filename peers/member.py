@@ -433,12 +433,22 @@ class Member:
         except* Exception as failures:
             cause = most_telling(failures)
             log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
-            await self._report(stream, cause)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._abort(self.session))  # first: what hangs in a sum holds the device
+                group.create_task(self._report(stream, cause))
         finally:
-            self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
-            if not self.session.ending:
-                self.remains.keep(self.session.executor.untouched())
-            self.session.close()
+            try:
+                await self._abort(self.session)
+            finally:
+                self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
+                if not self.session.ending:
+                    self.remains.keep(self.session.executor.untouched())
+                self.session.close()
+
+    async def _abort(self, session: Session) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await session.executor.settlement.abort()
 
     async def _report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""

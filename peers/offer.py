@@ -274,13 +274,19 @@ class Offer:
             totals_from={name: self._partner(self.peer_id, at[0]) for name, at in others.items()},
             sums=tuple(one for one in self.sums if self.peer_id in one.peers),
             limit_bytes=self.max_payload_bytes,
-            meeting_host=host_of(self.addresses.get(self.peer_id, ())) if self._sums_directly else None,
+            meeting_host=self._meeting_host if self._sums_directly else None,
         )
 
     @property
     def _sums_directly(self) -> bool:
         """Only inside a group: other pipelines are in other regions, as a rule, where process groups do not reach."""
         return self.terms.direct_sums and len(self.plan.pipelines) == 1
+
+    @property
+    def _meeting_host(self) -> str:
+        """An address of another member of our group."""
+        others = [peer for peer in self.stages[self.index].peers if peer != self.peer_id]
+        return host_of(self.addresses.get(others[0], ()) if others else ())
 
     def _partner(self, peer: str, index: int) -> str:
         """The member of an earlier stage that a later stage's member exchanges shared gradients with."""

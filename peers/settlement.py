@@ -64,7 +64,7 @@ class Settlement:
         of = place.peer, one.peers, {name: self._runner.trainable[name] for name in one.names}
         if place.meeting_host is None:
             return GroupSum(*of, self._compute, links, spans, number=one.number)
-        return DirectSum(*of, self._compute.device, links, spans, host=place.meeting_host, number=one.number)
+        return DirectSum(*of, self._compute, links, spans, host=place.meeting_host, number=one.number)
 
     @asynccontextmanager
     async def summing(self, walk: Step) -> AsyncIterator[Sequence[Whole]]:
@@ -91,6 +91,11 @@ class Settlement:
         if one is None:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r} for a sum that is not ours")
         one.take(peer, frame)
+
+    async def abort(self) -> None:
+        """Nothing is summed any more: end calls that hang. All have begun to end when this waits first."""
+        ending = [one.abort() for one in self._sums.values()]
+        await asyncio.gather(*(future for future in ending if future is not None), return_exceptions=True)
 
     def close(self) -> None:
         """The epoch is over."""

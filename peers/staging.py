@@ -67,7 +67,7 @@ class Staging:
         self.device = device
         self._locked = locked or Locked()
         self._computing = torch.cuda.default_stream(device)  # no thread of a peer computes on another one
-        self._leaving, self._arriving = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._leaving, self._arriving, self._summing = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
         """Passed when the device has done all that it was asked to compute until now."""
@@ -82,6 +82,15 @@ class Staging:
                 return call()
             finally:  # an error too must not let memory go that is still read
                 _marked(self._leaving).synchronize()
+
+    def sum(self, made: torch.cuda.Event, call: Callable[[], T], _held: Any = None) -> T:
+        """As `leave`, for what waits for other members: a stream of its own, so nothing else waits with it."""
+        with torch.cuda.stream(self._summing):
+            self._summing.wait_event(made)
+            try:
+                return call()
+            finally:
+                _marked(self._summing).synchronize()
 
     def arrive(self, call: Callable[[], Sequence[T]]) -> list[T]:
         """Values that the call brings and decodes, when they are there."""

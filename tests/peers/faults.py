@@ -230,7 +230,7 @@ async def trained(job: Job, plan: Plan, folder: Path, fault: Fault | None = None
                 await here.epoch(owner)
                 return here.told
             sockets = open_sockets()
-            why = rf"in step ({fault.step - 1}|{fault.step}), before it was applied"
+            why = rf"in step ({fault.step}|{fault.step + 1}), before it was applied"
             async with asyncio.timeout(GIVEN_UP_S):
                 with pytest.raises(PeerLostError, match=why):
                     await here.epoch(owner)

@@ -278,10 +278,13 @@ async def test_a_group_of_a_cuda_device_is_made_and_ended_by_nccl() -> None:
     parameter = nn.Parameter(torch.ones(3, device="cuda"))
     parameter.grad = torch.full_like(parameter, 2.0)
     async with Compute("cuda:0") as compute:
-        alone = DirectSum("p0", ("p0",), {"w": parameter}, compute.device, Links((1, 1)), Spans(), host="127.0.0.1")
+        alone = DirectSum("p0", ("p0",), {"w": parameter}, compute, Links((1, 1)), Spans(), host="127.0.0.1")
         whole = Whole(alone.buckets, alone.parameters)
         whole.all()
         await alone.run(0, whole)
+        ending = alone.abort()
+        assert ending is not None
+        await ending
         alone.close()
     assert torch.equal(parameter.grad, torch.full_like(parameter, 2.0))
 
