@@ -19,7 +19,7 @@ from meshcee.planner.live import JobCosts
 from meshcee.profile import LinkProfile
 from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, request_plan
-from peers.job_costs import costs_of, profile
+from peers.job_costs import costs_of, look, profile
 from peers.profiler import LIGHT_S, probe_link
 from peers.sharing import why_not_shared
 from peers.transport.base import StreamClosed
@@ -49,8 +49,10 @@ async def question(
     if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
         log.warning("no stage will be shared by a group", why=why)
         costs = replace(costs, groups=False)
+    most, data_s = await asyncio.to_thread(look, job, captured)
+    costs = replace(costs, data_s=data_s)
     async with asyncio.TaskGroup() as group:
-        profiling = group.create_task(profile(agent, job, captured, costs))
+        profiling = group.create_task(profile(agent, job, captured, costs, most))
         feeding = group.create_task(_feeds(agent, costs))
     return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
 

@@ -36,7 +36,7 @@ from peers.transport.base import Frame, StreamClosed
 if TYPE_CHECKING:
     from peers.agent import Agent
 
-__all__ = ["costs_of", "profile"]
+__all__ = ["costs_of", "look", "profile"]
 
 log = structlog.get_logger()
 
@@ -45,7 +45,6 @@ PROFILE_BYTES = 8 << 20
 AT_ONCE = 16  # devices asked at the same time
 ASKED = 32  # devices; of more, one of each kind is asked
 SAMPLES = 16  # looked at for the largest integer of each input, and for how long it takes to read one
-LOOK_S = 1.0
 ALIKE = 1.1  # speeds within this factor are one kind
 
 
@@ -70,7 +69,6 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         versions=versions(),
         threads=job.threads or 0,
         feeds=_feeds(captured),
-        data_s=_data_s(job),
     )
 
 
@@ -85,25 +83,15 @@ def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((sizes[name], tuple(blocks)) for name, blocks in readers.items())
 
 
-def _data_s(job: Job) -> float:
-    """What it usually takes to read a sample; the first may open files."""
-    seconds = []
-    for i in range(SAMPLES):
-        began_s = time.perf_counter()
-        read(job.data, [i * len(job.data) // SAMPLES], job.seed)
-        seconds.append(time.perf_counter() - began_s)
-        if sum(seconds) > LOOK_S:
-            break
-    return statistics.median(seconds)
-
-
-async def profile(agent: Agent, job: Job, captured: Capture, costs: JobCosts) -> dict[str, BlockTimes]:
-    """Times of the job's blocks on the idle devices that answered; warns of those that did not."""
+async def profile(
+    agent: Agent, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
+) -> dict[str, BlockTimes]:
+    """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
     devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
     asked = _asked(devices)
     data = await asyncio.to_thread(encode_program, captured.train)
-    most = await asyncio.to_thread(_most, job, captured)  # once: the samples are the user's, and may take long
-    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, most) for peer in asked}
+    largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
+    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
     found: dict[str, BlockTimes] = {}
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -176,14 +164,20 @@ def sizes_of(job: Job, costs: JobCosts, memory_bytes: int) -> tuple[int, ...]:
     return tuple(sorted({min(fitting, key=lambda m: abs(m - x)) for x in wanted}))
 
 
-def _most(job: Job, captured: Capture) -> dict[str, int]:
-    """The largest integer of each input in a few samples: what random ids must stay under."""
+def look(job: Job, captured: Capture) -> tuple[dict[str, int], float]:
+    """Of a few samples the largest integer of each input, which random ids must stay under, and the seconds that reading one
+    usually takes. Once for all devices: the samples are the user's, and may take long.
+    """
     found: dict[str, int] = {}
-    for sample in read(job.data, (i * len(job.data) // SAMPLES for i in range(SAMPLES)), job.seed):
+    seconds = []
+    for i in range(SAMPLES):
+        began_s = time.perf_counter()
+        (sample,) = read(job.data, [i * len(job.data) // SAMPLES], job.seed)
+        seconds.append(time.perf_counter() - began_s)
         for name, tensor in captured.inputs_of(data_rules.stack([sample])).items():
             if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
                 found[name] = max(found.get(name, 0), int(tensor.max()))
-    return found
+    return found, statistics.median(seconds)
 
 
 def _asked(devices: Mapping[str, DeviceProfile]) -> dict[str, list[str]]:

@@ -100,7 +100,9 @@ def offers() -> list[Offer]:
     job = make_job()
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 2, 24, 6)
-    return [Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), p, captured.train, None, {}) for p in plan.peers]
+    return [
+        Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), p, captured.train, None, {}) for p in plan.peers
+    ]
 
 
 def described(offer: Offer, next_step: int) -> Frame:

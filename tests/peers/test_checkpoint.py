@@ -291,7 +291,7 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
     job = job_of()
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)
-    offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
     cadence = Cadence()
     snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), cadence), [offer], captured)
     await snapshots.begin(1)
@@ -357,7 +357,7 @@ async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: P
     job = job_of()
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)
-    offer = Offer(Terms.of(job, captured), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
     snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured)
     part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
     with pytest.raises(ProtocolError, match="nobody asked for"):

@@ -168,7 +168,7 @@ async def test_a_member_that_ends_with_other_weights_than_the_other_pipeline_is_
 def test_who_adds_up_what_follows_from_the_cuts() -> None:
     """Blocks that the same members hold are one sum; a tied weight belongs to the first block that uses it."""
     captured = captured_job()
-    terms = Terms.of(job_of(), captured)
+    terms = Terms.of(job_of(), captured, 60.0)
     offers = [
         Offer(terms, beside_plan(), (1, 1), (1, "c"), peer, captured.train, None, {}) for peer in beside_plan().peers
     ]
