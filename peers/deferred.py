@@ -9,7 +9,7 @@ order of their making, so each parameter's gradient is summed in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,16 @@ class Deferral:
         trainable = {number for number, entry in spec.inputs if entry.trainable}
         data = {n for n, v in zip(spec.received_numbers, spec.received) if v.requires_grad}
         weights = set(trainable)
+        made = {number for number, _ in spec.nodes}
         for number, node in spec.nodes:
             if node.no_grad or not (node.value.requires_grad or node.value.multiple):
                 continue  # indices that activations chose carry no gradient: what they pick from a parameter is W's
             reads_data = any(r in data for r in node.refs)
             reads_weights = any(r in weights for r in node.refs)
+            if _changes_what_its_target_is(node, (data, weights), made):
+                self.possible = False  # every other view of that memory would have to be told
+                self.calls.clear()
+                return
             if reads_data and reads_weights:
                 if device.type == "cpu" and _is_composed_norm(node):
                     self.calls[number] = _NormCall(self, node, frozenset(data)).run
@@ -78,6 +83,16 @@ class Deferral:
                 weights.add(number)
         # What is computed from parameters alone is a root of W when it leaves the stage.
         self.weights = frozenset(weights)
+
+
+def _changes_what_its_target_is(node: Node, kinds: tuple[Set[int], Set[int]], made: Set[int]) -> bool:
+    """Whether the node writes into a tensor something that this one did not depend on: activations, or parameters."""
+    for place in node.operator.mutates:
+        target: Any = node.args[place] if place < len(node.args) else None
+        known = isinstance(target, Ref) and target.index in made
+        if known and any(target.index not in kind and any(r in kind for r in node.refs) for kind in kinds):
+            return True
+    return False
 
 
 def _can_wait(node: Node) -> bool:

@@ -27,7 +27,9 @@ from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.operators import without_out
 from meshcee.capture.program import Program
 from meshcee.capture.remember import Remembered
+from meshcee.capture.writes import is_copy
 from meshcee.errors import CaptureError
+from meshcee.strides import canonical
 from meshcee.user_code import is_ours
 
 __all__ = ["Watch", "keeping"]
@@ -83,16 +85,11 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._usual = _surroundings()
 
     def name(self, tensor: torch.Tensor) -> str:
-        """Of a tensor: its storage's name and where it lies in there."""
-        place = (
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return _digest(self.storage(tensor), *place)
+        """Of a tensor: its storage's name and where it lies in there, as far as that matters to kernels."""
+        place = tensor.storage_offset() if isinstance(tensor, FakeTensor) else 0
+        strides = canonical(tensor.shape, tensor.stride())
+        bits = tensor.is_conj(), tensor.is_neg()
+        return _digest(self.storage(tensor), tensor.dtype, tuple(tensor.shape), strides, place, bits)
 
     def storage(self, tensor: torch.Tensor) -> str:
         key = tensor.untyped_storage()._cdata
@@ -229,7 +226,8 @@ def eager_runs(
         entries: dict[str, torch.Tensor] = {}
         for path, tensor in _entries(module):
             if id(tensor) not in fakes:
-                empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+                strides = canonical(tensor.shape, tensor.stride())
+                empty = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
                 own = isinstance(tensor, nn.Parameter)
                 fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if own else empty
             entries[path] = fakes[id(tensor)]
@@ -264,7 +262,8 @@ def graph_run(program: Program, arguments: Mapping[str, torch.Tensor], samples: 
                 like = arguments[entry.name]
                 value = torch.empty((samples, *like.shape[1:]), dtype=like.dtype)
             elif entry.data is not None:
-                value = entry.laid_out(entry.data)
+                with _disable_current_modes():  # its numbers count
+                    value = entry.laid_out(entry.data)
             else:
                 value = entry.laid_out(torch.empty(entry.value.sizes(samples), dtype=entry.value.dtype))
                 value.requires_grad_(entry.trainable)
@@ -278,6 +277,8 @@ def graph_run(program: Program, arguments: Mapping[str, torch.Tensor], samples: 
                 with torch.set_grad_enabled(not node.no_grad):
                     args = [resolve(a, values) for a in node.args]
                     values.append(node.operator.call(*args, **{k: resolve(v, values) for k, v in node.kwargs.items()}))
+                if is_copy(program, node):
+                    names[_key(values[-1])] = names[_key(args[0])]  # eager code writes the sample itself
         run.end(naming, values[program.outputs[0]], buffers)
     return run
 

@@ -15,11 +15,11 @@ import torch
 from meshcee.capture.analysis import Analysis, analyse
 from meshcee.capture.export import Exported
 from meshcee.capture.operators import find_operator
-from meshcee.capture.program import Input, Node, Ref
+from meshcee.capture.program import Input, Node, Program, Ref
 from meshcee.errors import CaptureError
 from meshcee.strides import unexpanded
 
-__all__ = ["refuse_overlaps", "settled"]
+__all__ = ["is_copy", "refuse_overlaps", "settled"]
 
 
 def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -44,6 +44,13 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
             )
         inputs[number] = dataclasses.replace(entry, mutated=True)
     return inputs, nodes, outputs, analysis
+
+
+def is_copy(program: Program, node: Node) -> bool:
+    """Whether a node is a sample's copy, which the rest of the graph writes in its place."""
+    [source, *rest] = node.refs or (len(program.inputs),)
+    known = source < len(program.inputs) and program.inputs[source].kind == "raw" and not rest
+    return known and node.operator.name == "aten.clone.default" and not node.at
 
 
 def refuse_overlaps(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> None:

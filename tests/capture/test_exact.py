@@ -140,6 +140,27 @@ def test_cut_anywhere_it_is_the_plain_loop(name: str) -> None:
     assert difference(job_of(CASES[name]())) == ""
 
 
+class FilledFirst(nn.Module):
+    """What leaves the first stage depends on parameters alone, through a view that was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        out = x.new_zeros(x.shape)
+        older = out[:, 1:4]
+        out[:, :4] = h[:, 4:]
+        return self.b(F.layer_norm(out + older.sum(1, keepdim=True) * 0.1, (WIDTH,)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_gradient_that_only_a_write_has_brought(seed: int) -> None:
+    torch.manual_seed(1)
+    assert difference(job_of(FilledFirst()), seed=seed) == ""
+
+
 def test_a_loss_that_writes_its_target() -> None:
     def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         target[target < 0] = 0.0
