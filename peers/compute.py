@@ -77,13 +77,17 @@ class Compute:
         return asyncio.get_running_loop().run_in_executor(self._beside, call, *args)
 
     async def use_threads(self, count: int) -> None:
-        """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them."""
+        """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them.
+
+        So does this thread: its copies of tensors need no cores that others were promised.
+        """
         if not count or self.device.type != "cpu":
             return
         if count > (most := max(os.cpu_count() or 1, self._threads)):
             raise PlanError(
                 f"the plan computes with {count} threads and this peer has {most}; plan again, or give Job(threads=...)"
             )
+        torch.set_num_threads(count)  # first: of some libraries it sets the number for all threads
         await self.run(torch.set_num_threads, count)
         await self.beside(torch.set_num_threads, count)
 

@@ -110,6 +110,7 @@ async def test_the_run_says_with_how_many_threads_a_cpu_computes() -> None:
             await compute.use_threads(most)
             assert await compute.run(torch.get_num_threads) == most
             assert await compute.beside(torch.get_num_threads) == most
+            assert torch.get_num_threads() == most
             await compute.use_threads(0)
             assert await compute.run(torch.get_num_threads) == most
             with pytest.raises(PlanError, match="1000 threads"):
