@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshcee.errors import MeshceeError, UsageError
 
-__all__ = ["Place", "calling", "is_ours", "place_in", "place_of"]
+__all__ = ["Place", "avoided", "calling", "is_ours", "library_of", "place_in", "place_of"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
@@ -51,6 +51,16 @@ def place_in(frames: Sequence[tuple[str, int, str]]) -> Place:
         return Place(text)
     file, line, code = frames[-1]
     return Place(f"{text} in {library} ({_library(file)[1]}:{line} `{code.strip()}`)", library)
+
+
+def avoided(library: str) -> str:
+    """What to do about code that a user cannot write otherwise."""
+    return f"peers cannot run this part of {library}: see whether its configuration has another way"
+
+
+def library_of(file: str) -> str:
+    """The installed library that a file belongs to; "" if it is nobody's."""
+    return _library(file)[0] if file else ""
 
 
 def is_ours(file: str) -> bool:

@@ -25,8 +25,10 @@ from meshcee.capture import data as data_rules
 from meshcee.capture.analysis import Analysis, find_recomputed
 from meshcee.capture.construct import InitialState, construct
 from meshcee.capture.cuts import find_cuts, named_cuts, positions
+from meshcee.capture.experts import teach_shapes
 from meshcee.capture.export import EXAMPLES, Exported, export_module
 from meshcee.capture.initial import from_checkpoint
+from meshcee.capture.masks import asked_for_masks, refuse_idle
 from meshcee.capture.program import Input, Node, Program
 from meshcee.capture.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.remember import Remembered
@@ -163,6 +165,7 @@ def _as_in_eager() -> Iterator[None]:
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     start_s = time.perf_counter()
+    teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else construct(job.model, job.seed)
     refuse_modules(model, job.loss)
     modes = {m: m.training for m in model.modules()}
@@ -179,7 +182,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if job.weights is not None:
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
     example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
-    varying = data_rules.varying(read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed))
+    probed = read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed)
+    varying = data_rules.varying(probed)
     most = job.micro_batch_size or job.batch_size
     work = model if job.precision == "fp32" else _rounded(model)
     if not model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
@@ -189,7 +193,9 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     try:
         train_wrap = _WithLoss(work, job, example, evaluate=False)
         watch = _watched(train_wrap, job, example, names)
-        exported = _export(train_wrap, example, names, varying, most)
+        with asked_for_masks() as asked:
+            exported = _export(train_wrap, example, names, varying, most)
+        refuse_idle(asked, [data_rules.inputs_of(data_rules.stack([sample])) for sample in probed])
         program, analysis = _cut(exported, job.cuts)
         before.put_back()
         watch(program)

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from meshcee.capture.analysis import quiet
-from meshcee.capture.experts import teach_shapes
 from meshcee.capture.operators import Operator, find_operator, operator_name, without_out
 from meshcee.capture.program import Batch, Dim, Free, Input, Node, Ref, Value, is_random
 from meshcee.capture.refusals import Watched, explain, instead, where
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 from meshcee.strides import canonical, contiguous
+from meshcee.user_code import Place
 
 __all__ = ["EXAMPLES", "Exported", "export_module"]
 
@@ -60,7 +60,6 @@ def export_module(
     `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first. A micro-batch has
     at most `most` samples: code that takes another way for more is no obstacle.
     """
-    teach_shapes()
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
@@ -200,7 +199,7 @@ class _Flattener:
             source, place = self.raw_sizes[symbol]
             args = [Ref(source), place]
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
-        value = self._value(held, "", f"operation {name}{where(node)} makes")
+        value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
         self._add(
             node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
         )
@@ -233,9 +232,9 @@ class _Flattener:
             return argument
         raise CaptureError(f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer")
 
-    def _value(self, held: Any, name: str, maker: str = "there is") -> Value:
+    def _value(self, held: Any, name: str, maker: str = "there is", place: Place = Place()) -> Value:  # noqa: B008
         if isinstance(held, torch.Tensor):
-            shape = tuple(self._dim(d, maker) for d in held.shape)
+            shape = tuple(self._dim(d, maker, place) for d in held.shape)
             strides = [_hint(s) for s in held.stride()]
             sizes = [_hint(s) for s in held.shape]
             order = range(len(shape)) if held.is_contiguous() else _order(sizes, strides)
@@ -249,7 +248,7 @@ class _Flattener:
         limit, upper = LENGTH_MARGIN * usual, getattr(self.ranges.get(symbol), "upper", None)
         return int(min(limit, upper)) if upper is not None and upper.is_finite else limit
 
-    def _dim(self, dim: Any, maker: str) -> Dim:
+    def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
         if isinstance(dim, int):
             return dim
         expression = dim.node.expr
@@ -262,12 +261,10 @@ class _Flattener:
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
                 return Free(max(usual, limit), usual, batch)
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
-            raise CaptureError(
-                f"{maker} a tensor whose size follows from values of the data; use a mask of fixed size, as torch.where does"
-            )
-        raise CaptureError(
-            f"{maker} a tensor with size {expression}, no multiple of the batch size; keep samples apart in the model"
-        )
+            advice = instead(place, "use a mask of fixed size, as torch.where does")
+            raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
+        advice = instead(place, "keep samples apart in the model")
+        raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
 
 
 def _needed(graph: Any) -> set[Any]:

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from meshcee.errors import CaptureError, MeshceeError
-from meshcee.user_code import Place, is_ours, place_in
+from meshcee.user_code import Place, avoided, is_ours, place_in
 
 __all__ = ["Watched", "explain", "faithful", "instead", "refuse_functions", "refuse_modules", "where"]
 
@@ -59,9 +59,7 @@ _CALLER = str(Path(__file__).with_name("capture.py"))
 
 def instead(place: Place, advice: str) -> str:
     """What to do: what a user may write in code of his own, of a library's only how to avoid it."""
-    if not place.library:
-        return advice
-    return f"peers cannot run this part of {place.library}: see whether its configuration has another way"
+    return avoided(place.library) if place.library else advice
 
 
 # What torch says -> what went wrong (None: its own words) and what to do.
@@ -344,6 +342,6 @@ def _about(function: type) -> str:
         lines, first = inspect.getsourcelines(function)
         at = place_in([(inspect.getsourcefile(function) or "", first, lines[0])])
     return (
-        f"the model uses the autograd.Function {function.__module__}.{function.__qualname__}{at}, whose own backward peers "
-        "cannot run; " + instead(at, "write it with torch functions, whose gradients follow from them")
+        f"the model uses the autograd.Function {function.__module__}.{function.__qualname__}{at}, with its own backward, which "
+        "no graph holds; " + instead(at, "write it with torch functions, whose gradients follow from them")
     )

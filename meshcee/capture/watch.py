@@ -30,7 +30,7 @@ from meshcee.capture.remember import Remembered
 from meshcee.capture.writes import is_copy
 from meshcee.errors import CaptureError
 from meshcee.strides import canonical
-from meshcee.user_code import is_ours
+from meshcee.user_code import avoided, is_ours, library_of
 
 __all__ = ["Watch", "keeping"]
 
@@ -398,6 +398,8 @@ class Watch:
         at = f" at {eager.at[name]}" if eager.at.get(name) else ""
         if odd := eager.odd.get(name):
             raise CaptureError(f"forward runs{at} under {odd}, which a graph does not hold; leave it out")
+        if library := library_of(eager.at.get(name, "").rpartition(":")[0]):
+            words = f"{words.rpartition(';')[0]}; {avoided(library)}"
         raise CaptureError(words.format(at=at))
 
     def _refuse_assigned(self, path: str, was: torch.Tensor, now: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from meshcee.capture import Free, capture
 from meshcee.capture.operators import find_operator
 from meshcee.errors import CaptureError, UsageError
+from meshcee.job import Job
 from tests.capture.exactness import WIDTH, asserted, difference, job_of
 
 Then = Callable[["Layers", torch.Tensor], torch.Tensor]
@@ -157,3 +158,32 @@ def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
 def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"test_ordinary\.py:\d+ .*size follows from values of the data; use a mask"):
         capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
+
+
+def test_a_mask_that_masks_nothing_is_refused_where_it_changes_a_sum() -> None:
+    """Grouped keys are repeated where there is a mask, and transformers asks only real tensors whether there is one."""
+    hf = pytest.importorskip("transformers")
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+        "vocab_size": 20,
+    }
+    config = hf.LlamaConfig(**small, num_key_value_heads=2, num_labels=2, pad_token_id=0, max_position_embeddings=8)
+    torch.manual_seed(1)
+    model = hf.LlamaForSequenceClassification(config)
+    g = torch.Generator().manual_seed(5)
+    ids = [torch.randint(1, 20, (6,), generator=g) for _ in range(24)]
+
+    def job(kept: int | None) -> Job:
+        mask = {} if kept is None else {"attention_mask": (torch.arange(6) < kept).long()}
+        data = [({"input_ids": row, **mask}, i % 2) for i, row in enumerate(ids)]
+        return job_of(model, lambda out, y: F.cross_entropy(out.logits, y), data=data)
+
+    with pytest.raises(CaptureError, match=r"x\.attention_mask masks nothing.*leave it out of data\[i\], or .*'eager'"):
+        capture(job(6))
+    for kept in (4, None):
+        assert difference(job(kept), ["late"]) == ""
+    model.set_attn_implementation("eager")
+    assert difference(job(6), ["late"]) == ""

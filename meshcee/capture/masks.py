@@ -1,0 +1,75 @@
+"""Attention masks that mask nothing, which Hugging Face's models leave out, but only where they may look at the values.
+
+The idea: in eager code they ask whether all of a mask is set, and then call the kernel without one; while a graph is made they
+do not ask. The kernel computes the same bits either way. But with a mask, keys and values of grouped queries are repeated before
+it, and their gradients add up in another order. So where that was done, and the samples at hand mask nothing, the graph is not
+what the plain loop computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshcee.errors import CaptureError
+
+__all__ = ["Asked", "asked_for_masks", "refuse_idle"]
+
+_QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+class Asked:
+    """Whether a model of transformers would have looked at a mask and could not, and repeated keys and values."""
+
+    def __init__(self) -> None:
+        self.unanswered = False
+        self.repeated = False
+
+    def question(self, asked: Callable[..., bool]) -> Callable[..., bool]:
+        def ask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+            answer = asked(padding_mask, *args, **kwargs)
+            self.unanswered |= padding_mask is not None and not answer and asked(None, *args, **kwargs)
+            return answer
+
+        return ask
+
+    def repeat(self, repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def repeated(states: torch.Tensor, times: int) -> torch.Tensor:
+            self.repeated |= times > 1
+            return repeat(states, times)
+
+        return repeated
+
+
+@contextlib.contextmanager
+def asked_for_masks() -> Iterator[Asked]:
+    noted = Asked()
+    masks = sys.modules.get("transformers.masking_utils")
+    attention = sys.modules.get("transformers.integrations.sdpa_attention")
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((masks, name, noted.question) for name in _QUESTIONS),
+        (attention, "repeat_kv", noted.repeat),
+    ]
+    with contextlib.ExitStack() as put_back:
+        for module, name, noting in places:
+            if (own := getattr(module, name, None)) is not None:
+                setattr(module, name, noting(own))
+                put_back.callback(setattr, module, name, own)
+        yield noted
+
+
+def refuse_idle(noted: Asked, samples: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise CaptureError if that makes a difference, and a mask masks nothing in any of these samples."""
+    if not (noted.unanswered and noted.repeated):
+        return
+    names = [n for n in samples[0] if n.rpartition(".")[2].endswith("attention_mask")]
+    idle = next((n for n in names if all(bool(sample[n].bool().all()) for sample in samples)), None)
+    if idle is not None:
+        raise CaptureError(
+            f"{idle} masks nothing, so transformers would leave it out and round otherwise, which a graph cannot decide; leave "
+            "it out of data[i], or load the model with attn_implementation='eager'"
+        )
