@@ -13,6 +13,7 @@ import io
 import math
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -277,7 +278,9 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         copied = copy.deepcopy(model)
     except Exception:  # the user's own: what capture said counts
         return
-    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):  # it has printed already
+    # It has printed and warned already.
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         with calling("the model"):
             output = data_rules.call_model(copied, example[0])
         with calling("the loss"):

@@ -96,7 +96,7 @@ def test_names_from_the_model_are_escaped() -> None:
 
 
 def test_a_failure_names_the_users_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = job_file(tmp_path, "return self.layers(x) if x.sum() > 0 else x")
+    path = job_file(tmp_path, "return self.layers(x) if x.sum() > 0 else self.layers(-x)")
     assert run(str(path)) == 4
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "x.sum()" in text)
     assert f"{path}:{line}" in capsys.readouterr().err
