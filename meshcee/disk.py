@@ -14,6 +14,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshcee.errors import UsageError
+
 __all__ = [
     "Disk",
     "File",
@@ -23,6 +25,7 @@ __all__ = [
     "make_folder",
     "move",
     "new_folder",
+    "publish",
     "refusal",
     "remove",
     "remove_tree",
@@ -127,15 +130,26 @@ class File:
             _disk.close(handle)
 
 
-def write_whole(path: Path, data: Data, mode: int = 0o600) -> None:
+def write_whole(path: Path, data: Data) -> None:
     """The file holds these bytes, or what it held before, whenever the power is cut; once this has returned, these."""
-    with _beside(path, data, mode) as partial:
+    make_folder(path.parent)
+    with _beside(path, data, 0o600) as partial:
         _disk.rename(partial, path)
     sync_folder(path.parent)
 
 
+def publish(path: Path, data: Data) -> None:
+    """A file that the user has named, for everybody to read. Raises UsageError where it cannot be written."""
+    try:
+        with _beside(path, data, 0o644) as partial:
+            _disk.rename(partial, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+
+
 def write_once(path: Path, data: Data) -> None:
     """As `write_whole`, for a file of which there is none yet: FileExistsError if somebody else was faster."""
+    make_folder(path.parent)
     with _beside(path, data, 0o600) as partial:
         _disk.link(partial, path)  # unlike rename, fails when the name is taken
         _disk.unlink(partial)
@@ -145,7 +159,6 @@ def write_once(path: Path, data: Data) -> None:
 @contextlib.contextmanager
 def _beside(path: Path, data: Data, mode: int) -> Iterator[Path]:
     """A file of these bytes beside the place; it is gone when the block fails."""
-    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_partial)}.part")
     try:
         file = File(partial, mode)

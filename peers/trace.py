@@ -114,7 +114,7 @@ class Trace:
             if self._clocks[peer].round_trip_s < float("inf")
         }
         data = dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}})
-        disk.write_whole(path, data.encode(), mode=0o644)
+        disk.publish(path, data.encode())
 
 
 def _of_peer(pid: int, label: str, spans: Sequence[tuple[int, Span]], zero_s: float) -> list[dict[str, Any]]:

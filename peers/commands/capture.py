@@ -13,7 +13,6 @@ from typing import Any
 from meshcee import disk
 from meshcee.capture import capture
 from meshcee.capture.page import FIGURES, amount, page, size
-from meshcee.errors import UsageError
 from meshcee.profile import BlockCost
 from peers.jobfile import load_job
 from peers.strict_json import dumps
@@ -29,10 +28,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
     seconds = time.perf_counter() - start_s
     costs = captured.costs
     if html is not None:
-        try:
-            disk.write_whole(html, page(costs, f"meshcee capture: {job.name}").encode(), mode=0o644)
-        except OSError as error:
-            raise UsageError(f"cannot write {html}: {error.strerror}; name a file in a folder that exists") from error
+        disk.publish(html, page(costs, f"meshcee capture: {job.name}").encode())
     if as_json:
         result: dict[str, Any] = {
             "job": job.name,

@@ -87,7 +87,7 @@ def plan(
     text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
     if html is not None:
         shown = _named(page(best, cluster, workload, text, f"meshcee plan: {title}"), names)
-        disk.write_whole(html, shown.encode(), mode=0o644)
+        disk.publish(html, shown.encode())
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:
