@@ -34,6 +34,10 @@ _READ_ONCE = frozenset(
     )
 )
 
+# Operators whose kernel for the CPU ends the process (torch 2.13, channels last) if it is asked for the gradients of weights
+# alone: B asks for all of them, and W adds up what B has found.
+_AT_ONCE = frozenset({"aten.group_norm.default", "aten.native_group_norm.default"})
+
 
 @dataclass
 class Tape:
@@ -115,6 +119,7 @@ class _Call:
         self.order = {number: place for place, number in enumerate(dict.fromkeys(node.refs))}
         self.data = tuple(place for number, place in self.order.items() if number in data)
         self.args, self.kwargs = node.args, node.kwargs
+        self.at_once = node.operator.name in _AT_ONCE
 
     def run(self, *values: Any) -> Any:
         """Called by the stage with the values of the node's references, each once."""
@@ -176,14 +181,26 @@ class _Deferred(torch.autograd.Function):
         with torch.enable_grad():
             out = call.compute(inner)
         ctx.out, ctx.leaves, ctx.tape = out, leaves, call.deferral.tape
+        read = [
+            t for i, t in enumerate(values) if i not in call.data and isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        ctx.weights = read if call.at_once else []
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(ctx.out, wanted, grad, retain_graph=True, allow_unused=True) if wanted else ())
-        ctx.tape.outputs.append(ctx.out)
-        ctx.tape.grads.append(grad)
+        wanted, weights, tape = [leaf for leaf in ctx.leaves if leaf.requires_grad], ctx.weights, ctx.tape
+        if wanted and weights:
+            both = torch.autograd.grad(ctx.out, [*wanted, *weights], grad)
+            tape.outputs += weights
+            tape.grads += both[len(wanted) :]
+            found = iter(both)
+        else:
+            found = iter(
+                torch.autograd.grad(ctx.out, wanted, grad, retain_graph=True, allow_unused=True) if wanted else ()
+            )
+            tape.outputs.append(ctx.out)
+            tape.grads.append(grad)
         result = [next(found) if leaf.requires_grad else None for leaf in ctx.leaves]
-        del ctx.out, ctx.leaves
+        del ctx.out, ctx.leaves, ctx.weights
         return (None, None, *result)

@@ -26,6 +26,7 @@ class Layers(nn.Module):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.groups = nn.GroupNorm(1, 2)
         self.then = then
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,16 @@ def sampled(m: Layers, h: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Normal(h, F.softplus(h) + 0.1, validate_args=True).rsample()
 
 
+def channels_last(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """torch's kernel ends the process if it is asked for the gradients of such a norm's weights alone."""
+    for _ in range(2):
+        image = h.view(-1, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+        h = m.groups(image).flatten(1)
+    return h
+
+
 CASES: dict[str, Then] = {
+    "a group norm over channels last, twice": channels_last,
     "an assertion on values": lambda m, h: asserted(h),
     "a parameter that forward writes": follows,
     "a distribution that checks its arguments": sampled,
