@@ -31,7 +31,16 @@ from torch.overrides import TorchFunctionMode
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
 
-__all__ = ["Watched", "explain", "faithful", "instead", "refuse_functions", "refuse_modules", "where"]
+__all__ = [
+    "AFTER_ONE_BATCH",
+    "Watched",
+    "explain",
+    "faithful",
+    "instead",
+    "refuse_functions",
+    "refuse_modules",
+    "where",
+]
 
 _MOST_LINES = 12  # of a node's stack: the innermost ones
 
@@ -204,6 +213,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
+AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"
+
+
 class _Looking(TorchFunctionMode):
     """Looks at every call of a torch function for what the graph would not hold."""
 
@@ -219,6 +231,8 @@ class _Looking(TorchFunctionMode):
             raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
         for given in args:
             if isinstance(given, torch.Tensor) and self._astray(given):
+                if isinstance(given, FakeTensor):
+                    raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
                 advice = instead(_here(), "make it an nn.Parameter of a module of the model, or use .detach()")
                 raise CaptureError(
                     f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "

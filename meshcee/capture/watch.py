@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from meshcee.capture.analysis import quiet, resolve
 from meshcee.capture.operators import without_out
 from meshcee.capture.program import Program
+from meshcee.capture.refusals import AFTER_ONE_BATCH
 from meshcee.capture.remember import Remembered
 from meshcee.capture.writes import is_copy
 from meshcee.errors import CaptureError
@@ -410,5 +411,6 @@ class Watch:
             )
         if now.dtype != was.dtype or now.shape != was.shape or now.stride() != was.stride():
             raise CaptureError(
-                f"forward assigns buffer {name!r} a tensor of another type, shape or order; assign one like it"
+                f"forward assigns buffer {name!r} a tensor of another type, shape or order; assign one like it, or "
+                + AFTER_ONE_BATCH
             )

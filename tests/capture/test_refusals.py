@@ -113,7 +113,15 @@ def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h + packed.data.sum()
 
 
+def builds(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return nn.Linear(4, 4)(h)
+
+
 REFUSED = {
+    "a layer that forward makes": (
+        builds,
+        rf"forward makes a parameter at .*{HERE}.*run one batch through the model before",
+    ),
     "a parameter written through a view": (
         grows,
         rf"changes parameter 'linear\.weight' in place at .*{HERE} `linear\.w",
