@@ -7,6 +7,7 @@ at a door until no other worker is in a test, and keeps it shut meanwhile.
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ settings.load_profile("meshcee")
 
 # The contract of equality is for one number of threads: every process that a test starts has one, and so has this one.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOCKS = "MESHCEE_TEST_LOCKS"  # a folder that the workers inherit
 

@@ -19,6 +19,9 @@ from tests.matrix import job_of
 from tests.reference import reference
 
 ALLOWED = {"meshcee", "meshcee.errors", "meshcee.job", "meshcee.sampling", "meshcee._demo_job"}
+ALLOWED |= {
+    f"meshcee.{name}" for name in ("kernels", "plan", "profile", "user_code", "versions")
+}  # values that a Job names
 
 
 def main() -> None:

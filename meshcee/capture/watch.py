@@ -236,6 +236,7 @@ def eager_runs(
         with _reparametrize_module(module, entries):
             for _ in range(times):
                 run = Run()
+                torch.default_generator.manual_seed(_SEED)  # the pass before may have left another
                 names |= {_key(t): _digest("state", name_of(path)) for path, t in _entries(module)}
                 inputs = {n: torch.empty((samples, *t.shape[1:]), dtype=t.dtype) for n, t in arguments.items()}
                 names |= {_key(t): _digest("raw", n) for n, t in inputs.items()}

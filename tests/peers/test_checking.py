@@ -24,7 +24,7 @@ from peers.chain import Chain
 from peers.checking import check
 from peers.cli import main
 from peers.jobfile import load_job
-from tests.peers.test_net import CASES, EQUAL, job_of
+from tests.peers.test_net import CAPTURE, CASES, EQUAL, job_of, unwatched
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,12 +105,17 @@ def run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_says_equal_or_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_equal_or_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job_of(tmp_path, *EQUAL["plain"])
     assert run(str(tmp_path / "job.py"), "--stages", "2", "--steps", "1") == 0
     assert "equal, bit for bit: 1 steps on 1, 2 stages" in capsys.readouterr().out
     _, line = job_of(tmp_path, *CASES["one sample"])
-    assert run(str(tmp_path / "job.py"), "--json") == 10
+    assert run(str(tmp_path / "job.py"), "--json") == 4  # capture knows
+    assert f"job.py:{line};" in capsys.readouterr().err
+    monkeypatch.setattr(CAPTURE, "_watched", unwatched)
+    assert run(str(tmp_path / "job.py"), "--json") == 10  # the net would have
     assert f"job.py:{line} " in capsys.readouterr().err
     assert run(str(tmp_path / "job.py"), "--stages", "two") == 2
 

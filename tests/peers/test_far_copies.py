@@ -377,7 +377,7 @@ async def test_what_a_far_buddy_has_already_is_not_read_again() -> None:
     weights = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in layouts_of(offers()[0])[0].items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()}
     held.keep("p0", 4, digests, {digests[name]: tensor for name, tensor in weights.items()})
-    buddy = Buddy(offers()[1], "owner", held, None, TIMES, memory_bytes=1 << 30)  # type: ignore[arg-type]
+    buddy = Buddy(offers()[1], held, None, TIMES, memory_bytes=1 << 30)  # type: ignore[arg-type]
     header = {"next_step": 4, "source": "p0", "since": 0, "far": True, "besides": [4]}
     reply = await buddy._keep(Frame(messages.KEEP, header, digests_of(digests, {})))
     assert (reply.header["kept"], reply.header["far"], reply.header["read_s"]) == (True, True, 0.0)
@@ -392,7 +392,7 @@ async def test_far_copies_need_room_for_those_of_their_own_stage_too() -> None:
     memory = offer.state_bytes + (1 + OWN_COPIES) * own + theirs
     missing = []
     for far in (False, True):
-        buddy = Buddy(offer, "owner", Held(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
+        buddy = Buddy(offer, Held(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
         said = digests_of(dict.fromkeys(layouts_of(offers()[0])[0], "ab" * 32), {})
         missing.append((await buddy._keep(Frame(messages.KEEP, {**ask, "far": far}, said))).header["missing_bytes"])
     assert missing == [0, FAR_COPIES * own]

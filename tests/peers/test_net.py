@@ -6,7 +6,9 @@ surrounds the model (weights, gradients, attributes, generators) must be as it w
 
 from __future__ import annotations
 
+import importlib
 import random
+import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,8 @@ from meshcee.job import Job
 from peers.chain import split_blocks
 from peers.jobfile import load_job
 from peers.net import examine
+
+CAPTURE = importlib.import_module("meshcee.capture.capture")  # the module, not the function of that name
 
 MODEL = """
 import random, time
@@ -74,7 +78,7 @@ CASES: dict[str, tuple[str, str, str, int]] = {
     "counter": ("self.count += 1; x = x * 0.9**self.count  # HERE", "", "", 2),
     "counter that matters later": ("self.count += 1  # HERE\nx = x * (2 if self.count > 100 else 1)", "", "", 2),
     "plain tensor": (
-        "x = x + self.plain\nself.plain = 0.5 * self.plain + x.detach().mean(0)  # HERE",
+        "x = x + self.plain  # HERE\nself.plain = 0.5 * self.plain + x.detach().mean(0)",
         "",
         "",
         2,
@@ -83,7 +87,7 @@ CASES: dict[str, tuple[str, str, str, int]] = {
     "clock": ("x = x * (1 + time.time() % 1)  # HERE", "", "", 2),
     "own generator": ("x = x * float(np.random.default_rng().random())  # HERE", "", "", 2),
     "kept generator": ("x = x * float(self.rng.random())  # HERE", "", "", 2),
-    "seed": ("torch.manual_seed(0)  # HERE\nx = F.dropout(x)", "", "", 2),
+    "seed": ("torch.manual_seed(0)\nx = F.dropout(x)  # HERE", "", "", 2),
     "closure": ("", "", "steps[0] += 1  # HERE\nout = out * 0.5**steps[0]", 2),
     "global": ("CALLS.append(1)  # HERE\nx = x * (1 + len(CALLS))", "", "", 2),
     "one value a channel": ("x = F.batch_norm(x, None, None, training=True)  # HERE", "", "", 1),
@@ -142,6 +146,11 @@ def captured_and_examined(job: Job, size: int) -> None:
         assert alike(surroundings(job), before)
 
 
+def unwatched(*args: Any) -> Any:
+    """In place of capture's own look at forward: the net alone must find it."""
+    return lambda program: None
+
+
 def cut(found: Any, stages: int = 3) -> tuple[tuple[int, int], ...]:
     return tuple(split_blocks(found.train.num_blocks, min(stages, found.train.num_blocks)))
 
@@ -151,12 +160,15 @@ def test_what_the_graph_does_not_hold_is_refused_with_its_line(name: str, tmp_pa
     job, line = job_of(tmp_path, *CASES[name])
     with pytest.raises(CaptureError) as refused:
         captured_and_examined(job, CASES[name][3])
-    assert f"job.py:{line} " in str(refused.value)
+    assert re.search(rf"job\.py:{line}\b", str(refused.value))
 
 
-def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, line = job_of(tmp_path, *CASES["one sample"])
     told: list[Any] = []
+    monkeypatch.setattr(CAPTURE, "_watched", unwatched)
     with pytest.raises(UnequalError, match=f"job.py:{line} .*verify=False"):
         meshcee.train(job, local=2, on_report=told.append)
     assert told == []
