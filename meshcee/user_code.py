@@ -55,7 +55,10 @@ def place_in(frames: Sequence[tuple[str, int, str]]) -> Place:
 
 def avoided(library: str) -> str:
     """What to do about code that a user cannot write otherwise."""
-    return f"peers cannot run this part of {library}: see whether its configuration has another way"
+    return f"peers cannot run this part of {library}: see whether its configuration has another way{_HINTS.get(library, '')}"
+
+
+_HINTS = {"torch_geometric": " (often add_self_loops=False, with the loops among the edges that you give)"}
 
 
 def library_of(file: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -267,7 +268,7 @@ def _watched(
 
 def _by_value(error: BaseException | None) -> bool:
     """Whether this came of a question that only real values answer."""
-    while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
+    while error is not None and not isinstance(error, GuardOnDataDependentSymNode | DynamicOutputShapeException):
         error = error.__cause__
     return error is not None
 

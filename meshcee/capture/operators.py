@@ -174,7 +174,9 @@ def without_out(target: Any) -> Any:
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
     for name in target._overloadpacket.overloads():  # type: ignore[no-untyped-call]
         other = getattr(target._overloadpacket, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+        arguments = other._schema.arguments
+        same = [(a.name, str(a.type)) for a in arguments[: len(wanted)]] == wanted
+        if same and all(a.has_default_value() and not a.is_out for a in arguments[len(wanted) :]):
             return other
     return None
 

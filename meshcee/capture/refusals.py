@@ -44,6 +44,7 @@ __all__ = [
 
 _MOST_LINES = 12  # of a node's stack: the innermost ones
 
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
@@ -130,6 +131,8 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         at = sizes.mapped
         advice = "write it for a whole batch, as the functions of torch are"
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
+    if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
+        at = sizes.data
     said = str(error).strip().splitlines()
     first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
     problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
@@ -158,7 +161,8 @@ class Watched(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.at = Place()  # the first place of a size that became a constant
-        self.mapped = Place()
+        self.mapped = Place()  # of a torch.vmap
+        self.data = Place()  # of a .data
 
     def emit(self, record: logging.LogRecord) -> None:
         if not self.at.text and str(record.msg).startswith("set_replacement") and "singleton" in record.getMessage():
@@ -229,6 +233,8 @@ class _Looking(TorchFunctionMode):
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             advice = instead(_here(), "give the padded sequence, and mask what lies behind its end")
             raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
+        if func == _DATA and Watched.now is not None and not Watched.now.data.text:
+            Watched.now.data = _here()
         for given in args:
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):

@@ -196,7 +196,8 @@ def _users_line() -> str:
 
 @contextlib.contextmanager
 def _fake() -> Iterator[None]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(allow_scalar_outputs=True), static_shapes=True)
+    sizes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_SEED)
         with mode:

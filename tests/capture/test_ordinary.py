@@ -26,7 +26,7 @@ class Layers(nn.Module):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
-        self.groups = nn.GroupNorm(1, 2)
+        self.groups, self.image = nn.GroupNorm(1, 2), nn.Conv2d(2, 2, 1)
         self.then = then
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,19 @@ def channels_last(m: Layers, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def made_into(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    return h @ torch.eye(WIDTH, WIDTH, out=torch.empty_like(m.b.weight))
+
+
+def seen_in_another_order(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """A view that the strides of the CPU's convolution allow, and those of the meta device's do not."""
+    image = h.view(-1, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    return h + m.image(image).permute(0, 2, 3, 1).contiguous().view(-1, WIDTH)
+
+
 CASES: dict[str, Then] = {
+    "a factory that writes to a tensor": made_into,
+    "a view of channels last": seen_in_another_order,
     "a group norm over channels last, twice": channels_last,
     "an assertion on values": lambda m, h: asserted(h),
     "a parameter that forward writes": follows,

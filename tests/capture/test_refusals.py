@@ -161,7 +161,11 @@ REFUSED = {
     "another library's operator": (lambda _, h: twice(h), rf"operation tests\.twice\.default at .*{HERE}.*allow-list"),
     "a fixed batch size": (lambda _, h: h.view(3, 4), rf"{HERE} .*h\.view\(3, 4\).*fixes a size.*x\.shape"),
     "a size that mixes samples": (lambda _, h: h.flatten()[1:].mean() + h, rf"operation .*{HERE}.*keep samples apart"),
-    "a parameter's .data": (lambda linear, h: F.linear(h, linear.weight.data), r"\.data is used.*\.detach\(\)"),
+    "a parameter's .data": (
+        lambda linear, h: F.linear(h, linear.weight.data),
+        rf"{HERE} .*\.data is used.*\.detach\(\)",
+    ),
+    "a self-chosen size": (lambda _, h: h + h[:, h[0] > 0].sum(), rf"{HERE} .*size follows from values of the data"),
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
     "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
