@@ -66,7 +66,7 @@ CASES = {
     "schedule, at once": ({"schedule": meshcee.Schedule("LambdaLR", lr_lambda=fails)}, f"LambdaLR {LINE}"),
     "schedule, later": (
         {"schedule": meshcee.Schedule("LambdaLR", lr_lambda=lambda step: fails() if step else 1.0)},
-        f"the schedule {LINE}",
+        f"the schedule, after step 1 {LINE}",
     ),
 }
 

@@ -15,7 +15,17 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.virtual_chaos import Storm, captured_job, job_of, quick_planning, stormy, train, watched_frames
+from benchmarks.virtual_chaos import (
+    TIMES,
+    Storm,
+    captured_job,
+    job_of,
+    now,
+    quick_planning,
+    stormy,
+    train,
+    watched_frames,
+)
 from meshcee.plan import LeftOut, Plan
 from peers.coordinator import Planned, PlanRequest, PlanService, request_plan
 from peers.job_costs import costs_of
@@ -114,18 +124,21 @@ def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
 def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     """From reading our own: both answer the owner, so it waited for ever.
 
-    Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up. That the next plan did not use the same
+    Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up, long before the owner would ask what its
+    step waits for. That the next plan did not use the same
     pair again, and fail once more, is Recovery.after's `self._agent.part(parted)`.
     """
     seen: list[str] = []
-    offered: list[str] = []  # after that
+    offered_s: list[float] = []  # after that
+    struck_s: list[float] = []
 
     def befall(storm: Storm, source: str, target: str, kind: str) -> None:
         if storm.done and kind == "offer":
-            offered.append(target)
+            offered_s.append(now())
         if kind == "f":
             seen.append(source)
             if len(seen) == 20:
+                struck_s.append(now())
                 for a, b in ((source, target), (target, source)):
                     storm.here.network.impair(a, b, Impairment(latency_s=1e6))
                 storm.done.append("a link delivers nothing")
@@ -134,7 +147,8 @@ def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path
     assert storm.done
     assert storm.mesh.result.plan is not None
     assert len(storm.mesh.result.plan.peers) == 3  # with the fourth peer
-    assert len(offered) == 3, "one more plan"
+    assert offered_s[0] - struck_s[0] < 2 * TIMES.silent_s
+    assert len(offered_s) == 3, "one more plan"
 
 
 def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None:

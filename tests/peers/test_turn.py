@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,21 +19,22 @@ from peers.home import Home
 from peers.mesh import Mesh
 from peers.owner import Report
 from tests.peers.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of
-from tests.peers.test_training import Pairs
 from tests.virtual_time import virtual_time
 
 
-class Gated(Pairs):
-    """Samples that are there while `gate` is set."""
+class Gated:
+    """The weight of a micro-batch, which is its size, as without it; there while `gate` is set.
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    Not samples: they are read under a lock of the process's generators, which all jobs of this test share.
+    """
+
+    def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
 
-    def __getitem__(self, i: int) -> tuple[int, int]:
+    def __call__(self, target: Any) -> float:
         assert self.gate.wait(30)
-        return super().__getitem__(i)
+        return float(len(target))
 
 
 @virtual_time
@@ -75,7 +77,7 @@ async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None
     told: list[list[Report]] = [[], [], []]
     waited: list[list[str]] = [[], [], []]
     order: list[int] = []
-    data = Gated(96)
+    weight = Gated()
     job = job_of()  # not later: making a model seeds the generator that members in this process draw from
     async with a_mesh(homes[0], 2) as (here, first), asyncio.TaskGroup() as group:
         meshes = [first]
@@ -93,9 +95,9 @@ async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None
             async with asyncio.timeout(20):
                 await first.agent.directory.wait_for(condition)
 
-        tasks = [group.create_task(own(0, replace(job, data=data)))]
+        tasks = [group.create_task(own(0, replace(job, weight=weight)))]
         await until(lambda: told[0])
-        data.gate.clear()
+        weight.gate.clear()
         tasks.append(group.create_task(own(1, replace(job, name="other"))))
         await until(lambda: waited[1])
         with pytest.raises(PlanError):  # nobody is idle
@@ -105,7 +107,7 @@ async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None
         await until(lambda: waited[2])
         seen = (await meshes[2].agent.status())["runs"]
         tasks[1].cancel()
-        data.gate.set()
+        weight.gate.set()
         await asyncio.wait([tasks[0]])
         directory = meshes[2].agent.directory
         await directory.refresh()
