@@ -157,6 +157,8 @@ def difference(want: Any, got: Any) -> str:
 
 def words(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    for folder in sorted({str(Path(__file__).resolve().parent.parent), *filter(None, sys.path)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")  # where this machine keeps its files says nothing
     return f"{type(error).__name__}: {text}"[:600]
 
 
@@ -305,7 +307,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    content = {"machine": machine(), "libraries": versions, "counts": counts(rows), "models": rows}
+    before = json.loads(path.read_text()).get("before") if path.exists() else None  # anything was mended for this draw
+    content = {"machine": machine(), "libraries": versions, "before": before, "counts": counts(rows), "models": rows}
     path.with_suffix(".part").write_text(json.dumps(content, indent=1) + "\n")
     path.with_suffix(".part").replace(path)
 

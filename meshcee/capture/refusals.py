@@ -64,6 +64,7 @@ def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
     return frames[last + 1 :]
 
 
+_MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
 _CALLER = str(Path(__file__).with_name("capture.py"))
 
 
@@ -80,7 +81,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "set layerdrop to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
     ),
     (
-        r"momentum|num_batches_tracked",
+        r"num_batches_tracked",
         "a batch norm with momentum=None divides by the number of batches that it has seen",
         "give it a momentum",
     ),
@@ -93,6 +94,11 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         r"data-dependent|unbacked|GuardOnDataDependent",
         "a Python number or a branch is made from the values of a tensor",
         "write a branch with torch.where or a mask, and keep numbers as tensors",
+    ),
+    (
+        r"_ctc_loss",
+        "the CTC loss adds up over lengths, which are values of the data",
+        "take another loss, or train on one machine",
     ),
     (r"\.numpy\(\)|__array__|__format__", None, "use torch functions of tensors; look at values outside the model"),
     (
@@ -124,7 +130,9 @@ _ONLY_BY_VALUE = 3  # the first entries of _ADVICE tell what the line is about, 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     """What torch.export could not do. `sizes` has seen where a size became a constant, for errors that do not say."""
     text = f"{type(error).__name__} {error}"
-    at = _innermost(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    at = _innermost(frames)
+    lines = " ".join([at.text, *(f.line or "" for f in frames if f.filename.startswith(_MODULES))])
     if not at.text and sizes is not None:
         at = sizes.at
     if sizes is not None and sizes.mapped.text and not re.search(_BY_VALUE, text):
@@ -137,7 +145,7 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
     problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
     for number, (pattern, words, known) in enumerate(_ADVICE):
-        about = at.text if number < _ONLY_BY_VALUE else text
+        about = lines if number < _ONLY_BY_VALUE else text
         if number < _ONLY_BY_VALUE and not re.search(_BY_VALUE, text):
             continue
         if (found := re.search(pattern, about, re.DOTALL)) is not None:

@@ -113,6 +113,17 @@ def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h + packed.data.sum()
 
 
+def counts(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return COUNTING(h)
+
+
+def adds_up(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    steps = h.log_softmax(-1).expand(5, -1, -1)
+    samples = h.shape[0]
+    lengths = torch.full((samples,), 5), torch.full((samples,), 2)
+    return h + F.ctc_loss(steps, torch.ones(samples, 2, dtype=torch.long), *lengths)
+
+
 def builds(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return nn.Linear(4, 4)(h)
 
@@ -144,7 +155,8 @@ REFUSED = {
         lambda _, h: h * STRAY,
         rf"needs a gradient is used at .*{HERE}.*make it an nn\.Parameter",
     ),
-    "a batch norm that counts": (lambda _, h: COUNTING(h), r"momentum=None divides by the number.*give it a momentum"),
+    "a batch norm that counts": (counts, rf"{HERE} .*momentum=None divides by the number.*give it a momentum"),
+    "a CTC loss": (adds_up, rf"{HERE} .*CTC loss adds up over lengths.*another loss"),
     "a branch on data": (branches, rf"at .*{HERE} `if h\.sum\(\) > 0:`: .*values of a tensor; .*torch\.where"),
     "a loop of .item()": (loops, rf"at .*{HERE} `for _ in range\(int\(h\.max\(\)\.item\(\)\)\):`.*values of a tensor"),
     "a product with .item()": (lambda _, h: h * h.max().item(), rf"aten\.item.*{HERE}.*keep it a tensor"),
