@@ -22,6 +22,7 @@ from peers.asking import ask_plan, question
 from peers.checkpoint import check_same
 from peers.coordinator import Planned
 from peers.evaluation import EvaluationFeed, Predictions, with_state
+from peers.fed import unrepeatable
 from peers.given_plan import given_plan
 from peers.home import Home
 from peers.owner import Report
@@ -129,10 +130,16 @@ class Mesh:
         """Follow this job's run on another machine until its owner is gone: (run, owner), for `train(resume=run, after=owner)`.
 
         None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
-        is of another job of that name.
+        is of another job of that name, or when this machine could not feed its steps again as they were fed.
         """
         if self._home is None:
             raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
+        if (index := await asyncio.to_thread(unrepeatable, job)) is not None:
+            raise UsageError(
+                f"data[{index}] is another sample when it is read again, and what the run was fed lies on its owner's disk only: "
+                "a standby could not compute a step again. Let data draw from `random`, `numpy.random` or torch's own generator "
+                "only, or leave --standby out"
+            )
         check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
         return await stand_by(self.agent, self._home, job.name, check, tell)
 

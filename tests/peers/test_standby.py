@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -189,6 +190,28 @@ def test_a_standby_of_another_job_is_told_before_anything_happens(tmp_path: Path
     info = json.dumps({"job": {}, "pid": 1}).encode()
     with pytest.raises(UsageError, match="another model"):
         mirror._take(Frame(messages.FILE, {"run": "r", "name": "run.json", "at": 0, "size": len(info)}, [info]))
+
+
+class Clock:
+    """What reads a clock cannot be seeded."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, i: int) -> Any:
+        return next(self._count) % 11, self._data[i][1]
+
+
+def test_a_standby_that_could_not_feed_a_step_again_says_so_before_it_follows(tmp_path: Path) -> None:
+    story = Story(tmp_path, None)
+    story.job = replace(story.job, data=Clock(story.job.data))
+    with pytest.raises(UsageError, match="another sample when it is read again") as refused:
+        asyncio.run(Mesh(mock.Mock(), mock.Mock(), story.homes["heir"]).stand_by(story.job, captured_job()))
+    assert "leave --standby out" in str(refused.value)
 
 
 @pytest.mark.parametrize(
