@@ -31,7 +31,7 @@ from benchmarks.rehearsal import POOR, REGIONS, SPEEDS, flaps, scenario
 from benchmarks.rivals.launch import WARM, Bed, Run, System, Weather, run
 from meshcee.errors import MeshceeError
 from peers.commands.session import unwrap
-from peers.view import named
+from peers.mesh_view import named
 
 FOLDER = Path(__file__).resolve().parent
 HORIZON = 400  # steps that the job says it has, as most jobs are longer than what is watched of them

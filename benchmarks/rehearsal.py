@@ -18,9 +18,11 @@ from typing import Any, cast
 from unittest import mock
 
 from benchmarks import adaptation_job as work
+from meshcee.measured import JobCosts, Measured
+from meshcee.observed import Observed
 from meshcee.plan import Plan
 from meshcee.planner.job import Choice
-from meshcee.planner.live import JobCosts, Measured, choose, situation
+from meshcee.planner.live import choose, situation
 from meshcee.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.scenario import Scenario
 from meshcee.simulator import period_s
@@ -35,7 +37,6 @@ from peers.own_links import OwnLinks
 from peers.owner import Report
 from peers.senses import as_shown
 from peers.transport.base import Frame
-from peers.walk import Observed
 
 __all__ = [
     "FLOPS",

@@ -34,6 +34,7 @@ from benchmarks.virtual_chaos import now, quick_planning
 from meshcee.capture import Capture
 from meshcee.errors import PeerLostError
 from meshcee.job import Job, Optimizer, Schedule
+from meshcee.observed import Observed
 from meshcee.plan import Plan
 from peers.assemble import InProcess, JoinOptions
 from peers.checkpoint import CheckpointStore
@@ -43,7 +44,7 @@ from peers.home import Home
 from peers.kept import Kept
 from peers.messages import Step
 from peers.transport.memory import MemoryNetwork
-from peers.walk import Observed, Report
+from peers.walk import Report
 from tests.virtual_time import quiet, run
 
 __all__ = ["Soak", "soak"]

@@ -21,18 +21,18 @@ import structlog
 
 from meshcee.adapter import SETTLING_STEPS, Adapter, Decision
 from meshcee.errors import MeshceeError, PlanError
+from meshcee.measured import Measured
 from meshcee.plan import Plan
-from meshcee.planner.live import Measured, choose, situation
+from meshcee.planner.live import choose, situation
 from meshcee.profile import Cluster, LinkProfile
 from meshcee.simulator import period_s
-from peers.agent import Agent
 from peers.coordinator import PlanRequest
 from peers.feeding import Feeding
+from peers.mesh_view import MeshView, named
 from peers.newcomers import Newcomers
 from peers.paces import Paces
 from peers.senses import HELD, Pair, Senses, as_shown
 from peers.sounding import sound
-from peers.view import named
 from peers.walk import Report
 
 __all__ = ["Adaptation", "Change"]
@@ -71,7 +71,7 @@ class Adaptation:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: MeshView,
         request: PlanRequest,
         plan: Plan,
         changes: list[Change],

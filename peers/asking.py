@@ -15,11 +15,11 @@ from meshcee.capture import Capture
 from meshcee.errors import MeshceeError
 from meshcee.hosts import threads_of
 from meshcee.job import Job
-from meshcee.planner.live import JobCosts
+from meshcee.measured import JobCosts
 from meshcee.profile import LinkProfile
-from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, request_plan
 from peers.job_costs import costs_of, look, profile
+from peers.mesh_view import MeshView
 from peers.profiler import LIGHT_S, probe_link
 from peers.sharing import why_not_shared
 from peers.transport.base import StreamClosed
@@ -32,7 +32,7 @@ LEAST_FED_BYTES = 256 * 1024  # a step's inputs: fewer take no time to speak of 
 FEEDS_WITHIN_S = 10.0
 
 
-async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
+async def ask_plan(agent: MeshView, request: PlanRequest) -> Planned:
     """The coordinator's plan, whose peers are all known here."""
     planned = await request_plan(agent, request)
     await agent.wait_for_peers(planned.plan.peers)
@@ -40,7 +40,7 @@ async def ask_plan(agent: Agent, request: PlanRequest) -> Planned:
 
 
 async def question(
-    agent: Agent, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
+    agent: MeshView, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
 ) -> PlanRequest:
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
     await agent.see_the_mesh(lent)
@@ -57,7 +57,7 @@ async def question(
     return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
 
 
-async def _feeds(agent: Agent, costs: JobCosts) -> dict[str, LinkProfile]:
+async def _feeds(agent: MeshView, costs: JobCosts) -> dict[str, LinkProfile]:
     """This peer's own links to idle devices, where a step's inputs are so many bytes that these may matter."""
     found: dict[str, LinkProfile] = {}
     if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:

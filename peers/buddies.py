@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshcee.measured import JobCosts, Measured
 from meshcee.plan import Plan
-from meshcee.planner.live import JobCosts, Measured, has_room_for_copies, regions_of
+from meshcee.planner.live import has_room_for_copies, regions_of
 from meshcee.profile import DeviceProfile
 from peers.cadence import CHUNK_BYTES
 

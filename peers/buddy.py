@@ -8,25 +8,21 @@ beside it and more slowly. Whatever fails costs only this copy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 
-import msgpack
-
-from meshcee.config import Timeouts
+from meshcee.config import FAR_COPIES, OWN_COPIES, Timeouts
 from meshcee.errors import ProtocolError
-from meshcee.planner.memory import FAR_COPIES, OWN_COPIES
-from meshcee.tensor_files import Layout, nbytes_of
+from meshcee.tensor_files import nbytes_of
 from peers import messages
-from peers.fetch import DIGEST_BYTES, Fetch, Shape
-from peers.inbox import besides_in
-from peers.messages import need
+from peers.fetch import Fetch, Shape
+from peers.messages import besides_in, need
 from peers.offer import Offer
 from peers.outbox import Outbox
 from peers.snapshot import Held
+from peers.state_frames import digests_in, digests_of
 from peers.transport.base import Frame, Stream, Transport
 
-__all__ = ["Buddy", "digests_in", "digests_of", "layouts_of"]
+__all__ = ["Buddy", "layouts_of"]
 
 MOST_WAITING = 256
 
@@ -35,29 +31,6 @@ def layouts_of(offer: Offer) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Names, types and shapes of a copy: weights as they are offered, and all that the optimizer may keep."""
     weights = {name: offer.expected_state[name] for name in offer.changed_state}
     return weights, offer.expected_optimizer
-
-
-def digests_of(weights: Mapping[str, str], optimizer: Mapping[str, str]) -> list[bytes]:
-    """The payloads that say what a copy is."""
-    return [msgpack.packb({n: bytes.fromhex(d) for n, d in part.items()}) for part in (weights, optimizer)]
-
-
-def digests_in(frame: Frame, layouts: tuple[Layout, Layout]) -> tuple[dict[str, str], dict[str, str]]:
-    """They, by name: all weights, and of the optimizer's state what there is. Raises ProtocolError."""
-    found: list[dict[str, str]] = []
-    try:
-        for payload, layout in zip(frame.payloads, layouts, strict=True):
-            table = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_map_len=len(layout))
-            if not table.keys() <= layout.keys():
-                raise ValueError("it names what is not in the stage")
-            if not all(type(d) is bytes and len(d) == DIGEST_BYTES for d in table.values()):
-                raise ValueError("it has no digests")
-            found.append({name: digest.hex() for name, digest in table.items()})
-        if found[0].keys() != layouts[0].keys():
-            raise ValueError("weights are missing")
-    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"this does not describe a copy of the stage: {error}") from error
-    return found[0], found[1]
 
 
 class Buddy:

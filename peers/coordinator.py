@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import structlog
@@ -19,17 +19,16 @@ import structlog
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
 from meshcee.job import CODEC_CHOICES
 from meshcee.kernels import MIXES
+from meshcee.measured import JobCosts, Measured, without_links
 from meshcee.plan import MOST_THREADS, LeftOut, Plan
-from meshcee.planner.live import JobCosts, Measured, plan_job, without_links
+from meshcee.planner.live import plan_job
 from meshcee.profile import BlockCost, LinkProfile
 from meshcee.timing import BlockTimes
 from meshcee.versions import Versions
 from peers import messages
+from peers.mesh_view import MeshView
 from peers.messages import need
 from peers.transport.base import Frame, Stream, StreamClosed
-
-if TYPE_CHECKING:
-    from peers.agent import Agent
 
 __all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
 
@@ -212,7 +211,7 @@ def _is_link(value: Any) -> bool:
 class PlanService:
     """Serves the stream `plan` on every peer; only the coordinator answers with a plan."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: MeshView) -> None:
         self._agent = agent
         agent.transport.serve("plan", self.serve)
 
@@ -236,7 +235,7 @@ class PlanService:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
 
 
-async def answer(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+async def answer(agent: MeshView, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
     """Plan with what this peer knows of the mesh, once it knows enough; at once for who has just asked who is there."""
     chosen = (request.free, request.without)
     if chosen == ((), ()):
@@ -246,7 +245,7 @@ async def answer(agent: Agent, request: PlanRequest) -> tuple[Plan, tuple[str, .
     return await asyncio.to_thread(request.plan, agent.measured(*chosen), agent.busy(*chosen))
 
 
-async def request_plan(agent: Agent, request: PlanRequest) -> Planned:
+async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
     """Ask whoever holds the lease, waiting for an election if need be. Raises PlanError or JoinError."""
     last = "nobody holds the coordinator's lease"
     try:
@@ -266,7 +265,7 @@ async def request_plan(agent: Agent, request: PlanRequest) -> Planned:
         raise JoinError(f"no coordinator answered in time: {last}; try again, or look at `meshcee status`") from error
 
 
-async def _ask(agent: Agent, peer_id: str, request: PlanRequest) -> Planned:
+async def _ask(agent: MeshView, peer_id: str, request: PlanRequest) -> Planned:
     stream = await agent.transport.open(peer_id, "plan", agent.addresses_of([peer_id]).get(peer_id, ()))
     stream.max_payload_bytes = PLAN_BYTES
     try:

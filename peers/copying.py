@@ -15,10 +15,11 @@ import structlog
 from meshcee.errors import ProtocolError
 from peers import messages
 from peers.buddies import Buddies
-from peers.buddy import digests_in, digests_of, layouts_of
+from peers.buddy import layouts_of
 from peers.copies import Copied, Copies, StageCopy
 from peers.link import Link
 from peers.messages import need
+from peers.state_frames import digests_in, digests_of
 from peers.transport.base import Frame
 
 __all__ = ["Copying", "FarCopying"]

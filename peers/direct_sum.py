@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from peers.messages import need
 from peers.spans import Spans
 from peers.transport.base import Frame
 
-__all__ = ["DirectSum", "host_of", "interface_of"]
+__all__ = ["DirectSum", "interface_of"]
 
 distributed: Any = torch.distributed  # of what is used here torch declares no types
 
@@ -51,12 +50,6 @@ NCCL = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 TIMEOUT_S = 20.0  # of meeting, and of one sum that does not progress; a member that dies is noticed at once
-
-
-def host_of(addresses: Sequence[str]) -> str:
-    """The IPv4 address that others reach a peer by, from its multiaddresses; loopback when it names no other."""
-    found = [m[1] for a in addresses if (m := re.match(r"/ip4/([0-9.]+)/", a))]
-    return next((host for host in found if not host.startswith("127.")), "127.0.0.1")
 
 
 class DirectSum:

@@ -23,7 +23,6 @@ from meshcee.job import seed_of
 from meshcee.schedule import Kind, StageView, choose
 from peers import messages
 from peers.buckets import Whole
-from peers.buddy import digests_of
 from peers.coding import Coding
 from peers.compute import Compute
 from peers.inbox import Collect, Inbox, TakeSnapshot
@@ -37,7 +36,7 @@ from peers.settlement import Settlement
 from peers.snapshot import Held
 from peers.spans import Spans
 from peers.stage import StageRunner
-from peers.state_frames import digest_of, state_frames
+from peers.state_frames import digest_of, digests_of, state_frames
 from peers.transport.base import Frame
 
 __all__ = ["Executor"]

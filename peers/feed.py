@@ -6,7 +6,7 @@ not the same when it is read again, what was fed is (peers/fed.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,25 +21,9 @@ from meshcee.user_code import calling
 from peers.fed import Fed
 from peers.hyper import HyperSchedule
 from peers.messages import Step
-from peers.place import rows_of
+from peers.place import loss_shares, rows_of
 
-__all__ = ["Feed", "Portion", "loss_shares"]
-
-
-def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[int, int], Any]) -> list[float]:
-    """What the losses of these parts of a micro-batch count for in the loss of the whole.
-
-    A mean is the mean of its parts by their samples, or by the job's own weights of their targets, which `targets(first,
-    end)` returns; a sum is their sum.
-    """
-    if job.reduction == "sum":
-        return [1.0] * len(rows)
-    if job.weight is None:
-        own = [float(end - first) for first, end in rows]
-    else:
-        with calling("Job.weight"):
-            own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
-    return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]
+__all__ = ["Feed", "Portion"]
 
 
 class Portion(NamedTuple):

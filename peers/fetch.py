@@ -28,14 +28,14 @@ from peers.cadence import AHEAD, CHUNK_BYTES, Stride
 from peers.messages import need
 from peers.pulse import unless_silent
 from peers.snapshot import CORES
-from peers.state_frames import digest_of
+from peers.state_frames import DIGEST_BYTES, digest_of
 from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["DIGEST_BYTES", "Fetch", "Shape", "serve"]
+__all__ = ["Fetch", "Shape", "serve"]
 
 log = structlog.get_logger()
 
-DIGEST_BYTES = 32
+
 MOST = 1 << 16  # tensors that one stream may ask for
 MOST_RANGES = 1024  # in one PULL, for its header
 

@@ -18,8 +18,8 @@ from meshcee.hosts import threads_of
 from meshcee.job import Job
 from meshcee.kernels import fitting, with_classes
 from meshcee.plan import Plan
-from peers.agent import Agent
 from peers.coordinator import Planned
+from peers.mesh_view import MeshView
 from peers.plan_checks import check_pipelines
 from peers.this_host import versions
 
@@ -82,7 +82,7 @@ def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
         )
 
 
-async def given_plan(agent: Agent, plan: Plan, job: Job, captured: Capture) -> Planned:
+async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture) -> Planned:
     """The plan as if the coordinator had made it, once all its peers are seen."""
     check_plan(plan, job, captured)
     wanted = set(plan.peers)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dht.gossip import MAX_RUMOURS, Gossiper
 from meshcee.errors import JoinError, ProtocolError
 from peers import messages
+from peers.mesh_view import MeshView
 from peers.transport.base import Frame, Stream, StreamClosed
-
-if TYPE_CHECKING:
-    from peers.agent import Agent
 
 __all__ = ["GossipService"]
 
@@ -23,7 +20,7 @@ __all__ = ["GossipService"]
 class GossipService:
     """Serves the stream `gossip` on every peer, and runs in the agent's TaskGroup."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: MeshView) -> None:
         self._agent = agent
         self._gossiper = Gossiper(agent.directory, agent.peer_id, self._send)
         self.run = self._gossiper.run

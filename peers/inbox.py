@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
-from peers.messages import Step, need
+from peers.messages import Step, besides_in, need
 
-__all__ = ["Collect", "Inbox", "TakeSnapshot", "besides_in", "named_tensors", "norms_of", "tensors_of"]
+__all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
 
-MOST_BESIDES = 5
 
 Key = tuple[int, int]  # (walk, micro)
 
@@ -50,11 +49,6 @@ class TakeSnapshot:
     def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
         next_step, since = need(header, "next_step", int), need(header, "since", int)
         return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, besides_in(header))
-
-
-def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
-    """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
-    return tuple(need(header, "besides", list))[:MOST_BESIDES]
 
 
 @dataclass

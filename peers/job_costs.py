@@ -11,7 +11,6 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -23,18 +22,16 @@ from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.hosts import as_run
 from meshcee.job import Job
 from meshcee.kernels import fitting
-from meshcee.planner.live import JobCosts
+from meshcee.measured import JobCosts
 from meshcee.profile import DeviceProfile
 from meshcee.sampling import read
 from meshcee.timing import MAX_SIZES, BlockTimes
 from peers import messages
 from peers.block_profiler import BUDGET_S, LONGEST, ProfileRequest
+from peers.mesh_view import MeshView
 from peers.state_frames import SLOWEST_BYTES_PER_S
 from peers.this_host import versions
 from peers.transport.base import Frame, StreamClosed
-
-if TYPE_CHECKING:
-    from peers.agent import Agent
 
 __all__ = ["costs_of", "look", "profile"]
 
@@ -84,7 +81,7 @@ def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 
 async def profile(
-    agent: Agent, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
+    agent: MeshView, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
 ) -> dict[str, BlockTimes]:
     """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
     devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
@@ -110,7 +107,7 @@ async def profile(
     return {peer: found[of] for of, peers in asked.items() if of in found for peer in peers}
 
 
-async def _ask(agent: Agent, peer: str, request: ProfileRequest, data: bytes) -> BlockTimes:
+async def _ask(agent: MeshView, peer: str, request: ProfileRequest, data: bytes) -> BlockTimes:
     stream = await agent.transport.open(peer, "profile", agent.addresses_of([peer]).get(peer, ()))
     stream.max_payload_bytes = PROFILE_BYTES
     try:

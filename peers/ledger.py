@@ -13,8 +13,8 @@ from typing import Any
 
 from dht.trouble import Trouble
 from meshcee import disk
-from peers.agent import Agent
 from peers.copies import Copied
+from peers.mesh_view import MeshView
 from peers.strict_json import dumps
 
 __all__ = ["FILE", "Ledger", "noted"]
@@ -26,7 +26,7 @@ WHAT = "the list of copies that peers hold"
 class Ledger:
     """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
 
-    def __init__(self, agent: Agent, trouble: Trouble) -> None:
+    def __init__(self, agent: MeshView, trouble: Trouble) -> None:
         self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
         self._agent = agent

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from meshcee.errors import ProtocolError
 from meshcee.tensor_files import Layout
 from peers import messages
-from peers.buddy import digests_in
 from peers.offer import Offer
 from peers.outbox import Outbox
-from peers.state_frames import StateReceiver
+from peers.state_frames import StateReceiver, digests_in
 from peers.transport.base import Frame, Stream
 
 __all__ = ["Link", "ReplicaReceiver", "check_replicas"]

@@ -43,10 +43,25 @@ import msgpack
 
 from meshcee import errors
 from meshcee.errors import MeshceeError, ProtocolError
+from peers.place import B, F
 
-__all__ = ["Step", "body_of", "epoch_of", "error_from", "error_header", "need", "run_of", "term_of"]
+__all__ = [
+    "B",
+    "F",
+    "Step",
+    "besides_in",
+    "body_of",
+    "epoch_of",
+    "error_from",
+    "error_header",
+    "need",
+    "run_of",
+    "term_of",
+]
 
 T = TypeVar("T")
+
+MOST_BESIDES = 5
 
 HELLO, WELCOME = "hello", "welcome"
 PING, PONG = "ping", "pong"
@@ -63,7 +78,7 @@ CLOCK = "clock"
 SNAPSHOT, PULL = "snapshot", "pull"
 COPIED, KEEP, KEPT = "copied", "keep", "kept"
 SEEK, FOUND = "seek", "found"
-ATTACH, F, B, SHARED, TOTAL, NORMS, COMMIT = "attach", "f", "b", "shared", "total", "norms", "commit"
+ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
 RATE = "rate"
 FOLLOW, FILE, FOLLOWED = "follow", "file", "followed"
 MOST_RUN_CHARACTERS = 400
@@ -193,3 +208,8 @@ def error_from(header: Mapping[str, Any]) -> MeshceeError:
     kind = getattr(errors, name, MeshceeError) if name in errors.__all__ else MeshceeError
     error: MeshceeError = kind(need(header, "message", str))
     return error
+
+
+def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
+    """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
+    return tuple(need(header, "besides", list))[:MOST_BESIDES]

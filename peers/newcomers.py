@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import structlog
 
 from meshcee.errors import MeshceeError
 from meshcee.timing import BlockTimes
-
-if TYPE_CHECKING:
-    from peers.agent import Agent
+from peers.mesh_view import MeshView
 
 __all__ = ["Newcomers"]
 
@@ -31,7 +28,7 @@ Ask = Callable[[], Awaitable[Mapping[str, BlockTimes]]]
 class Newcomers:
     """One job's. `times` are all profiles so far, by peer; `ask` gets those of the devices that are idle now."""
 
-    def __init__(self, agent: Agent, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
+    def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
         self.times = dict(times)
         self._agent = agent
         self._ask = ask

@@ -7,6 +7,7 @@ may be) from the plan and the graph by the same pure functions, so it need not b
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,22 +24,27 @@ from meshcee.errors import PlanError, ProtocolError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan, Stage
 from peers import messages
-from peers.direct_sum import host_of
 from peers.messages import need
 from peers.place import Place, StageFlops, Sum
 from peers.plan_checks import check_pipelines
 from peers.recut import Boundaries
-from peers.snapshot import optimizer_layout
 from peers.stage import StageRunner
 from peers.transport.base import Frame
+from peers.weights import optimizer_layout
 
-__all__ = ["Offer", "Terms"]
+__all__ = ["Offer", "Terms", "host_of"]
 
 RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
 MOST_REGROUP_S = 86400.0
 MOST_SOURCES = 32  # that a member asks for copies
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
+
+
+def host_of(addresses: Sequence[str]) -> str:
+    """The IPv4 address that others reach a peer by, from its multiaddresses; loopback when it names no other."""
+    found = [m[1] for a in addresses if (m := re.match(r"/ip4/([0-9.]+)/", a))]
+    return next((host for host in found if not host.startswith("127.")), "127.0.0.1")
 
 
 @dataclass(frozen=True)

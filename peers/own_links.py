@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from dht.directory import Directory
 from dht.records import MAX_LINKS, LinkRecord
+from meshcee.observed import Observed
 from meshcee.profile import LinkProfile
 from peers.links import Crossed
 from peers.senses import FAST, SHIFT, Senses, as_shown
-from peers.walk import Observed
 
 __all__ = ["OLD_S", "REST_S", "OwnLinks"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median_low
 
+from meshcee.measured import Measured
 from meshcee.plan import Plan
-from meshcee.planner.live import Measured
 from meshcee.profile import Cluster
 from meshcee.simulator import build
 from meshcee.workload import Workload

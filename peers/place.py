@@ -7,16 +7,20 @@ of further pipelines to that of the first one, and the commit comes down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from meshcee.job import Job
 from meshcee.plan import Plan, Stage
-from peers import messages
+from meshcee.user_code import calling
 
-__all__ = ["Piece", "Place", "StageFlops", "Sum", "rows_of"]
+__all__ = ["B", "F", "Piece", "Place", "StageFlops", "Sum", "loss_shares", "rows_of"]
+
+F, B = "f", "b"  # values on their way to the next stage, gradients on theirs to the one before
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class Place:
     def arriving(self) -> dict[str, str]:
         """F and B -> the codec that the neighbouring stage sends by."""
         return {
-            messages.F: "none" if self.is_first else self.stages[self.index - 1].codec_out,
-            messages.B: "none" if self.is_last else self.stages[self.index + 1].codec_back,
+            F: "none" if self.is_first else self.stages[self.index - 1].codec_out,
+            B: "none" if self.is_last else self.stages[self.index + 1].codec_back,
         }
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -243,3 +247,19 @@ class Place:
         """How many stages behind ours a member is, fewer than 0 before it; 0 in another pipeline too."""
         pipeline, index = self.plan.where(peer)
         return index - self.index if pipeline == self.pipeline else 0
+
+
+def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[int, int], Any]) -> list[float]:
+    """What the losses of these parts of a micro-batch count for in the loss of the whole.
+
+    A mean is the mean of its parts by their samples, or by the job's own weights of their targets, which `targets(first,
+    end)` returns; a sum is their sum.
+    """
+    if job.reduction == "sum":
+        return [1.0] * len(rows)
+    if job.weight is None:
+        own = [float(end - first) for first, end in rows]
+    else:
+        with calling("Job.weight"):
+            own = [float(job.weight(targets(first, end))) if first < end else 0.0 for first, end in rows]
+    return [w / sum(own) if sum(own) > 0 else 0.0 for w in own]

@@ -18,12 +18,11 @@ from dataclasses import replace
 import structlog
 
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
-from peers.agent import Agent
 from peers.coordinator import Planned, PlanRequest, answer, request_plan
 from peers.failures import Failures
+from peers.mesh_view import MeshView, named
 from peers.suspects import Suspects
 from peers.transport.base import StreamClosed
-from peers.view import named
 
 __all__ = ["Recovery", "roll_call"]
 
@@ -35,7 +34,7 @@ FRUITLESS = 6  # recoveries in a row after which no new step was done
 LONGEST_PAUSE_S = 8.0
 
 
-async def roll_call(agent: Agent, peers: Iterable[str]) -> set[str]:
+async def roll_call(agent: MeshView, peers: Iterable[str]) -> set[str]:
     """Those who answer, now: a process that is gone, stopped or cut off does not."""
 
     async def answers(peer_id: str) -> bool:
@@ -73,7 +72,7 @@ class Course:
 class Recovery:
     """One for each job. `gone` maps a peer to when it was missed, by our clock."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: MeshView) -> None:
         self._agent = agent
         self._fruitless = 0
         self._done = -1  # steps that were done when the last member was lost

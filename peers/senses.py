@@ -13,9 +13,9 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
+from meshcee.observed import Observed
 from meshcee.profile import LinkProfile
 from peers.transport.rate import LEAST_BYTES
-from peers.walk import Observed
 
 __all__ = ["FAST", "HELD", "SHIFT", "Pair", "Senses", "as_shown"]
 

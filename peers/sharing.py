@@ -20,8 +20,7 @@ from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.sampling import read
-from peers.feed import loss_shares
-from peers.place import Piece, rows_of
+from peers.place import Piece, loss_shares, rows_of
 from peers.recut import Boundary
 from peers.stage import StageRunner
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
-from meshcee.job import Optimizer
 from meshcee.tensor_files import DTYPES, Layout, byte_view, head_of
 from peers import messages
 from peers.cadence import CHUNK_BYTES
@@ -28,7 +27,7 @@ from peers.stage import StageRunner
 from peers.state_frames import digest_of
 from peers.transport.base import Frame
 
-__all__ = ["CORES", "FILES", "Held", "Image", "by_parameter", "optimizer_layout", "parse_header"]
+__all__ = ["CORES", "FILES", "Held", "Image", "by_parameter", "parse_header"]
 
 FILES = ("model", "optimizer")
 CORES = os.cpu_count() or 1  # of which hashing takes one from the device, where that is the processor
@@ -87,21 +86,6 @@ def parse_header(data: bytes | memoryview, expected: Layout, *, partial: bool) -
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"this is not the header of the snapshot that was asked for: {error}") from error
     return at
-
-
-def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
-    tiny = {name: torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for name, (dtype, _) in masters.items()}
-    built = optimizer.build(tiny)
-    for parameter in tiny.values():
-        parameter.grad = torch.zeros_like(parameter)
-    built.step()
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, parameter in tiny.items():
-        for key, value in built.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{name}/{key}"] = (value.dtype, masters[name][1] if value.shape == parameter.shape else ())
-    return found
 
 
 def by_parameter(flat: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

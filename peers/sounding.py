@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 from meshcee.errors import MeshceeError, ProtocolError
 from peers import messages
+from peers.mesh_view import MeshView
 from peers.messages import need
 from peers.transport.base import Frame, Stream, StreamClosed
-
-if TYPE_CHECKING:
-    from peers.agent import Agent
 
 __all__ = ["SHARE", "Wishes", "sound"]
 
@@ -30,7 +27,7 @@ SHARE = 0.05  # of a link's time, at most, goes into them
 class Wishes:
     """Peers to which a link is to be measured now. Serves the stream `sound`."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: MeshView) -> None:
         self._agent = agent
         self._peers: dict[str, None] = {}  # in the order in which they were asked for
         self._rests_until_s: dict[str, float] = {}
@@ -72,7 +69,7 @@ class Wishes:
                 await self._news.wait()
 
 
-async def sound(agent: Agent, pairs: Collection[tuple[str, str]]) -> None:
+async def sound(agent: MeshView, pairs: Collection[tuple[str, str]]) -> None:
     """Ask the first peer of each pair to probe the second; who cannot be asked is not."""
     addresses = agent.addresses_of({source for source, _ in pairs})
     async with asyncio.TaskGroup() as group:
@@ -81,7 +78,7 @@ async def sound(agent: Agent, pairs: Collection[tuple[str, str]]) -> None:
                 group.create_task(_ask(agent, source, addresses[source], target))
 
 
-async def _ask(agent: Agent, source: str, addresses: Iterable[str], target: str) -> None:
+async def _ask(agent: MeshView, source: str, addresses: Iterable[str], target: str) -> None:
     with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
         async with asyncio.timeout(ASK_S):
             stream = await agent.transport.open(source, "sound", tuple(addresses))

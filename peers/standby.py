@@ -15,9 +15,9 @@ import structlog
 
 from dht.trouble import Trouble
 from meshcee.errors import JoinError, NotPermittedError
-from peers.agent import Agent
 from peers.home import Home
 from peers.journal import Mirror
+from peers.mesh_view import MeshView
 from peers.transport.base import StreamClosed
 
 __all__ = ["lives", "stand_by"]
@@ -30,7 +30,7 @@ WHAT = "the run that is followed"
 
 
 async def stand_by(
-    agent: Agent, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+    agent: MeshView, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
 ) -> tuple[str, str] | None:
     """Follow the run of this job: its id and its owner once that is gone, or None when it has ended by itself.
 
@@ -70,12 +70,12 @@ async def stand_by(
         await asyncio.sleep(AGAIN_S)
 
 
-def lives(agent: Agent, peer: str) -> bool:
+def lives(agent: MeshView, peer: str) -> bool:
     """Whether the mesh still hears of a peer; its record expires some seconds after it has died."""
     return peer in agent.directory.peers
 
 
-async def _owner_of(agent: Agent, job: str, tell: Callable[[str], None]) -> str:
+async def _owner_of(agent: MeshView, job: str, tell: Callable[[str], None]) -> str:
     """The peer that runs this job, once there is one."""
     told = False
     while (owner := _running(agent, job)) is None:
@@ -86,7 +86,7 @@ async def _owner_of(agent: Agent, job: str, tell: Callable[[str], None]) -> str:
     return owner
 
 
-def _running(agent: Agent, job: str, but: str = "") -> str | None:
+def _running(agent: MeshView, job: str, but: str = "") -> str | None:
     """The owner of the newest run of this job that is not of the peer `but`, nor ours."""
     found = [
         record

@@ -26,16 +26,20 @@ from peers import messages
 from peers.transport.base import Frame
 
 __all__ = [
+    "DIGEST_BYTES",
     "GROUP_BYTES",
     "SLACK_BYTES",
     "SLOWEST_BYTES_PER_S",
     "StateReceiver",
     "StateSender",
     "digest_of",
+    "digests_in",
+    "digests_of",
     "names_of",
     "state_frames",
 ]
 
+DIGEST_BYTES = 32
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -244,3 +248,26 @@ class StateReceiver:
                 self.digests[name] = digest
             else:
                 self._keep(name, tensor, digest)
+
+
+def digests_of(weights: Mapping[str, str], optimizer: Mapping[str, str]) -> list[bytes]:
+    """The payloads that say what a copy is."""
+    return [msgpack.packb({n: bytes.fromhex(d) for n, d in part.items()}) for part in (weights, optimizer)]
+
+
+def digests_in(frame: Frame, layouts: tuple[Layout, Layout]) -> tuple[dict[str, str], dict[str, str]]:
+    """They, by name: all weights, and of the optimizer's state what there is. Raises ProtocolError."""
+    found: list[dict[str, str]] = []
+    try:
+        for payload, layout in zip(frame.payloads, layouts, strict=True):
+            table = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_map_len=len(layout))
+            if not table.keys() <= layout.keys():
+                raise ValueError("it names what is not in the stage")
+            if not all(type(d) is bytes and len(d) == DIGEST_BYTES for d in table.values()):
+                raise ValueError("it has no digests")
+            found.append({name: digest.hex() for name, digest in table.items()})
+        if found[0].keys() != layouts[0].keys():
+            raise ValueError("weights are missing")
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"this does not describe a copy of the stage: {error}") from error
+    return found[0], found[1]

@@ -23,10 +23,10 @@ import torch
 from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
 from meshcee.strides import canonical, contiguous, dense, laid_out, unexpanded
-from peers.transport.base import Buffer
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 
+Buffer = bytes | bytearray | memoryview
 Value = torch.Tensor | int | float | bool | None
 Expected = tuple[torch.dtype, Sequence[int]] | type | None  # dtype and shape, a number's type, or anything
 Encode = Callable[[int, torch.Tensor], tuple[str, torch.Tensor] | None]  # codec and payload; None: as it is

@@ -15,8 +15,9 @@ from typing import Any
 
 from meshcee import disk
 from meshcee.errors import PlanError
+from meshcee.measured import JobCosts, Measured
 from meshcee.plan import Plan
-from meshcee.planner.live import JobCosts, Measured, situation
+from meshcee.planner.live import situation
 from meshcee.simulator import simulate
 from peers import messages
 from peers.messages import Step, need

@@ -28,7 +28,6 @@ from meshcee.plan import Plan
 from meshcee.profile import DeviceProfile
 from meshcee.timing import BlockTimes
 from peers.adaptation import Adaptation
-from peers.agent import Agent
 from peers.asking import ask_plan, question
 from peers.buddies import Buddies, buddies_with_room
 from peers.cadence import Cadence
@@ -46,6 +45,7 @@ from peers.job_costs import profile
 from peers.journal import Journal
 from peers.kept import Kept
 from peers.ledger import Ledger, noted
+from peers.mesh_view import MeshView
 from peers.net import cuts_of, examine, sizes_of
 from peers.newcomers import Newcomers
 from peers.owner import Owner, Report
@@ -55,7 +55,6 @@ from peers.result import Result
 from peers.told import Told
 from peers.trace import Trace
 from peers.turn import Turn
-from peers.view import report_json
 
 __all__ = ["REPLANS", "Result", "Training", "next_incarnation", "own"]
 
@@ -68,7 +67,7 @@ Reports = asyncio.Queue[Report | MeshceeError | None]
 
 
 def own(
-    agent: Agent,
+    agent: MeshView,
     job: Job,
     captured: Capture,
     plan: Plan,
@@ -106,7 +105,7 @@ class Training:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: MeshView,
         home: Home | None,
         lent: tuple[str, ...],
         job: Job,
@@ -537,7 +536,7 @@ class Training:
             return
         self._known[report.step] = report.loss
         if self._diary is not None:
-            self._diary.report(report_json(report))
+            self._diary.report(report.to_json())
         await self._reports.put(report)
 
     async def _other_plan(self, report: Report, planned: Planned, leaving: set[str]) -> Planned | None:

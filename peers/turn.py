@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from dht.records import RunRecord
 from meshcee.plan import Plan
-from peers.agent import Agent
+from peers.mesh_view import MeshView
 
 __all__ = ["Turn"]
 
@@ -26,7 +26,7 @@ class Turn:
     `after` is the owner whose run this one goes on with: its record may outlive it.
     """
 
-    def __init__(self, agent: Agent, job: str, tell: Callable[[str], None] | None, after: str = "") -> None:
+    def __init__(self, agent: MeshView, job: str, tell: Callable[[str], None] | None, after: str = "") -> None:
         self._agent = agent
         self._tell = tell
         self._ours = {agent.peer_id, after}

@@ -16,18 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from meshcee.plan import Plan
+from peers.mesh_view import named
 from peers.owner import Report
 from peers.strict_json import dumps
 
-__all__ = ["JsonView", "LineView", "RichView", "View", "named", "plan_table", "report_json", "view_for"]
-
-
-def report_json(report: Report) -> dict[str, Any]:
-    """A report as the documented JSON object."""
-    data = {name: value for name, value in vars(report).items() if name != "observed"}
-    data["metrics"] = dict(report.metrics)
-    data["codecs"] = {boundary: measured.to_json() for boundary, measured in report.codecs.items()}
-    return data
+__all__ = ["JsonView", "LineView", "RichView", "View", "plan_table", "view_for"]
 
 
 def _duration(seconds: float) -> str:
@@ -76,7 +69,7 @@ class JsonView(_Base):
         print(dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
 
     def report(self, report: Report) -> None:
-        print(dumps({"report": report_json(report)}), flush=True)
+        print(dumps({"report": report.to_json()}), flush=True)
 
 
 class LineView(_Base):
@@ -153,13 +146,6 @@ def view_for(*, as_json: bool) -> View:
         return JsonView()
     console = Console()
     return RichView(console) if sys.stdout.isatty() else LineView(console)
-
-
-def named(text: str, names: Mapping[str, str]) -> str:
-    """The text with peers' names in place of their ids."""
-    for peer, name in names.items():
-        text = text.replace(peer, name)
-    return text
 
 
 def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:

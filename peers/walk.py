@@ -15,6 +15,7 @@ import structlog
 
 from meshcee.codec import Measured
 from meshcee.errors import ProtocolError, UsageError
+from meshcee.observed import Observed
 from meshcee.plan import Plan
 from peers import messages
 from peers.feed import Portion
@@ -27,20 +28,6 @@ log = structlog.get_logger()
 
 SHOWN_BYTES = 100_000  # in a queue: fewer hold nobody up
 BUSY = 0.7  # of a step: who is busy for so long bounds it
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What a step showed of the mesh that ran it."""
-
-    compute_s: Mapping[str, float] = field(default_factory=dict)  # peer -> seconds of its F, B and W together
-    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # (from, to) -> bytes per second
-    depths: Mapping[tuple[str, str], float] = field(
-        default_factory=dict
-    )  # -> bytes on their way when more came, at most
-    fed: Mapping[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # peer -> inputs' bytes, and as how many a second they came
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,14 @@ class Report:
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
-    observed: Observed = Observed()
+    observed: Observed = field(default_factory=Observed)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        data = {name: value for name, value in vars(self).items() if name != "observed"}
+        data["metrics"] = dict(self.metrics)
+        data["codecs"] = {boundary: measured.to_json() for boundary, measured in self.codecs.items()}
+        return data
 
 
 @dataclass

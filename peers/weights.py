@@ -12,8 +12,9 @@ import torch
 
 from meshcee.job import Optimizer
 from meshcee.strides import copied
+from meshcee.tensor_files import Layout
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "optimizer_layout"]
 
 
 class Weights:
@@ -126,3 +127,18 @@ def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if tensor.shape != parameter.shape or not tensor.dim():
         return tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
+    tiny = {name: torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for name, (dtype, _) in masters.items()}
+    built = optimizer.build(tiny)
+    for parameter in tiny.values():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, parameter in tiny.items():
+        for key, value in built.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}/{key}"] = (value.dtype, masters[name][1] if value.shape == parameter.shape else ())
+    return found

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshcee.hosts import as_run, shares, threads_of
-from meshcee.planner.live import JobCosts, Measured, choose
+from meshcee.measured import JobCosts, Measured
+from meshcee.planner.live import choose
 from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.simulator import bound_s, build, period_s
 from meshcee.timing import BlockTimes

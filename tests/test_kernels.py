@@ -10,8 +10,9 @@ import pytest
 
 from meshcee.errors import PlanError
 from meshcee.kernels import class_of, fitting, remark, with_classes
+from meshcee.measured import JobCosts, Measured
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.live import JobCosts, Measured, choose
+from meshcee.planner.live import choose
 from meshcee.profile import BlockCost, DeviceProfile
 from meshcee.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM, Versions
 

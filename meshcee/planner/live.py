@@ -8,14 +8,15 @@ default, never silently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
 from meshcee.errors import PlanError
 from meshcee.hosts import as_run
 from meshcee.kernels import fitting, with_classes
+from meshcee.measured import DEFAULT_LINK, JobCosts, Measured
 from meshcee.plan import Plan
 from meshcee.planner.codecs import between
 from meshcee.planner.job import Choice, Runs, plans
@@ -26,23 +27,18 @@ from meshcee.planner.trust import believed_devices, believed_links, believed_spe
 from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
 from meshcee.timing import BlockTimes
-from meshcee.versions import Versions
 from meshcee.workload import KindTimes, Workload
 
 __all__ = [
-    "DEFAULT_LINK",
     "EFFORT",
     "NO_FAR_ROOM",
     "NO_ROOM",
     "RUNS",
-    "JobCosts",
-    "Measured",
     "choose",
     "has_room_for_copies",
     "plan_job",
     "regions_of",
     "situation",
-    "without_links",
     "workload_of",
 ]
 
@@ -59,53 +55,8 @@ NO_FAR_ROOM = (
     "checkpoint"
 )
 STEPS_SHARE = 0.9  # of a link's bandwidth is for steps: copies take 5 %, far ones and probes 2 %, headers the rest
-DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
-NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
 BACKWARD = 1.0  # B and W each cost as many operations as F
 UPDATE_FLOPS_PER_BYTE = 4.0  # of trainable parameters: about 16 operations a parameter
-
-
-@dataclass(frozen=True)
-class JobCosts:
-    """What a planner must know of a job: no tensor, no code.
-
-    alike  per block the first block that is the same work (meshcee.capture.alike); () when nothing was profiled
-    tied   (first block, last block, bytes) of shared parameters
-    mix    which devices a plan may put together (meshcee.kernels.MIXES), for an owner who runs these `versions`
-    threads that every CPU computes with; 0: each with its own number
-    codec  of every boundary, or "auto" or "lossless": as planner/codecs.py has it between regions
-    feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
-    groups whether devices of one region may share a stage; direct_sums and clips as the job says
-    """
-
-    blocks: Sequence[BlockCost]
-    batch_size: int
-    micro_batch: int | None = None
-    recompute: bool = False
-    element_bytes: int = 4
-    message_bytes: tuple[int, int] = (0, 0)
-    alike: tuple[int, ...] = ()
-    tied: tuple[tuple[int, int, int], ...] = ()
-    codec: str = "none"
-    groups: bool = False
-    direct_sums: bool = False
-    clips: bool = False
-    mix: str = "devices"
-    versions: Versions | None = None
-    threads: int = 0
-    feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    data_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What is known of a mesh's idle devices."""
-
-    devices: Mapping[str, DeviceProfile]
-    links: Mapping[tuple[str, str], LinkProfile]  # ordered pairs, each as measured by its first peer
-    times: Mapping[str, BlockTimes]  # of this job's blocks, where they were profiled
-    hints: Mapping[str, str]  # regions, as people said
-    feeds: Mapping[str, LinkProfile] = field(default_factory=dict)  # from the owner of the job
 
 
 def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster, Workload]:
@@ -339,19 +290,6 @@ def workload_of(
         micro_batch=micro_batch,
         default_codec="none",
     )
-
-
-def without_links(
-    links: Mapping[tuple[str, str], LinkProfile], pairs: Iterable[tuple[str, str]]
-) -> dict[tuple[str, str], LinkProfile]:
-    """The same links, but nothing to speak of crosses these. At their best they are what they were: nobody has moved."""
-    found = dict(links)
-    for pair in pairs:
-        link = found.get(pair, DEFAULT_LINK)
-        best = (link.bandwidth_range_bytes_per_s or (0.0, link.bandwidth_bytes_per_s))[1]
-        span = (NEXT_TO_NOTHING, max(best, NEXT_TO_NOTHING))
-        found[pair] = replace(link, bandwidth_bytes_per_s=NEXT_TO_NOTHING, bandwidth_range_bytes_per_s=span)
-    return found
 
 
 def _update_s(costs: Sequence[BlockCost], speed: float) -> float:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshcee.config import FAR_COPIES, OTHERS_COPIES, OWN_COPIES
 from meshcee.plan import Plan
 from meshcee.profile import Cluster
 from meshcee.workload import Workload
 
 __all__ = [
-    "FAR_COPIES",
-    "OWN_COPIES",
     "STATE_FACTOR",
     "Shortage",
     "copies_factor",
@@ -23,9 +22,6 @@ __all__ = [
 ]
 
 STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
-OWN_COPIES = 3  # of its stage that a member may hold: the last, one that the owner reads, one that the buddy reads
-OTHERS_COPIES = 2  # of another one's: the last, and the one in the making
-FAR_COPIES = 2  # more of each where there are far buddies: again the last, and the one in the making
 COPY_SHARE = 0.75  # of a stage's state: not its gradients
 
 

@@ -27,10 +27,11 @@ from peers.home import Home
 from peers.job_costs import costs_of
 from peers.jobfile import load_job
 from peers.mesh import Mesh, Result
+from peers.mesh_view import named
 from peers.profiler import resolve_device
 from peers.strict_json import dumps
 from peers.trace import Trace
-from peers.view import View, named, view_for
+from peers.view import View, view_for
 
 __all__ = ["TrainOptions", "run_train"]
 

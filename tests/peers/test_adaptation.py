@@ -35,8 +35,10 @@ from meshcee.adapter import Level
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.job import Job, Optimizer
+from meshcee.measured import Measured
+from meshcee.observed import Observed
 from meshcee.plan import Plan
-from meshcee.planner.live import Measured, situation
+from meshcee.planner.live import situation
 from meshcee.profile import LinkProfile
 from peers.adaptation import Adaptation, Change
 from peers.assemble import QUICK, InProcess, JoinOptions
@@ -49,7 +51,6 @@ from peers.senses import DOUBTFUL, FAST, HELD, Senses
 from peers.sounding import sound
 from peers.training import Result
 from peers.transport.memory import Impairment, MemoryNetwork
-from peers.walk import Observed
 
 
 def step(compute_s: float = 1.0, rate: float = 1e6) -> Observed:

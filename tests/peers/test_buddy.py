@@ -28,7 +28,7 @@ from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.plan import Plan
 from peers import messages
 from peers.buddies import Buddies, buddies
-from peers.buddy import Buddy, digests_in, digests_of, layouts_of
+from peers.buddy import Buddy, layouts_of
 from peers.cadence import Cadence
 from peers.copies import Copies
 from peers.copying import Copying
@@ -39,7 +39,7 @@ from peers.member import Member
 from peers.offer import Offer, Terms
 from peers.owner import Report
 from peers.snapshot import Held
-from peers.state_frames import digest_of
+from peers.state_frames import digest_of, digests_in, digests_of
 from peers.transport.base import Frame
 from tests.peers.mesh_fixture import even_plan, grouped, train
 from tests.peers.test_training import make_job

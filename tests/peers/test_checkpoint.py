@@ -26,10 +26,11 @@ from peers.home import Home, Run
 from peers.keeping import Keeping
 from peers.kept import Kept
 from peers.offer import Offer, Terms
-from peers.snapshot import Image, optimizer_layout, parse_header
+from peers.snapshot import Image, parse_header
 from peers.snapshots import Snapshots
 from peers.training import Result
 from peers.transport.base import Frame
+from peers.weights import optimizer_layout
 from tests.peers.mesh_fixture import even_plan
 from tests.peers.test_training import make_job
 from tests.reference import reference

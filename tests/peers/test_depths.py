@@ -16,6 +16,7 @@ from torch import nn
 
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
+from meshcee.observed import Observed
 from meshcee.plan import Plan
 from peers.links import Crossed
 from peers.messages import Step
@@ -24,7 +25,7 @@ from peers.senses import HELD, Senses
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.transport.rate import LEAST_BYTES
-from peers.walk import Observed, Walk
+from peers.walk import Walk
 from tests.peers.mesh_fixture import Trained, even_plan, train
 from tests.peers.transport.harness import KEY, pair
 from tests.virtual_time import run, virtual_time

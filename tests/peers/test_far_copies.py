@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from benchmarks import virtual_chaos
 from benchmarks.going_back import going_back
 from benchmarks.virtual_chaos import LINK, Activations, Storm, job_of, quick_planning, stormy, train
+from meshcee.config import FAR_COPIES, OWN_COPIES
 from meshcee.errors import JoinError, ProtocolError
-from meshcee.planner.live import Measured
-from meshcee.planner.memory import FAR_COPIES, OWN_COPIES
+from meshcee.measured import Measured
 from meshcee.profile import DeviceProfile, LinkProfile
 from peers import messages
 from peers.agent import Agent

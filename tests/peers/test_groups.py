@@ -20,8 +20,9 @@ from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
 from peers.buckets import Bucket, Whole
 from peers.compute import Compute
-from peers.direct_sum import DirectSum, host_of, interface_of
+from peers.direct_sum import DirectSum, interface_of
 from peers.links import Links
+from peers.offer import host_of
 from peers.spans import Spans
 from peers.stage import StageRunner
 from tests import zoo

@@ -21,8 +21,9 @@ from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
+from meshcee.measured import JobCosts
 from meshcee.plan import Plan, Predicted
-from meshcee.planner.live import JobCosts, situation
+from meshcee.planner.live import situation
 from meshcee.simulator import period_s
 from peers.assemble import InProcess, JoinOptions
 from peers.compute import Pace

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks import virtual_chaos
 from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError
-from peers.agent import LONGEST_SHUNNED_S, SHUNNED_S
 from peers.assemble import InProcess, JoinOptions
 from peers.commands.session import unwrap
 from peers.coordinator import Planned
 from peers.executor import Executor
 from peers.member import Member
+from peers.mesh_view import LONGEST_SHUNNED_S, SHUNNED_S
 from peers.owner import Report
 from peers.recovery import Recovery
 from peers.suspects import Fault, Suspects, is_own

@@ -16,12 +16,12 @@ from benchmarks.rehearsal import POOR, flaps, fresh, rehearse, step_s
 from dht.gossip import EVERY_S, FANOUT, MORE_TURNS
 from dht.records import LinkRecord
 from meshcee.errors import ProtocolError
+from meshcee.observed import Observed
 from meshcee.profile import LinkProfile
-from peers.agent import LINK_TTL_S
 from peers.links import Crossed, Links
+from peers.mesh_view import LINK_TTL_S
 from peers.own_links import OLD_S, REST_S, OwnLinks
 from peers.senses import FAST, HELD, Senses, as_shown
-from peers.walk import Observed
 from tests.dht.test_gossip import Mesh
 from tests.virtual_time import virtual_time
 

@@ -19,8 +19,8 @@ from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import PeerLostError
 from meshcee.job import Job
+from meshcee.measured import NEXT_TO_NOTHING
 from meshcee.plan import Plan
-from meshcee.planner.live import NEXT_TO_NOTHING
 from peers.assemble import QUICK, InProcess, JoinOptions
 from peers.commands.session import unwrap
 from peers.copying import Copying

@@ -16,7 +16,7 @@ from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.job import Job, Optimizer
-from meshcee.planner.live import JobCosts
+from meshcee.measured import JobCosts
 from meshcee.profile import BlockCost, LinkProfile
 from peers.asking import question
 from peers.assemble import InProcess, JoinOptions

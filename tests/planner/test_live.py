@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 
 from meshcee.errors import PlanError, ProtocolError
+from meshcee.measured import JobCosts as Costs
+from meshcee.measured import Measured
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.explain import explain
-from meshcee.planner.live import (
-    NO_FAR_ROOM,
-    NO_ROOM,
-    STEPS_SHARE,
-    Measured,
-    choose,
-    has_room_for_copies,
-    plan_job,
-    situation,
-)
-from meshcee.planner.live import JobCosts as Costs
+from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, STEPS_SHARE, choose, has_room_for_copies, plan_job, situation
 from meshcee.planner.memory import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.planner.steady import NEARLY

@@ -1,0 +1,22 @@
+"""What the steps of a job show of the mesh that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Observed"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a step showed of the mesh that ran it."""
+
+    compute_s: Mapping[str, float] = field(default_factory=dict)  # peer -> seconds of its F, B and W together
+    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # (from, to) -> bytes per second
+    depths: Mapping[tuple[str, str], float] = field(
+        default_factory=dict
+    )  # -> bytes on their way when more came, at most
+    fed: Mapping[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # peer -> inputs' bytes, and as how many a second they came
