@@ -103,6 +103,11 @@ class Agent(MeshView):
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
 
+    @property
+    def lends(self) -> bool:
+        """Whether it lends a device."""
+        return self._compute is not None
+
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Agent:

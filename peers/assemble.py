@@ -168,16 +168,18 @@ class InProcess:
         identity: Identity | None = None,
         terms: TermFile | None = None,
         pace: Pace | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> Agent:
-        """One more peer, or one that comes back with its identity; one that lends no device may own jobs."""
-        identity, quick = identity or Identity.generate(), self._timeouts
+        """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
+        own wall clock, where that differs from the mesh's."""
+        identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
         compute = (
             await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
             if lends
             else None
         )
         transport = await self._stack.enter_async_context(
-            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, clock=self._clock)
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, clock=clock)
         )
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)
@@ -192,16 +194,16 @@ class InProcess:
             timeouts=quick,
             limits=Limits(),
             terms=terms,
-            clock=self._clock,
+            clock=clock,
             monotonic=self._monotonic,
         )
         self.agents[name] = await self._stack.enter_async_context(made)
         return made
 
-    async def own(self, name: str, home: Home | None) -> Mesh:
+    async def own(self, name: str, home: Home | None, clock: Callable[[], float] | None = None) -> Mesh:
         """A Mesh that may own jobs here."""
-        owner = await self.start(name, lends=False)
-        await owner.wait_for_devices(sum(1 for n in self.agents if n != name))
+        owner = await self.start(name, lends=False, clock=clock)
+        await owner.wait_for_devices(sum(agent.lends for agent in self.agents.values()))
         return Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
 
     def crash(self, name: str) -> None:

@@ -4,12 +4,13 @@ The idea: only the socket is replaced. A `MemoryNetwork` knows every transport b
 of peers its own latency, bandwidth, jitter and loss, drawn from the network's seed; it can cut, partition and kill.
 It uses nothing but the running loop's clock, so under virtual time an hour of slow links takes milliseconds. Without
 shape (the default) a byte is copied once, from the sender's payload into the receiver's, and not checksummed:
-`--local` trains on it.
+`--local` trains on it. What arrives at a peer, arrives in the context of that peer's transport.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 import time
 from collections import deque
@@ -66,10 +67,11 @@ class _Direction:
 class _Pipe(asyncio.Transport):
     """One end of a pipe: an asyncio transport whose bytes reach the protocol of the other end."""
 
-    def __init__(self, protocol: FramedStream, direction: _Direction) -> None:
+    def __init__(self, protocol: FramedStream, direction: _Direction, context: contextvars.Context) -> None:
         super().__init__()
         self._protocol = protocol
         self._direction = direction
+        self._context = context
         self._loop = asyncio.get_running_loop()
         self._leaving: deque[tuple[float, memoryview | None]] = (
             deque()
@@ -148,13 +150,13 @@ class _Pipe(asyncio.Transport):
         """Bytes of the other end, or its end of file, will arrive."""
         self._arriving.append((arrives, view))
         if self._arriving_timer is None:
-            self._arriving_timer = self._loop.call_at(arrives, self._arrived)
+            self._arriving_timer = self._loop.call_at(arrives, self._arrived, context=self._context)
 
     def _arrived(self) -> None:
         _, view = self._arriving.popleft()
         self._arriving_timer = None
         if self._arriving:
-            self._arriving_timer = self._loop.call_at(self._arriving[0][0], self._arrived)
+            self._arriving_timer = self._loop.call_at(self._arriving[0][0], self._arrived, context=self._context)
         if view is None:
             self.lose(None)
         else:
@@ -178,7 +180,7 @@ class _Pipe(asyncio.Transport):
         """Everything has left: the end of file follows it at the same pace."""
         self._loop.call_soon(self.lose, None)
         if self._is_instant:
-            self._loop.call_soon(self.other.lose, None)
+            self._loop.call_soon(self.other.lose, None, context=self.other._context)
         else:
             self.other.expect(self._direction.schedule(0, self._loop.time())[1], None)
 
@@ -195,7 +197,7 @@ class _Pipe(asyncio.Transport):
         for end in (self, self.other):
             end._closing = True
             end._drop()
-            self._loop.call_soon(end.lose, ConnectionResetError(why))
+            self._loop.call_soon(end.lose, ConnectionResetError(why), context=end._context)
 
     def lose(self, error: Exception | None) -> None:
         if not self._lost:
@@ -284,14 +286,14 @@ class MemoryNetwork:
         if target is None or self._transports.get(source.peer_id) is not source or pair in self._cut:
             raise JoinError(f"peer {short(stream.peer_id)} cannot be reached: start it, or heal the network")
         accepted = target.new_stream(source.peer_id)
-        near, far = _Pipe(stream, there), _Pipe(accepted, back)
+        near, far = _Pipe(stream, there, source.context), _Pipe(accepted, back, target.context)
         near.other, far.other = far, near
         pipes = self._pipes.setdefault(pair, [])
         pipes[:] = [pipe for pipe in pipes if not pipe.is_closing()]
         pipes.append(near)
         stream.connection_made(near)
         accepted.connection_made(far)
-        target.take(accepted)
+        target.context.copy().run(target.take, accepted)
 
     def _direction(self, source: str, target: str) -> _Direction:
         key = (source, target)
@@ -319,6 +321,7 @@ class MemoryTransport(Endpoint):
     ) -> None:
         super().__init__(peer_id, mesh_key, timeouts=timeouts, limits=limits, clock=clock)
         self.addresses = (f"/memory/{peer_id}",)
+        self.context = contextvars.copy_context()
         self._network = network
 
     async def _start(self) -> None:

@@ -33,8 +33,11 @@ class RefusingDisk(Disk):
         self.refused = 0
         self._opened: dict[int, Path] = {}
 
+    def _refuses(self, path: Path, *, grows: bool) -> bool:
+        return self.error is not None and path.is_relative_to(self.folder) and (self.error != errno.ENOSPC or grows)
+
     def _check(self, path: Path, *, grows: bool) -> None:
-        if self.error is None or not path.is_relative_to(self.folder) or (self.error == errno.ENOSPC and not grows):
+        if self.error is None or not self._refuses(path, grows=grows):
             return
         self.refused += 1
         raise OSError(self.error, os.strerror(self.error), str(path))
@@ -51,9 +54,10 @@ class RefusingDisk(Disk):
         return handle
 
     def write(self, handle: int, data: Data) -> int:
-        if self.error == errno.ENOSPC and len(data) > 1:  # half of it finds room
+        path = self._opened[handle]
+        if self.error == errno.ENOSPC and self._refuses(path, grows=True) and len(data) > 1:  # half of it finds room
             super().write(handle, memoryview(data)[: len(data) // 2])
-        self._check(self._opened[handle], grows=True)
+        self._check(path, grows=True)
         return super().write(handle, data)
 
     def pwrite(self, handle: int, data: Data, at: int) -> int:

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, stormy, train, watched_frames
-from tests.virtual_time import quiet, run
+from tests.virtual_time import Still, quiet, run
+
+NEW = {
+    "disk full": "disk full at",
+    "read-only disk": "read-only disk at",
+    "clock step": "s off for",
+    "slow loris": "bytes a second",
+    "suspend": "suspended",
+    "lose a region": "there again",
+    "kill the owner": "the standby goes on",
+}
 
 
 def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[str], str]]:
     """Of the seeds whose runs were not as an undisturbed one."""
     found = [play(seed, augmented) for seed in seeds]
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_storms_of_one_kind(kind: str) -> None:
+    found = play(1, kinds=[kind])
+    assert found["outcome"] == "equal", found
+    assert any(NEW[kind] in blow for blow in found["blows"]), found
+
+
+def test_who_stands_still_runs_nothing_and_then_all_in_order() -> None:
+    told: list[str] = []
+
+    async def work(name: str, pause_s: float) -> None:
+        for n in range(3):
+            await asyncio.sleep(pause_s)
+            told.append(f"{name}{n}")
+
+    async def story() -> None:
+        still = Still()
+        with still.possible():
+            tasks = []
+            for name in ("a", "b"):
+                with still.of(name):
+                    tasks.append(asyncio.create_task(work(name, 1.0)))
+            await asyncio.sleep(1.5)
+            still.begin("a")
+            await asyncio.sleep(10)
+            assert told == ["a0", "b0", "b1", "b2"]
+            still.end("a")
+            await asyncio.gather(*tasks)
+
+    run(story())
+    assert told[4:] == ["a1", "a2"]
+
+
+def test_a_loop_without_threads_makes_calls_in_its_turn_and_tells_of_their_errors() -> None:
+    made: list[int] = []
+
+    async def story() -> None:
+        unwanted = asyncio.get_running_loop().run_in_executor(None, made.append, 0)
+        unwanted.cancel()
+        await asyncio.gather(*(asyncio.to_thread(made.append, n) for n in range(1, 4)))
+        assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 / 0)
+
+    run(story(), inline=True)
+    assert made == [1, 2, 3]
 
 
 def test_a_few_storms() -> None:
