@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import contextvars
 import errno
-import functools
 import math
 import random
 import tempfile
@@ -29,20 +28,17 @@ from unittest import mock
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
-from torch import nn
 
-from benchmarks.augmented import Augmented
 from benchmarks.going_back import going_back
+from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
 from dht.election import CHANCE
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
 from meshcee import disk
-from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
-from meshcee.eager import plain
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
 from meshcee.planner.proposals import Effort
 from peers.agent import Agent
 from peers.assemble import InProcess, JoinOptions
@@ -59,11 +55,25 @@ from peers.transport.stream import FramedStream
 from tests.peers.disks import RefusingDisk
 from tests.virtual_time import Still, run
 
-__all__ = ["BLOWS", "Activations", "Storm", "play", "quick_planning", "stormy", "train", "watched_frames"]
+__all__ = [
+    "BLOWS",
+    "MICRO",
+    "STEPS",
+    "Activations",
+    "Storm",
+    "captured_job",
+    "expected",
+    "job_of",
+    "play",
+    "quick_planning",
+    "stormy",
+    "train",
+    "watched_frames",
+]
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
 PACE = Pace(4e4)  # a step takes some seconds
-PEERS, STAGES, STEPS, MICRO = 4, 3, 12, 4
+PEERS, STAGES = 4, 3
 TIMES = replace(Timeouts(), regroup_s=180.0)  # a storm may last
 AGREED_WITHIN_S = 40.0  # of all who live on one coordinator, once the network is whole
 ENDS_WITHIN_S = 1800.0
@@ -100,55 +110,6 @@ LORIS_BYTES_PER_S = 20.0, 400.0
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class Net(nn.Module):
-    """Dropout, batch statistics and a tied weight: whatever is lost or done twice changes a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)) for _ in range(3)
-        )
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return self.head(h)
-
-
-def job_of(augmented: bool = False) -> Job:
-    torch.manual_seed(0)
-    data = [(i % 11, (i + 1) % 11) for i in range(64)]
-    return Job(
-        model=Net(),
-        loss=nn.functional.cross_entropy,
-        data=Augmented(data, 11) if augmented else data,
-        optimizer=Optimizer("AdamW", lr=1e-2),
-        batch_size=8,
-        micro_batch_size=MICRO,
-        steps=STEPS,
-        seed=3,
-        clip_norm=1.0,
-        checkpoint_every=3,
-        codec="none",
-        adapt=False,  # it looks at the seconds of real computing
-    )
-
-
-@functools.cache
-def captured_job() -> Capture:
-    return capture(job_of())
-
-
-@functools.cache
-def expected(augmented: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses, _, model, _ = plain(job_of(augmented), STEPS, MICRO)
-    return losses, model.state_dict()
 
 
 def quick_planning() -> Any:
