@@ -8,7 +8,7 @@ TEST_LIMIT_S ?= 1500
 WORKERS ?= 2
 export PYTHON
 
-.PHONY: help demo test test-all lint types contracts bench check wheel clean
+.PHONY: help demo test test-all lint types contracts bench check docs reference wheel clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,9 +41,16 @@ bench: $(STAMP)  ## the executor against a plain loop, the transport against raw
 
 check: lint types contracts test  ## what a change must pass
 
+docs: $(STAMP)  ## build the documents into site/; every link and heading must be there
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+reference: $(STAMP)  ## write docs/reference/ from the code
+	$(BIN)/python scripts/reference.py
+
 wheel: $(STAMP)  ## build the wheel and test it in an empty environment
 	@scripts/wheel_test.sh
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

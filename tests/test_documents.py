@@ -1,0 +1,116 @@
+"""What must hold of the documents: commands and links that exist, a reference that the code would write, short sentences.
+
+The idea: a page that nobody checks ages; what a machine can hold against the code is held against it here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+FIGURES = {"design.md", "benchmarks.md", "models.md", "simulator.md"}  # tables of measurements, with their notes
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+PROSE = [path for path in PAGES if path.name not in FIGURES and path.parent.name != "reference"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference_script", ROOT / "scripts" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_the_code_gives() -> None:
+    stale = [name(path) for path, text in reference().pages().items() if path.read_text() != text]
+    assert stale == [], "run `make reference`"
+    assert set((DOCS / "reference").glob("*.md")) == set(reference().pages())
+
+
+def anchors(page: Path) -> set[str]:
+    """As the site makes them of headings: small letters, words joined by hyphens."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if "://" not in target and (not there.exists() or (anchor and anchor not in anchors(there))):
+            broken.append(target)
+        if page.is_relative_to(DOCS) and "://" not in target and not there.resolve().is_relative_to(DOCS):
+            broken.append(f"{target} is not in the site")
+    assert broken == []
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    linked = {
+        str((page.parent / target).resolve().relative_to(DOCS))
+        for page in DOCS.rglob("*.md")
+        for target in re.findall(r"\]\(([\w/.-]+\.md)", page.read_text())
+    }
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - listed - linked == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_in_a_page_exists(page: Path) -> None:
+    """Each `meshcee ...` in a page: its command, and its options."""
+    known = dict(reference().commands())
+    text = re.sub(r"\\\n", " ", page.read_text())
+    found = [line for kind, block in FENCE.findall(text) if kind == "sh" for line in block.splitlines()]
+    found += re.findall(r"`(meshcee [^`]*)`", FENCE.sub("", text))
+    for line in (line.partition("#")[0].strip() for line in found):
+        if not line.startswith("meshcee ") or "COMMAND" in line or line == "meshcee --help":
+            continue
+        words = line.split()
+        command = next((known[x] for x in (" ".join(words[:3]), " ".join(words[:2])) if x in known), None)
+        assert command is not None, line
+        options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", line)) - options == set(), line
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name)
+def test_no_sentence_has_more_than_thirty_words(page: Path) -> None:
+    text = FENCE.sub(".", re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL))
+    text = re.sub(r"^\|.*\|$|^#.*$", ".", text, flags=re.MULTILINE)  # tables and headings
+    text = re.sub(r"^\s*(?:[-*]|\d+\.) ", ". ", re.sub(r"\n\n+", " . ", text), flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    sentences = re.split(r"[.:!?](?=[\s)\"*]|$)", text)
+    assert [s.strip() for s in sentences if len(re.findall(r"[\w`'$=./-]*\w[\w`'$=./-]*", s)) > 30] == []
+
+
+def test_the_readme_is_short_and_begins_with_what_a_newcomer_types() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    assert {"make demo", "make test"} <= {line.partition("#")[0].strip() for line in lines[:45]}
+
+
+def test_the_job_in_the_readme_trains(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    import meshcee
+
+    (block,) = (text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "python")
+    assert len(block.split("Job(")[1].splitlines()) <= 10
+    space: dict[str, meshcee.Job] = {}
+    exec(compile(block, "README.md", "exec"), space)
+    result = meshcee.train(replace(space["job"], steps=3), local=2)
+    assert len(result.losses) == 3
