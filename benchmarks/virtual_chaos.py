@@ -59,6 +59,7 @@ __all__ = [
     "BLOWS",
     "MICRO",
     "STEPS",
+    "TIMES",
     "Activations",
     "Storm",
     "captured_job",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from dht.directory import Directory
 from dht.election import Elector
@@ -24,9 +24,12 @@ from meshcee.kernels import class_of
 from meshcee.measured import Measured, without_links
 from meshcee.planner.probing import FEW
 from meshcee.profile import DeviceProfile, LinkProfile
+from peers.pulse import unless_late
 from peers.transport.base import Transport
 
 __all__ = ["MeshView", "named"]
+
+T = TypeVar("T")
 
 # That a peer which answers and fails is not planned with; twice as long each time.
 SHUNNED_S, LONGEST_SHUNNED_S = 60.0, 3600.0
@@ -183,8 +186,7 @@ class MeshView:
     async def wait_for_devices(self, count: int) -> None:
         """Until so many idle devices are known. Raises JoinError after join_s."""
         try:
-            async with asyncio.timeout(self.timeouts.join_s):
-                await self.directory.wait_for(lambda: len(self.devices()) >= count)
+            await self._in_time(lambda: self.directory.wait_for(lambda: len(self.devices()) >= count))
         except TimeoutError as error:
             raise JoinError(f"only {len(self.devices())} of {count} peers appeared in time") from error
 
@@ -192,8 +194,7 @@ class MeshView:
         """Until the records of all of these are known. Raises JoinError after join_s."""
         wanted = set(peers)
         try:
-            async with asyncio.timeout(self.timeouts.join_s):
-                await self.directory.wait_for(lambda: wanted <= self.directory.peers.keys())
+            await self._in_time(lambda: self.directory.wait_for(lambda: wanted <= self.directory.peers.keys()))
         except TimeoutError as error:
             missing = sorted(wanted - self.directory.peers.keys())
             raise JoinError(f"the plan uses peers that this one cannot see: {', '.join(missing)}; try again") from error
@@ -201,8 +202,7 @@ class MeshView:
     async def see_the_mesh(self, wanted: Iterable[str] = ()) -> None:
         """Until somebody coordinates and `wanted` are seen, and a moment for the busy: a newcomer knows nobody at first."""
         try:
-            async with asyncio.timeout(self.timeouts.join_s):
-                await self.coordinator()
+            await self._in_time(self.coordinator)
         except TimeoutError as error:
             raise JoinError(
                 f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "
@@ -211,6 +211,10 @@ class MeshView:
         await self.directory.refresh()
         await self.wait_for_peers(wanted)
         await self.wait_for_idle()
+
+    async def _in_time(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Within join_s of this machine's waking time."""
+        return await unless_late(work, self.timeouts.join_s, self.timeouts)
 
     async def wait_for_idle(self) -> None:
         """A moment for peers whose job has just ended to say so; whoever is busy for longer is planned around."""

@@ -19,7 +19,17 @@ from peers import messages
 from peers.outbox import Outbox
 from peers.transport.base import Frame, Stream, StreamClosed
 
-__all__ = ["SILENT", "beat", "live", "silence", "unless_closed", "unless_silent", "while_alive", "while_moving"]
+__all__ = [
+    "SILENT",
+    "beat",
+    "live",
+    "silence",
+    "unless_closed",
+    "unless_late",
+    "unless_silent",
+    "while_alive",
+    "while_moving",
+]
 
 T = TypeVar("T")
 
@@ -97,6 +107,12 @@ async def while_moving(
         raise TimeoutError
 
     return await _beside(work, watch())
+
+
+async def unless_late(work: Callable[[], Awaitable[T]], limit_s: float, timeouts: Timeouts) -> T:
+    """What `work` gives; TimeoutError after `limit_s`. A pause of this process counts as two beats at most: `work` could not go on
+    meanwhile, and what it waits for has not been read yet."""
+    return await while_moving(work, lambda: None, limit_s, timeouts)
 
 
 async def unless_closed(work: Callable[[], Awaitable[T]], stream: Stream, timeouts: Timeouts) -> T:

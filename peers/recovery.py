@@ -21,6 +21,7 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from peers.coordinator import Planned, PlanRequest, answer, request_plan
 from peers.failures import Failures
 from peers.mesh_view import MeshView, named
+from peers.pulse import unless_late
 from peers.suspects import Suspects
 from peers.transport.base import StreamClosed
 
@@ -188,22 +189,26 @@ class Recovery:
         Raises the last PlanError or JoinError when none came.
         """
         last: MeshceeError = JoinError("nobody planned in time")
+
+        async def found() -> Planned:
+            nonlocal last
+            while True:
+                await self._welcome_back()
+                asked = replace(request, free=self.free, without=tuple(sorted(self.gone)))
+                try:
+                    planned = await self._plan_once(asked)
+                    await self._see(planned)
+                    self._mark("planned")
+                    return planned
+                except (PlanError, JoinError) as error:
+                    log.debug("no plan yet", error=str(error))
+                    last = error
+                if isinstance(last, PlanError) and self._agent.forgive():
+                    continue
+                await self._agent.directory.wait_for_change()
+
         try:
-            async with asyncio.timeout(self._agent.timeouts.regroup_s):
-                while True:
-                    await self._welcome_back()
-                    asked = replace(request, free=self.free, without=tuple(sorted(self.gone)))
-                    try:
-                        planned = await self._plan_once(asked)
-                        await self._see(planned)
-                        self._mark("planned")
-                        return planned
-                    except (PlanError, JoinError) as error:
-                        log.debug("no plan yet", error=str(error))
-                        last = error
-                    if isinstance(last, PlanError) and self._agent.forgive():
-                        continue
-                    await self._agent.directory.wait_for_change()
+            return await unless_late(found, self._agent.timeouts.regroup_s, self._agent.timeouts)
         except TimeoutError:
             raise last from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.virtual_chaos import Activations, Storm, play, quick_planning, stormy, train, watched_frames
+from benchmarks.virtual_chaos import TIMES, Activations, Storm, play, quick_planning, stormy, train, watched_frames
 from tests.virtual_time import Still, quiet, run
 
 NEW = {
@@ -88,6 +88,20 @@ def test_a_storm_over_samples_that_are_augmented() -> None:
 @pytest.mark.timeout(1200)
 def test_many_storms() -> None:
     assert outcomes(range(1000, 1060)) == []
+
+
+def test_an_owner_that_sleeps_while_it_waits_for_the_mesh_trains_when_it_wakes(tmp_path: Path) -> None:
+    """Longer than anything may take: what it waited for is there, and has not been read yet."""
+
+    async def story() -> str:
+        async with stormy(0, tmp_path) as storm:
+            asyncio.get_running_loop().call_later(pause_s, storm._suspend, "owner", 10 * TIMES.join_s)
+            async with asyncio.timeout(1800):
+                return await train(storm)
+
+    for pause_s in (0.01, 0.4, 1.5, 2.5):
+        with quiet(), quick_planning():
+            assert run(story(), inline=True) == "equal", pause_s
 
 
 class Moment:
