@@ -32,6 +32,7 @@ from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.own_links import OwnLinks
 from peers.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, serve_probe
+from peers.shelf import Shelf
 from peers.sounding import Wishes
 from peers.this_host import quiet
 from peers.transport.base import Stream, StreamClosed, Transport
@@ -86,6 +87,7 @@ class Agent(MeshView):
             may_coordinate=compute is not None,
             timeouts=timeouts,
             limits=limits,
+            host=options.host,
             terms=terms,
             clock=clock,
             monotonic=monotonic,
@@ -100,6 +102,7 @@ class Agent(MeshView):
         PlanService(self)
         self.gossip = GossipService(self)
         self._wishes = Wishes(self)
+        self.shelf = Shelf(transport, timeouts, monotonic)
         transport.serve("probe", serve_probe)
         transport.serve("join", _greeted)
 

@@ -15,11 +15,11 @@ from dht.trouble import Trouble
 from meshcee import disk
 from peers.copies import Copied
 from peers.mesh_view import MeshView
+from peers.shelf import COPIES
 from peers.strict_json import dumps
 
-__all__ = ["FILE", "Ledger", "noted"]
+__all__ = ["Ledger", "noted"]
 
-FILE = "copies.json"
 WHAT = "the list of copies that peers hold"
 
 
@@ -44,7 +44,7 @@ class Ledger:
             self._next = None
             data = dumps(what).encode()
             try:
-                await asyncio.to_thread(disk.write_whole, folder / FILE, data)
+                await asyncio.to_thread(disk.write_whole, folder / COPIES, data)
             except OSError as error:  # the run goes on; only a resumed one would go back further
                 self._trouble.tell(WHAT, error, len(data))
             else:
@@ -54,7 +54,7 @@ class Ledger:
 def noted(folder: Path, run: str, after: int, done: int) -> list[Copied]:
     """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
     try:
-        data = json.loads((folder / FILE).read_text())
+        data = json.loads((folder / COPIES).read_text())
         found = [Copied.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

@@ -48,12 +48,15 @@ class MeshView:
         store: Store,
         *,
         may_coordinate: bool,
+        host: str = "",
         timeouts: Timeouts,
         limits: Limits,
         terms: TermFile | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.sign = identity.sign
+        self.host = host  # of peers that share cores and memory; "": this one shares with nobody
         self.transport = transport
         self.timeouts = timeouts
         self.limits = limits

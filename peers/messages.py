@@ -26,7 +26,9 @@ Purposes of streams, and the frames on them:
                                                                            kept was not found, AGAIN at any time
                                                      (STATE_END alone after an evaluation)
                                         SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
-    follow  (standby -> owner)          FOLLOW  ->  FILE* as the run's journal grows, PONG, FOLLOWED when the run is over
+    follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+    journal (owner -> keeper)           FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+    shelf   (standby -> peer)           SEEK, FOUND: which journals of a job it keeps, then PULL  ->  FILE*, FOLLOWED
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART and SUM within a group and over pipelines, or WHOLE and MEET within a group;
@@ -80,7 +82,7 @@ COPIED, KEEP, KEPT = "copied", "keep", "kept"
 SEEK, FOUND = "seek", "found"
 ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
 RATE = "rate"
-FOLLOW, FILE, FOLLOWED = "follow", "file", "followed"
+FOLLOW, FILE, SEALED, FOLLOWED = "follow", "file", "sealed", "followed"
 MOST_RUN_CHARACTERS = 400
 SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 

@@ -149,7 +149,7 @@ class Training:
         self._epoch_number = (0, 0)
         self._turn = Turn(agent, job.name, on_wait, after)
         self._after = after  # the owner whose run it goes on with, if that is another peer
-        self._journal = Journal(agent.transport, agent.timeouts)
+        self._journal = Journal(agent)
         self._last = 0  # the incarnation of the run's owner before this one
         self._recovery = Recovery(agent)
         self._cadence = Cadence(job.checkpoint_every)
@@ -429,7 +429,8 @@ class Training:
         epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         if self._diary is not None:
-            self._journal.begin(self._job.name, self._diary.run)
+            resumed = self._resume is not None
+            self._journal.begin(self._job.name, self._diary.run, epoch[0], plan, resumed=resumed)
         start = self._base.next_step if self._base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with

@@ -15,9 +15,10 @@ from dht.signing import Identity
 from peers.checkpoint import Checkpoint
 from peers.copies import Copied
 from peers.home import Home
-from peers.ledger import FILE, noted
+from peers.ledger import noted
 from peers.mesh import Mesh
 from peers.result import Result
+from peers.shelf import COPIES
 from tests.virtual_time import quiet, run
 
 DURABLE, DIES_AT = 5, 8
@@ -77,5 +78,5 @@ def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: P
 )
 def test_only_what_can_be_gone_on_from_is_read(tmp_path: Path, text: str, found: list[int]) -> None:
     assert noted(tmp_path, "mine", 4, 8) == []
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / COPIES).write_text(text)
     assert [copied.next_step for copied in noted(tmp_path, "mine", 4, 8)] == found

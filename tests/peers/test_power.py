@@ -27,7 +27,8 @@ from peers.checkpoint import CheckpointStore, Draft
 from peers.diary import Diary
 from peers.fed import Fed
 from peers.home import Home
-from peers.ledger import FILE, noted
+from peers.ledger import noted
+from peers.shelf import COPIES
 from tests.mutation import breaks, changed
 from tests.peers.disks import Platter
 from tests.peers.test_killed_writer import FIXED, NoPlatter, check, drafted
@@ -114,7 +115,7 @@ def ledger(folder: Path) -> Iterator[Callable[[Path], None]]:
     for n in range(3):
         yield partial(newest, n)
         text = f'{{"run": "run", "copies": [{{"next_step": {n + 1}, "stages": []}}]}}'
-        disk.write_whole(folder / FILE, text.encode())
+        disk.write_whole(folder / COPIES, text.encode())
     yield partial(newest, 3)
 
 

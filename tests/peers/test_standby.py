@@ -30,6 +30,7 @@ from tests.virtual_time import quiet, run
 
 DIES_AT = 8
 TAKES_OVER_WITHIN_S = 30.0
+LONG_DEAD_S = 15.0  # longer than a record lasts
 
 
 class Story:
@@ -42,6 +43,7 @@ class Story:
         self.heir: list[int] = []
         self.chief_ended: BaseException | None = None
         self.took_over_s = 0.0
+        self.struck = asyncio.Event()
         self.job = replace(job_of(), steps=steps)
         self.told: list[str] = []
 
@@ -56,6 +58,19 @@ class Story:
             result = await self._stand_by(meshes["heir"])
             if self._blow is cut_off_with_no_peer_to_spare:
                 await owning
+            owning.cancel()
+            return result
+
+    async def play_without_a_standby_until_it_is_dead(self) -> Any:
+        """The heir's machine joins when the owner has been dead for so long that no record tells of its run."""
+        async with stormy(0, self._folder) as storm, asyncio.TaskGroup() as group, asyncio.timeout(900):
+            self.loop, self.storm = asyncio.get_running_loop(), storm
+            agent = await storm.here.start("chief", lends=False, identity=Identity.generate())
+            owning = group.create_task(self._own(Mesh(agent, group, self.homes["chief"])))
+            await self.struck.wait()
+            await asyncio.sleep(LONG_DEAD_S)
+            agent = await storm.here.start("heir", lends=False, identity=Identity.generate())
+            result = await self._stand_by(Mesh(agent, group, self.homes["heir"]))
             owning.cancel()
             return result
 
@@ -74,6 +89,7 @@ class Story:
             yield report
             if report.step == DIES_AT and self._blow is not None:
                 self.struck_s = self.loop.time()
+                self.struck.set()
                 if await self._blow(self.storm):
                     await asyncio.Event().wait()  # it is dead
 
@@ -143,6 +159,47 @@ def test_a_standby_goes_on_with_a_run_whose_owner_dies(tmp_path: Path, blow: Any
     (kept,) = story.homes["heir"].runs()
     assert kept.state == "done"
     assert [line["step"] for line in kept.reports()] == list(range(STEPS))
+
+
+def test_a_standby_that_comes_after_the_owner_has_died_goes_on_from_the_journal_that_peers_keep(tmp_path: Path) -> None:
+    story = Story(tmp_path, killed)
+    with quiet(), quick_planning():
+        result = run(story.play_without_a_standby_until_it_is_dead())
+    assert_exact(result)
+    assert story.heir == list(range(story.heir[0], STEPS))
+    assert story.heir[0] > 0  # all is known but what was told since the last beat
+    (kept,) = story.homes["heir"].runs()
+    assert [line["step"] for line in kept.reports()] == list(range(STEPS))
+    assert any("from the journal that a peer keeps" in text for text in story.told)
+
+
+class Behind(Story):
+    """The standby and the owner lose each other at step CUT_AT, long before the owner dies."""
+
+    CUT_AT, DIES_AT = 3, 30
+
+    async def _until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+        async for report in training:
+            yield report
+            if report.step == self.CUT_AT:
+                await cut_off_from_the_standby(self.storm)
+            if report.step == self.DIES_AT:
+                self.struck_s = self.loop.time()
+                self.storm.here.crash("chief")
+                await asyncio.Event().wait()
+
+
+def test_a_standby_that_has_fallen_behind_has_the_newest_journal_from_a_peer(tmp_path: Path) -> None:
+    steps = 3 * STEPS
+    story = Behind(tmp_path, None, steps)
+    with quiet(), quick_planning():
+        result = run(story.play())
+    losses, _, model, _ = plain(story.job, steps, MICRO)
+    assert result.losses == losses
+    assert all(torch.equal(result.state_dict[name], tensor) for name, tensor in model.state_dict().items())
+    assert story.heir == list(range(story.heir[0], steps))
+    assert story.heir[0] > Behind.DIES_AT / 2  # it has itself heard of the first few only
+    assert story.took_over_s < TAKES_OVER_WITHIN_S
 
 
 def test_without_any_copy_a_standby_begins_again_and_tells_of_no_step_twice(tmp_path: Path) -> None:
