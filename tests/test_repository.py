@@ -118,7 +118,7 @@ def test_wheel_and_layers_name_the_three_packages() -> None:
 
 
 def test_sentences_count_steps_from_one() -> None:
-    """docs/design.md, "The words": what people read says `step + 1`, or how many steps are done."""
+    """docs/architecture.md, "The words": what people read says `step + 1`, or how many steps are done."""
     found = re.compile(r"""\bstep \{(?![^}]*\+ 1)[^}]*\bs(tep)?\b[^}]*\}""")
     wrong = [
         f"{path.relative_to(ROOT)}: {match[0]}"
