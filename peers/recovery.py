@@ -84,6 +84,12 @@ class Recovery:
         self._course: Course | None = None  # of the recovery under way
         self._suspects = Suspects()
         self._failed: set[str] = set()  # who ever answered, and failed
+        self._answering: set[str] = set()  # who did when it was left out
+
+    @property
+    def mute(self) -> set[str]:
+        """Of those who are gone, whose copies are gone too: who answers and fails at its own work can still give what it holds."""
+        return self.gone.keys() - self._answering
 
     def notice(self, at_s: float | None) -> None:
         """A member was lost at this time of the loop's clock; on the way back from another loss, that one counts."""
@@ -139,6 +145,7 @@ class Recovery:
                 peer_id for peer_id, _ in failures.blamed.most_common(1)
             }  # it answers us, but others keep losing it
         self._agent.shun(failed)
+        self._answering = (self._answering | (failed & here)) - (missed - failed)
         missed |= failed
         self.gone.update(dict.fromkeys(missed, now))
         self.free = tuple(sorted(members - missed))

@@ -391,7 +391,7 @@ class Training:
         if self._store is not None:
             found = await asyncio.to_thread(self._store.complete)
             self._durable = found[0] if found else None
-        copied = self._copies.newest(len(self.result.losses), self._recovery.gone)
+        copied = self._copies.newest(len(self.result.losses), self._recovery.mute)
         durable_step = self._durable.next_step if self._durable is not None else 0
         with_peers = copied is not None and copied.next_step > durable_step
         next_step = copied.next_step if copied is not None and with_peers else durable_step

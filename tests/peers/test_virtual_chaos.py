@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from benchmarks.virtual_chaos import TIMES, Activations, Storm, play, quick_planning, stormy, train, watched_frames
+from benchmarks.virtual_chaos import (
+    TIMES,
+    Activations,
+    Storm,
+    job_of,
+    play,
+    quick_planning,
+    stormy,
+    train,
+    watched_frames,
+)
+from peers.owner import Report
 from tests.virtual_time import Still, quiet, run
 
 NEW = {
@@ -88,6 +101,27 @@ def test_a_storm_over_samples_that_are_augmented() -> None:
 @pytest.mark.timeout(1200)
 def test_many_storms() -> None:
     assert outcomes(range(1000, 1060)) == []
+
+
+def test_copies_of_a_peer_whose_device_fails_are_used(tmp_path: Path) -> None:
+    """A stage's holder dies, and the only other one that has its state cannot compute: it can still give it."""
+
+    async def story() -> str:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(1800):
+
+            def hear(report: Report) -> None:
+                if report.step == 9:
+                    victim = storm.members()[0]
+                    storm.full.add(storm.here.agents[storm.buddy_of(victim)].peer_id)
+                    storm.kill(victim)
+
+            return await train(storm, hear, replace(job_of(), checkpoint_every=100))
+
+    with capture_logs() as logged, quick_planning():
+        assert run(story(), inline=True) == "equal"
+    went_on = [entry["with_peers"] for entry in logged if entry["event"] == "the state to go on from"]
+    assert went_on
+    assert all(went_on)  # the death and the failure may be one loss or two
 
 
 def test_an_owner_that_sleeps_while_it_waits_for_the_mesh_trains_when_it_wakes(tmp_path: Path) -> None:
