@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ job = replace(job, data=Augmented(job.data, len(VOCABULARY)))
 """
 LONGEST_S = 120.0  # without a new step: a hang
 END_S = 5.0  # that a p2pd may outlive its peer
-OWNER = "owner"
+OWNER, HEIR = "owner", "heir"
+LEAVE = "members leave: the job goes on without them"  # what the owner's log says of members that end politely
 
 
 class LabChildren(Children):
@@ -266,6 +268,16 @@ class Arena:
     def recoveries(self) -> list[dict[str, Any]]:
         """What it says of each loss that it has got over."""
         return [entry for entry in self.log() if entry["event"] == "the run goes on"]
+
+    def noticed_s(self, after_s: float) -> float | None:
+        """When the owner first noticed behind this time, both by the wall clock, that a member is lost or wants to leave."""
+        for entry in self.log():
+            at_s = datetime.fromisoformat(entry["timestamp"]).timestamp()
+            if entry["event"] == "the run goes on":
+                at_s -= entry["seconds"]["new step"]
+            if entry["event"] in ("the run goes on", LEAVE) and at_s >= after_s:
+                return at_s
+        return None
 
     def orphans(self) -> list[int]:
         """Processes of ours that outlive the peers and the owner; looks for END_S."""

@@ -1,8 +1,12 @@
 """From kill -9 of a member to the next new step, beside a restart of the owner from its newest checkpoint.
 
-`python -m benchmarks.recovery [--rounds 10] [--restarts 3]` prints JSON; a round takes about ten seconds on a quiet machine.
+`python -m benchmarks.recovery [--rounds 10] [--restarts 3]` or `[--blows 5]` prints JSON; a round takes about ten seconds on a
+quiet machine.
 Real processes on loopback, the demo's GPT over four peers; the victim is the next stage's holder in each round, and a new
-peer takes its place. Steps that are computed again are within the time, as no report is told of them.
+peer takes its place. Steps that are computed again are within the time, as no report is told of them. With `--blows` so many
+rounds are played with each kind of blow: the member is killed, ended politely (stop), paused for longer than a silent peer is
+given, loses its p2pd, or, where the WAN lab can run (it needs root), is cut off from all others. "detection" is from the blow until
+the owner noticed, by its log; "recovery" from then to the new step.
 """
 
 from __future__ import annotations
@@ -16,14 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arena import Arena
+from benchmarks.arena import OWNER, Arena
+from benchmarks.lab import Lab, why_not
 from benchmarks.measure import machine
+from benchmarks.wires import network_of
 
 PEERS = 4
+KINDS = ("kill", "stop", "pause", "kill p2pd", "cut")
+AWAY_S = 30.0  # that a pause or a cut lasts: longer than silence is borne
 
 
 async def measure(rounds: int, restarts: int, seed: int) -> dict[str, Any]:
@@ -51,6 +60,60 @@ async def measure(rounds: int, restarts: int, seed: int) -> dict[str, Any]:
                 print(f"restarted: {restarted[-1]:.2f} s", file=sys.stderr)
     found = {"recovered": summary(recovered), "course": course(recoveries), "restarted": summary(restarted)}
     return {"machine": machine(), "peers": PEERS, **found}
+
+
+async def by_kind(rounds: int, seed: int) -> dict[str, Any]:
+    """Detection and recovery for each kind of blow."""
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        async with AsyncExitStack() as stack:
+            lab = None
+            if kind == "cut":
+                if reason := await asyncio.to_thread(why_not):
+                    found[kind] = {"left out": reason}
+                    continue
+                hosts = [*(f"peer-{i}" for i in range(PEERS)), *(f"new-{i}" for i in range(rounds)), OWNER]
+                lab = await stack.enter_async_context(Lab(network_of(hosts)))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshcee-recovery-"))
+            arena = await stack.enter_async_context(Arena(Path(folder), 1_000_000, PEERS, lab))
+            await arena.children.start_peers(PEERS, threads=1)
+            await arena.train()
+            found[kind] = await some_rounds(arena, kind, rounds, random.Random(seed))
+    return {"machine": machine(), "peers": PEERS, "blows": found}
+
+
+async def some_rounds(arena: Arena, kind: str, rounds: int, draw: random.Random) -> dict[str, Any]:
+    detection, recovery = [], []
+    for number in range(rounds):
+        await moments(arena, draw)
+        members = arena.members()
+        victim = members[number % len(members)]
+        struck_s = time.time()
+        took_s = await until_new_step(arena, partial(blow, arena, kind, victim))
+        noticed_s = arena.noticed_s(struck_s)
+        if noticed_s is None:
+            raise RuntimeError(f"{kind}: the owner's log does not say when the loss of {victim} was noticed")
+        detection.append(noticed_s - struck_s)
+        recovery.append(took_s - detection[-1])
+        print(f"{kind} {victim}: noticed after {detection[-1]:.2f} s, +{recovery[-1]:.2f} s", file=sys.stderr)
+        if kind in ("kill", "stop"):
+            await arena.join(f"new-{number}")
+        elif kind in ("pause", "cut"):  # the next round begins with all
+            await asyncio.sleep(max(0.0, struck_s + AWAY_S + 5.0 - time.time()))
+    return {"detection": summary(detection), "recovery": summary(recovery)}
+
+
+async def blow(arena: Arena, kind: str, victim: str) -> None:
+    if kind == "kill":
+        await arena.kill(victim)
+    elif kind == "stop":
+        arena.children.processes[victim].terminate()
+    elif kind == "pause":
+        arena.pause(victim, AWAY_S)
+    elif kind == "kill p2pd":
+        arena.kill_daemon(victim)
+    else:
+        await arena.part([victim], AWAY_S)
 
 
 async def moments(arena: Arena, draw: random.Random) -> None:
@@ -98,8 +161,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--blows", type=int, metavar="ROUNDS")
     options = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(options.rounds, options.restarts, options.seed)), indent=1))
+    if options.blows is not None:
+        found = asyncio.run(by_kind(options.blows, options.seed))
+    else:
+        found = asyncio.run(measure(options.rounds, options.restarts, options.seed))
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
