@@ -1,8 +1,8 @@
 """Peers are killed, stopped, cut off and replaced by a schedule from a seed while a job trains; its losses are the plain loop's.
 
 `python -m benchmarks.chaos [--seeds 20] [--first 0] [--steps 200] [--blows 5]` prints a JSON line for each seed: what was done at
-which step, how far the run went back after each loss and from whose copies, how long each loss took until the next new step,
-and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED. Six real peers, four
+which step, how far the run went back after each loss and from whose copies, how long each blow took to be noticed and each loss until the
+next new step, and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED. Six real peers, four
 stages, each process on a host of its own in the WAN lab. Where that cannot run (it needs root), all are on loopback, no blow
 falls on links, and the line says why. A seed takes two to four minutes on two cores. With `--virtual 2000` so many seeds are
 run in one process on virtual time (benchmarks/virtual_chaos.py). With `--augmented` every read of a sample draws from all
@@ -41,7 +41,14 @@ from meshcee.eager import plain
 
 PEERS, STAGES, CHECKPOINTS = 6, 4, 4
 LEAST = 2  # peers that stay
-KILLS = ("kill a member", "kill the coordinator", "kill a buddy", "kill a holder and its buddy", "kill two")
+KILLS = (
+    "kill a member",
+    "kill the coordinator",
+    "kill a buddy",
+    "kill a holder and its buddy",
+    "kill two",
+    "lose a region",
+)
 BLOWS = (*KILLS, "stop", "pause", "kill p2pd", "kill the owner's p2pd", "join")
 ON_LINKS = ("cut", "partition", "halve")
 # Shorter and longer than what a silent peer is given.
@@ -73,6 +80,7 @@ async def struck(arena: Arena, seed: int, steps: int, blows: int) -> dict[str, A
     draw = random.Random(seed)
     when = sorted(draw.sample(range(2, steps - 12), blows))
     done: list[str] = []
+    struck_s: list[float] = []
     try:
         async with arena:
             await arena.children.start_peers(PEERS, threads=1)
@@ -80,6 +88,7 @@ async def struck(arena: Arena, seed: int, steps: int, blows: int) -> dict[str, A
             for number, at in enumerate(when):
                 await arena.until(lambda at=at: arena.steps >= at)
                 await asyncio.sleep(draw.uniform(0, 0.5))  # so that it falls anywhere in a step
+                struck_s.append(time.time())
                 done.append(f"step {arena.steps}: {await strike(arena, draw, number)}")
             code = await arena.ends()
     except Exception as error:
@@ -90,8 +99,18 @@ async def struck(arena: Arena, seed: int, steps: int, blows: int) -> dict[str, A
         "outcome": judge(arena, steps, code, past, await asyncio.to_thread(arena.orphans)),
         "back": [back.to_json() for back in past.backs],
         "copies_every": past.every,
+        "detected_s": detected(arena, struck_s),
         "back_s": [round(entry["seconds"]["new step"], 1) for entry in arena.recoveries()],
     }
+
+
+def detected(arena: Arena, struck_s: list[float]) -> list[float | None]:
+    """For each blow how long the owner took to notice it; None where it missed nobody before the next blow."""
+    found: list[float | None] = []
+    for this_s, next_s in zip(struck_s, [*struck_s[1:], float("inf")]):
+        noticed_s = arena.noticed_s(this_s)
+        found.append(round(noticed_s - this_s, 2) if noticed_s is not None and noticed_s < next_s else None)
+    return found
 
 
 def judge(arena: Arena, steps: int, code: int, past: Past, orphans: list[int]) -> str:
@@ -172,6 +191,9 @@ def chosen(arena: Arena, draw: random.Random, kind: str, members: list[str]) -> 
     some = draw.sample(members, min(2, len(members)))
     if kind == "kill the coordinator":
         some = [name for name in [arena.coordinator()] if name is not None and name in living] or some[:1]
+    elif kind == "lose a region":  # two beside each other in the plan
+        first = draw.randrange(max(1, len(members) - 1))
+        some = members[first : first + 2]
     elif kind == "kill two":
         pass
     elif kind == "kill a member" or not (stages := arena.copies()):

@@ -89,18 +89,31 @@ async def some_rounds(arena: Arena, kind: str, rounds: int, draw: random.Random)
         members = arena.members()
         victim = members[number % len(members)]
         struck_s = time.time()
-        took_s = await until_new_step(arena, partial(blow, arena, kind, victim))
-        noticed_s = arena.noticed_s(struck_s)
-        if noticed_s is None:
-            raise RuntimeError(f"{kind}: the owner's log does not say when the loss of {victim} was noticed")
+        await blow(arena, kind, victim)
+        await arena.until(lambda since_s=struck_s: went_on_s(arena, since_s) is not None)
+        noticed_s, on_s = arena.noticed_s(struck_s), went_on_s(arena, struck_s)
+        assert noticed_s is not None
+        assert on_s is not None
         detection.append(noticed_s - struck_s)
-        recovery.append(took_s - detection[-1])
+        recovery.append(on_s - noticed_s)
         print(f"{kind} {victim}: noticed after {detection[-1]:.2f} s, +{recovery[-1]:.2f} s", file=sys.stderr)
         if kind in ("kill", "stop"):
             await arena.join(f"new-{number}")
         elif kind in ("pause", "cut"):  # the next round begins with all
             await asyncio.sleep(max(0.0, struck_s + AWAY_S + 5.0 - time.time()))
     return {"detection": summary(detection), "recovery": summary(recovery)}
+
+
+def went_on_s(arena: Arena, struck_s: float) -> float | None:
+    """When the first new step was told of under the plan that came once a loss behind `struck_s` was noticed; wall clock."""
+    noticed_s, ahead_s = arena.noticed_s(struck_s), time.time() - time.monotonic()
+    planned = False
+    for when_s, event in arena.events:
+        if noticed_s is not None and when_s + ahead_s >= noticed_s:
+            planned = planned or "plan" in event
+            if planned and "report" in event:
+                return when_s + ahead_s
+    return None
 
 
 async def blow(arena: Arena, kind: str, victim: str) -> None:
