@@ -42,7 +42,6 @@ bench: $(STAMP)  ## the executor against a plain loop, the transport against raw
 check: lint types contracts test  ## what a change must pass
 
 docs: $(STAMP)  ## build the documents into site/; every link and heading must be there
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 reference: $(STAMP)  ## write docs/reference/ from the code
