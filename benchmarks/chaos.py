@@ -1,12 +1,12 @@
 """Peers are killed, stopped, cut off and replaced by a schedule from a seed while a job trains; its losses are the plain loop's.
 
-`python -m benchmarks.chaos [--seeds 20] [--first 0] [--steps 200] [--blows 5]` prints a JSON line for each seed: what was done at
-which step, how far the run went back after each loss and from whose copies, how long each blow took to be noticed and each loss until the
-next new step, and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED. Six real peers, four
-stages, each process on a host of its own in the WAN lab. Where that cannot run (it needs root), all are on loopback, no blow
-falls on links, and the line says why. A seed takes two to four minutes on two cores. With `--virtual 2000` so many seeds are
-run in one process on virtual time (benchmarks/virtual_chaos.py). With `--augmented` every read of a sample draws from all
-three generators (benchmarks/augmented.py).
+`python -m benchmarks.chaos [--seeds 20] [--first 0] [--steps 200] [--blows 5]` prints a JSON line for each seed: what was done
+at which step, how far the run went back after each loss and from whose copies, how long each blow took to be noticed and each
+loss until the next new step, and how it ended; the logs of a run that did not end as it should stay in /tmp/meshcee-chaos-SEED.
+Six real peers, four stages, each process on a host of its own in the WAN lab. Where that cannot run (it needs root), all are on
+loopback, no blow falls on links, and the line says why. A seed takes two to four minutes on two cores. With `--virtual 2000` so
+many seeds are run in one process on virtual time (benchmarks/virtual_chaos.py). With `--augmented` every read of a sample draws
+from all three generators (benchmarks/augmented.py).
 
 The idea: the seed says what happens and when; who is struck follows from the plan, the coordinator and the copies of that moment.
 """
