@@ -42,7 +42,7 @@ bench: $(STAMP)  ## the executor against a plain loop, the transport against raw
 check: lint types contracts test  ## what a change must pass
 
 docs: $(STAMP)  ## build the documents into site/; every link and heading must be there
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 reference: $(STAMP)  ## write docs/reference/ from the code
 	$(BIN)/python scripts/reference.py

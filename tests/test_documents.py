@@ -60,6 +60,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def test_the_site_is_built_strictly() -> None:
+    """mkdocs counts no warning that --quiet has kept from it."""
+    (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs" in line)
+    assert "--strict" in line
+    assert "-q" not in line
+
+
 def test_every_page_is_in_the_site() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     linked = {
