@@ -7,7 +7,10 @@ read the line of their own file and not ours. The error itself stays the cause; 
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +19,9 @@ from pathlib import Path
 
 from meshcee.errors import MeshceeError, UsageError
 
-__all__ = ["Place", "avoided", "calling", "is_ours", "library_of", "place_in", "place_of"]
+__all__ = ["Place", "avoided", "calling", "is_ours", "library_of", "place_in", "place_of", "under_way"]
 
+_under_way: dict[int, str | Callable[[], str]] = {}  # by thread: what runs there of the user's
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
@@ -90,6 +94,9 @@ def _library(file: str) -> tuple[str, str]:
 @contextmanager
 def calling(what: str | Callable[[], str]) -> Iterator[None]:
     """Around a call of the user's code: UsageError names `what` (a function is called only then), the place and the error."""
+    me = threading.get_ident()
+    outer = _under_way.get(me)
+    _under_way[me] = what
     try:
         yield
     except MeshceeError:
@@ -98,3 +105,21 @@ def calling(what: str | Callable[[], str]) -> Iterator[None]:
         name = what if isinstance(what, str) else what()
         told = f"{type(error).__name__}: {error}".rstrip(": ")
         raise UsageError(f"{name} failed{place_of(error)}: {told}") from error
+    finally:
+        if outer is None:
+            del _under_way[me]
+        else:
+            _under_way[me] = outer
+
+
+def under_way() -> str:
+    """Which call of the user's code has not returned, with the line where it is now; "" where none is under way."""
+    threads = sys._current_frames()
+    for thread, what in list(_under_way.items()):  # the first of them has waited longest
+        stack = traceback.extract_stack(threads[thread]) if thread in threads else ()
+        inside = itertools.dropwhile(
+            lambda f: not f.filename.startswith(_OURS), stack
+        )  # what is before is the program's own
+        place = place_in([(f.filename, f.lineno or 0, f.line or "") for f in inside])
+        return (what if isinstance(what, str) else what()) + str(place)
+    return ""

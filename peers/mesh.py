@@ -155,7 +155,7 @@ class Mesh:
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
         trace: Trace | None = None,
         wait: bool = True,
-        on_wait: Callable[[str], None] = lambda text: None,
+        on_wait: Callable[[str], None] | None = None,
         after: str = "",
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
@@ -164,6 +164,7 @@ class Mesh:
         `trace` hears what peers did in a few
         steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
         `wait` False it begins at once, on the peers that are idle, if they can hold it.
+        It also hears, once a minute, where the job's data is when a read of it does not return.
         `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
@@ -181,7 +182,8 @@ class Mesh:
             resume=resume,
             on_plan=on_plan,
             reports=reports,
-            on_wait=on_wait if wait else None,
+            on_wait=(on_wait or (lambda text: None)) if wait else None,
+            on_stall=on_wait,
             trace=trace,
             after=after,
         )

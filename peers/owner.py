@@ -39,6 +39,7 @@ from peers.offering import Offering
 from peers.progress import Watch
 from peers.pulse import SILENT, beat, unless_silent, while_moving
 from peers.sharing import check_sharing
+from peers.stalls import Stalls
 from peers.state_frames import StateReceiver
 from peers.suspects import Fault, is_own
 from peers.trace import Trace
@@ -86,6 +87,7 @@ class Owner:
         kept: Kept | None = None,
         trace: Trace | None = None,
         run: str = "",
+        stalls: Stalls | None = None,
     ) -> None:
         self._job = job
         self._capture = capture
@@ -106,6 +108,7 @@ class Owner:
         self._source: Feed | None = None
         # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._stalls = stalls or Stalls(log.warning)
         self._outputs: Outputs | None = None
         self._walks: dict[int, Walk] = {}
         # What the stages may have begun, and a window on its way; any more would delay a change of plan.
@@ -285,7 +288,7 @@ class Owner:
     # -- feeding -------------------------------------------------------------------------------------------------------
 
     async def _in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._users, call, *args)
+        return await self._stalls.watch(asyncio.get_running_loop().run_in_executor(self._users, call, *args))
 
     async def _feed(self, feed: Feed) -> None:
         next_step, walks = feed.start, feed.walks()

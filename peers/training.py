@@ -52,6 +52,7 @@ from peers.owner import Owner, Report
 from peers.plan_checks import check_generators
 from peers.recovery import Recovery
 from peers.result import Result
+from peers.stalls import Stalls
 from peers.told import Told
 from peers.trace import Trace
 from peers.turn import Turn
@@ -119,8 +120,10 @@ class Training:
         on_wait: Callable[[str], None] | None,
         trace: Trace | None = None,
         after: str = "",
+        on_stall: Callable[[str], None] | None = None,
     ) -> None:
         self.result = Result()
+        self._stalls = Stalls(on_stall or log.warning)
         self._agent = agent
         self._home = home
         self._lent = lent
@@ -179,7 +182,9 @@ class Training:
                 self._captured = await asyncio.to_thread(capture, self._job)
             if self._resume is not None:
                 await asyncio.to_thread(self._go_on, self._resume, self._captured)
-            self._repeats = await asyncio.to_thread(repeats, self._job, keeps=self._home is not None)
+            look = partial(repeats, self._job, keeps=self._home is not None)
+            reading = asyncio.get_running_loop().run_in_executor(None, look)
+            self._repeats = await self._stalls.watch(reading)
             with settled():
                 await self._epochs()
             self._ended("stopped" if self.result.stopped else "done")
@@ -459,6 +464,7 @@ class Training:
             self._base.holders if isinstance(self._base, Copied) else (),
             trace=self._trace,
             run=self._key,
+            stalls=self._stalls,
             kept=Kept(
                 self._base,
                 store,

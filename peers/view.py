@@ -44,6 +44,8 @@ class View(Protocol):
 
     def note(self, text: str) -> None: ...
 
+    def wait(self, text: str) -> None: ...
+
     def plan(self, plan: Plan, names: Mapping[str, str]) -> None: ...
 
     def report(self, report: Report) -> None: ...
@@ -65,6 +67,8 @@ class JsonView(_Base):
     def note(self, text: str) -> None:
         print(dumps({"note": text}), flush=True)
 
+    wait = note
+
     def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
         print(dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
 
@@ -81,6 +85,10 @@ class LineView(_Base):
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)
+
+    def wait(self, text: str) -> None:
+        """What keeps the job, until the next step."""
+        self.note(text)
 
     def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
         self._console.print(plan_table(plan, names))
@@ -124,6 +132,10 @@ class RichView(LineView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+    def wait(self, text: str) -> None:
+        super().wait(text)
+        self._progress.update(self._task, limit=text)
 
     def report(self, report: Report) -> None:
         self._progress.update(

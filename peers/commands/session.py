@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,10 +21,13 @@ import structlog
 import uvloop
 
 from meshcee.errors import MeshceeError
+from meshcee.user_code import under_way
 
 __all__ = ["Interrupted", "configure_logging", "run_async", "run_blocking", "unwrap"]
 
 T = TypeVar("T")
+
+ENDS_WITHIN_S = 15.0  # of the moment when everything was asked to end; what is bounded takes a few seconds
 
 
 class Interrupted(BaseException):
@@ -85,6 +89,19 @@ def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             raise  # once the pool has ended
 
 
+def end_anyway() -> None:
+    """End the process in a while even if code of the user's, in a thread, never returns: nobody can end a thread."""
+
+    def end() -> None:
+        if what := under_way():
+            print(f"ended without waiting for {what}, which has not returned", file=sys.stderr, flush=True)
+            os._exit(130)
+
+    timer = threading.Timer(ENDS_WITHIN_S, end)
+    timer.daemon = True
+    timer.start()
+
+
 def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
     """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end."""
 
@@ -99,6 +116,7 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
             count += 1
             if count > 1 or polite is None or not polite():
                 task.cancel()
+                end_anyway()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)

@@ -197,7 +197,7 @@ async def _train(
                 on_plan=show,
                 trace=trace,
                 wait=options.wait,
-                on_wait=view.note,
+                on_wait=view.wait,
             ):
                 view.report(report)
             if trace is not None and options.trace is not None:
