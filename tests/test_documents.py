@@ -104,6 +104,11 @@ def test_no_sentence_has_more_than_thirty_words(page: Path) -> None:
     assert [s.strip() for s in sentences if len(re.findall(r"[\w`'$=./-]*\w[\w`'$=./-]*", s)) > 30] == []
 
 
+def test_an_item_of_the_changelog_is_one_line() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(" ") or (line.startswith("- ") and len(line) > 132)] == []
+
+
 def test_the_readme_is_short_and_begins_with_what_a_newcomer_types() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130
