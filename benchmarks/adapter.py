@@ -19,13 +19,13 @@ from pathlib import Path
 
 from benchmarks.measure import machine, row
 from benchmarks.migration import moves, moving_s
-from meshcee.adapter import REST_STEPS, SETTLING_STEPS, WorkFunction
+from meshcee.adapt.rule import REST_STEPS, SETTLING_STEPS, WorkFunction
+from meshcee.figures.profile import Cluster, LinkProfile
+from meshcee.figures.scenario import load_scenario, packaged
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.planner.job import plans
-from meshcee.profile import Cluster, LinkProfile
-from meshcee.scenario import load_scenario, packaged
+from meshcee.planner.search import plans
 from meshcee.simulator import period_s
-from meshcee.workload import Workload
 
 STEPS = 400
 FACTORS = (1.0, 0.5, 0.25, 0.125)

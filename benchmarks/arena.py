@@ -24,8 +24,8 @@ import psutil
 
 from benchmarks.lab import Lab
 from benchmarks.wires import Wires
-from peers.commands.children import Children
-from peers.home import Home, Run
+from meshcee.files.home import Home, Run
+from peers.cli.local import Children
 
 __all__ = ["Arena"]
 

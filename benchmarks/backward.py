@@ -20,7 +20,7 @@ from measure import Turns
 
 from meshcee.capture import capture, stack
 from meshcee.job import Job
-from peers.stage import StageRunner
+from meshcee.stage.runner import StageRunner
 
 __all__ = ["three_ways"]
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from meshcee.errors import PlanError
+from meshcee.figures.profile import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.classes import DeviceClass, classes_of
-from meshcee.planner.memory import shortages
-from meshcee.profile import Cluster
+from meshcee.planner.cut import DeviceClass, classes_of
+from meshcee.planner.rules import shortages
 from meshcee.simulator import simulate
-from meshcee.workload import Workload
 
 Groups = tuple[tuple[str, ...], ...]
 

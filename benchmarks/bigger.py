@@ -27,7 +27,7 @@ from measure import machine, row
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from meshcee.tensor_files import Checkpoint  # noqa: E402
+from meshcee.files.tensor_files import Checkpoint  # noqa: E402
 
 STEPS = 2
 JOB = """
@@ -60,7 +60,7 @@ def run_owner(arguments: list[str], report: Path) -> None:
     from meshcee._demo_job import GPT, Characters, loss, standard_library
     from meshcee.capture import capture, decode_program, encode_program
     from meshcee.job import Job, Optimizer
-    from peers.cli import main
+    from peers.cli.main import main
 
     small = Job(
         model=lambda: GPT(width=16, heads=2, layers=1),

@@ -23,8 +23,8 @@ import torch
 from measure import machine, row
 
 import meshcee
-import peers.coding
-from peers.jobfile import load_job
+import peers.member.coding
+from meshcee.jobfile import load_job
 
 __all__ = ["run", "svg"]
 
@@ -66,9 +66,9 @@ async def run(codec: str, seed: int, steps: int) -> dict[str, Any]:
         codec=name,
         seed=seed,
     )
-    chance = peers.coding.noise_seed
+    chance = peers.member.coding.noise_seed
     if nearest:
-        peers.coding.noise_seed = lambda *where: None  # type: ignore[assignment]
+        peers.member.coding.noise_seed = lambda *where: None  # type: ignore[assignment]
     validation: list[tuple[int, float]] = []
     errors: dict[str, list[float]] = {}
     sizes = [0, 0]
@@ -87,7 +87,7 @@ async def run(codec: str, seed: int, steps: int) -> dict[str, Any]:
                     print(f"{codec}, seed {seed}: {validation[-1]}", file=sys.stderr, flush=True)
             stages = len(mesh.result.plan.pipelines[0].stages) if mesh.result.plan else 0
     finally:
-        peers.coding.noise_seed = chance
+        peers.member.coding.noise_seed = chance
     return {
         "codec": codec,
         "seed": seed,

@@ -25,7 +25,7 @@ from measure import machine, row
 
 from meshcee.codec import CODECS
 from meshcee.codec.coder import relative_error
-from peers.compute import Compute
+from peers.device.compute import Compute
 
 __all__ = ["measure"]
 

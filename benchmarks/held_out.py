@@ -45,7 +45,7 @@ from benchmarks.measure import machine, row
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer, seeded
-from tests.peers.chain import Chain
+from tests.rig.chain import Chain
 
 STAGES = (1, 2, 3, 5)
 STEPS = 2

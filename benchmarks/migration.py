@@ -10,9 +10,9 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from meshcee.figures.profile import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.profile import Cluster
-from meshcee.workload import Workload
 
 __all__ = ["Move", "moves", "moving_s"]
 

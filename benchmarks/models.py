@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from meshcee.capture import Capture, capture, decode_program, encode_program, prepare
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
-from tests import zoo
-from tests.peers.chain import Chain
-from tests.reference import reference
+from tests.rig import zoo
+from tests.rig.chain import Chain
+from tests.rig.reference import reference
 
 STAGES = (1, 2, 3, 5)
 TITLES = {

@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 
 from meshcee.errors import PlanError
-from meshcee.planner.job import plan_cluster
+from meshcee.planner.search import plan_cluster
 from tests.planner.oracle import exhaustive, exhaustive_wide, random_case, random_wide_case
 
 ORACLES = {

@@ -35,21 +35,21 @@ from sized import LARGE, SIZED
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
+from meshcee.jobfile import load_job
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.sampling import draw, read
-from peers import messages
-from peers.compute import Compute
-from peers.executor import Executor
-from peers.hyper import HyperSchedule
-from peers.inbox import Inbox
-from peers.jobfile import load_job
-from peers.messages import Step
-from peers.outbox import Outbox
-from peers.place import Place, StageFlops
-from peers.snapshot import Held
-from peers.stage import StageRunner
+from meshcee.role import Place, StageFlops
+from meshcee.sampling.hyper import HyperSchedule
+from meshcee.sampling.order import draw, read
+from meshcee.stage.runner import StageRunner
+from peers.device.compute import Compute
+from peers.member.executor import Executor
+from peers.member.inbox import Inbox
+from peers.state.snapshot import Held
 from peers.transport.base import Frame
-from tests.peers.mesh_fixture import train
+from peers.wire import messages
+from peers.wire.messages import Step
+from peers.wire.outbox import Outbox
+from tests.rig.mesh_fixture import train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # The demo's model, and one whose blocks take less than 5 ms.

@@ -24,9 +24,9 @@ from torch import nn
 
 from benchmarks.measure import Turns, machine, row
 from meshcee.job import Job, Optimizer
-from peers.buckets import Whole
+from peers.groups.buckets import Whole
 from peers.transport.memory import Impairment, MemoryNetwork
-from tests.peers.mesh_fixture import Trained, grouped, train
+from tests.rig.mesh_fixture import Trained, grouped, train
 
 WIDTH, LAYERS, ROWS, STEPS = 768, 8, 2048, 6  # 19 MB of gradients; rows of a micro-batch
 LINKS_MBIT = (100, 300, 1000, 10_000)

@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 import baselines
 from baselines import Result
 
-from meshcee.planner.job import plans
-from meshcee.planner.search import Effort
-from meshcee.profile import Cluster
-from meshcee.scenario import load_scenario, packaged
-from meshcee.workload import Workload
+from meshcee.figures.profile import Cluster
+from meshcee.figures.scenario import load_scenario, packaged
+from meshcee.figures.workload import Workload
+from meshcee.planner.search import Effort, plans
 
 TESTBEDS = ("cee-small", "cee-medium", "two-clusters", "three-cities", "eight-cities", "cee-fluctuating")
 Baseline = Callable[[Cluster, Workload], Result]

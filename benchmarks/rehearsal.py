@@ -18,25 +18,24 @@ from typing import Any, cast
 from unittest import mock
 
 from benchmarks import adaptation_job as work
-from meshcee.measured import JobCosts, Measured
-from meshcee.observed import Observed
+from meshcee.adapt.senses import as_shown
+from meshcee.figures.measured import JobCosts, Measured
+from meshcee.figures.observed import Observed
+from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.figures.scenario import Scenario
+from meshcee.figures.timing import BlockTimes
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.planner.job import Choice
 from meshcee.planner.live import choose, situation
-from meshcee.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
-from meshcee.scenario import Scenario
+from meshcee.planner.search import Choice
 from meshcee.simulator import period_s
-from meshcee.timing import BlockTimes
-from meshcee.workload import Workload
-from peers import adaptation
-from peers.adaptation import Adaptation, Change
-from peers.coordinator import PlanRequest
-from peers.links import Crossed
-from peers.newcomers import Newcomers
-from peers.own_links import OwnLinks
-from peers.owner import Report
-from peers.senses import as_shown
+from peers.measure.own_links import OwnLinks
+from peers.owner import adaptation
+from peers.owner.adaptation import Adaptation, Change, Newcomers
+from peers.owner.epoch import Report
+from peers.planning.coordinator import PlanRequest
 from peers.transport.base import Frame
+from peers.wire.neighbour_link import Crossed
 
 __all__ = [
     "FLOPS",

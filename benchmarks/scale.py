@@ -34,20 +34,20 @@ from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from meshcee.capture import capture
 from meshcee.config import Limits, Timeouts
+from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.job import Job, Optimizer
-from meshcee.profile import DeviceProfile, LinkProfile
-from peers.agent import Agent, AgentOptions
-from peers.compute import Compute
-from peers.coordinator import PlanRequest, request_plan
-from peers.feed import Feed
-from peers.job_costs import costs_of
-from peers.member import Member
-from peers.owner import Report
-from peers.training import own
+from peers.device.compute import Compute
+from peers.member.service import Member
+from peers.node.agent import Agent, AgentOptions
+from peers.owner.epoch import Report
+from peers.owner.feed import Feed
+from peers.owner.job_run import own
+from peers.planning.coordinator import PlanRequest, request_plan
+from peers.planning.job_costs import costs_of
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
 from peers.transport.stream import FramedStream
-from tests.virtual_time import quiet, run
+from tests.rig.virtual_time import quiet, run
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6)
 STORE_S = 0.1

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from meshcee.job import Job, Optimizer
-from tests.zoo import class_loss, flat_cross_entropy
+from tests.rig.zoo import class_loss, flat_cross_entropy
 
 __all__ = ["LARGE", "SIZED"]
 

@@ -33,19 +33,19 @@ from torch import nn
 from benchmarks.virtual_chaos import now, quick_planning
 from meshcee.capture import Capture
 from meshcee.errors import PeerLostError
+from meshcee.figures.observed import Observed
+from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer, Schedule
-from meshcee.observed import Observed
 from meshcee.plan import Plan
-from peers.assemble import InProcess, JoinOptions
-from peers.checkpoint import CheckpointStore
-from peers.failures import Failures
-from peers.feed import Feed
-from peers.home import Home
-from peers.kept import Kept
-from peers.messages import Step
+from peers.node.assemble import InProcess, JoinOptions
+from peers.owner.answers import Report
+from peers.owner.feed import Feed
+from peers.state.checkpoint import CheckpointStore
+from peers.state.kept import Kept
 from peers.transport.memory import MemoryNetwork
-from peers.walk import Report
-from tests.virtual_time import quiet, run
+from peers.wire.failures import Failures
+from peers.wire.messages import Step
+from tests.rig.virtual_time import quiet, run
 
 __all__ = ["Soak", "soak"]
 
@@ -200,7 +200,7 @@ async def soak(
         return FakeOwner(job, captured, plan, more["kept"], steps // epochs)
 
     looks = max(1, steps // LOOKS)
-    with mock.patch("peers.training.own", own), seen.watched():
+    with mock.patch("peers.owner.job_run.own", own), seen.watched():
         async with InProcess(JoinOptions(), MemoryNetwork(), clock=now, monotonic=now) as here:
             for i in range(2):
                 await here.start(f"p{i}")

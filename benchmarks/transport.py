@@ -28,7 +28,7 @@ from measure import Turns, machine, row
 from meshcee.config import Timeouts
 from peers.transport.base import Frame, Stream
 from peers.transport.direct import Direct
-from peers.transport.libp2p import Libp2pTransport
+from peers.transport.p2p.libp2p import Libp2pTransport
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

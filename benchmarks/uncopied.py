@@ -1,7 +1,7 @@
 """`meshcee`, but whoever owns a job asks for no copies of its state while it trains: what replication costs is the difference."""
 
-from peers.cadence import Cadence
-from peers.cli import main
+from peers.cli.main import main
+from peers.state.policy import Cadence
 
 
 def never(cadence: Cadence, next_step: int, now_s: float) -> bool:

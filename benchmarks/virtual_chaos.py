@@ -35,25 +35,25 @@ from dht.election import CHANCE
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
-from meshcee import disk
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError
+from meshcee.files import disk
+from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.planner.proposals import Effort
-from peers.agent import Agent
-from peers.assemble import InProcess, JoinOptions
-from peers.compute import Pace
-from peers.executor import Executor
-from peers.home import Home
-from peers.member import Session
-from peers.mesh import Mesh
-from peers.messages import Step
-from peers.owner import Report
+from peers.device.compute import Pace
+from peers.member.executor import Executor
+from peers.member.service import Session
+from peers.node.agent import Agent
+from peers.node.assemble import InProcess, JoinOptions
+from peers.node.mesh import Mesh
+from peers.owner.epoch import Report
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
 from peers.transport.stream import FramedStream
-from tests.peers.disks import RefusingDisk
-from tests.virtual_time import Still, run
+from peers.wire.messages import Step
+from tests.rig.disks import RefusingDisk
+from tests.rig.virtual_time import Still, run
 
 __all__ = [
     "BLOWS",

@@ -117,7 +117,7 @@ def send_raw(address: str, seconds: float, buffer_bytes: int) -> None:
 def transport_of(daemon: Any) -> Any:
     from meshcee.config import Timeouts
     from peers.transport.direct import Direct
-    from peers.transport.libp2p import Libp2pTransport
+    from peers.transport.p2p.libp2p import Libp2pTransport
 
     direct = Direct(daemon.listening, 0, Timeouts()) if os.environ["WAY"] == "frames" else None
     return Libp2pTransport(daemon.p2p, KEY, direct=direct)
@@ -126,7 +126,7 @@ def transport_of(daemon: Any) -> Any:
 async def serve_frames(address: str) -> Meter:
     from dht.signing import Identity
     from peers.transport.base import Stream, StreamClosed
-    from peers.transport.p2pd import P2PDaemon
+    from peers.transport.p2p.p2pd import P2PDaemon
 
     meter, streams = Meter(), int(os.environ["CONNECTIONS"])
     ended = asyncio.Queue[None](streams)
@@ -150,7 +150,7 @@ async def serve_frames(address: str) -> Meter:
 async def send_frames(address: str, where: dict[str, Any], seconds: float) -> None:
     from dht.signing import Identity
     from peers.transport.base import Frame
-    from peers.transport.p2pd import P2PDaemon
+    from peers.transport.p2p.p2pd import P2PDaemon
 
     payload = os.urandom(FRAME_BYTES)
     identity = Identity.load_or_create(Path(os.environ["HOME"]) / "here")
@@ -230,7 +230,7 @@ def _inside(options: argparse.Namespace) -> None:
     """One end, in a namespace of the lab; the receiving one prints bits per second."""
     import uvloop
 
-    from peers.commands.session import configure_logging
+    from peers.cli.session import configure_logging
 
     configure_logging(as_json=True, level="error")
     if options.send == "raw":

@@ -25,8 +25,8 @@ from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
-from dht.trouble import Trouble
 from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.files import Trouble
 
 __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Unsaved", "Write", "Wrote"]
 

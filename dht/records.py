@@ -22,8 +22,7 @@ from dht.signing import Identity, MeshKey, public_key_of, verify
 from dht.wire import Fields, unpack
 from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
-from meshcee.profile import DeviceProfile, LinkProfile
-from meshcee.versions import Versions
+from meshcee.figures import DeviceProfile, LinkProfile, Versions
 
 __all__ = [
     "CLOCK_SKEW_S",

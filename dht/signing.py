@@ -23,8 +23,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked, peer_of
-from meshcee import disk
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
+from meshcee.files import disk
 
 __all__ = ["Identity", "MeshKey", "Token", "public_key_of", "verify"]
 

@@ -12,8 +12,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshcee import disk
 from meshcee.errors import UsageError
+from meshcee.files import disk
 
 __all__ = ["Term", "TermFile", "Terms"]
 

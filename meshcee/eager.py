@@ -1,6 +1,6 @@
 """The plain loop of a job: what one machine without meshcee would run, for everybody to compare with.
 
-The idea: this page is the definition of "exactly". It is written against torch, `meshcee.seeded` and `meshcee.sampling`
+The idea: this page is the definition of "exactly". It is written against torch, `meshcee.seeded` and `meshcee.sampling.order`
 alone; nothing of the capture or of the mesh takes part in it. `python -m meshcee.eager JOB.py STEPS MICRO_BATCH FOLDER`
 runs it in a process of its own, writes FOLDER/eager.safetensors and prints {"losses": [...], "seconds": s}.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
+from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import Job, seeded
 from meshcee.sampling import draw, read
-from meshcee.tensor_files import Checkpoint
 
 __all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
-from meshcee.kernels import MIXES
+from meshcee.figures import MIXES
 from meshcee.user_code import calling
 
 __all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]

@@ -17,11 +17,11 @@ from meshcee.job import Job
 
 if TYPE_CHECKING:
     from meshcee.capture import Capture
+    from meshcee.equality import Checked
     from meshcee.plan import Plan
-    from peers.checking import Checked
-    from peers.mesh import Mesh, Result
+    from peers.measure import Trace
+    from peers.node import Mesh, Result
     from peers.owner import Report
-    from peers.trace import Trace
 
 __all__ = ["check", "join", "train"]
 
@@ -38,10 +38,10 @@ async def join(
     """
     import structlog
 
-    from peers.assemble import JoinOptions
-    from peers.assemble import join as joined
-    from peers.commands.session import unwrap
-    from peers.home import Home
+    from meshcee.files import Home
+    from peers.cli.session import unwrap
+    from peers.node import JoinOptions
+    from peers.node import join as joined
 
     if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
@@ -89,7 +89,7 @@ def train(
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
     from meshcee.capture import capture
-    from peers.commands.session import run_blocking
+    from peers.cli.session import run_blocking
 
     # Here, as Ctrl-C would not be heard before its end in a loop.
     found = captured or capture(job)
@@ -127,6 +127,6 @@ def check(
     The result is `equal`, or its `differs` says which tensor differs first, in which step and after which operation, and `blame`
     whether that is the "data", the "capture", the "cut" or the "codec".
     """
-    from peers.checking import check as checked
+    from meshcee.equality import check as checked
 
     return checked(job, stages, steps, captured=captured)

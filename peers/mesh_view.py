@@ -12,20 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dht.directory import Directory
-from dht.election import Elector
-from dht.records import LeaseRecord
-from dht.signing import Identity, MeshKey
-from dht.store import Store
-from dht.terms import Term, TermFile
+from dht import Directory, Elector, Identity, LeaseRecord, MeshKey, Store, Term, TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, PeerLostError
-from meshcee.kernels import class_of
-from meshcee.measured import Measured, without_links
-from meshcee.planner.probing import FEW
-from meshcee.profile import DeviceProfile, LinkProfile
-from peers.pulse import unless_late
-from peers.transport.base import Transport
+from meshcee.figures import DeviceProfile, LinkProfile, Measured, class_of, without_links
+from meshcee.planner import FEW
+from peers.transport import Transport
+from peers.wire import unless_late
 
 __all__ = ["MeshView", "named"]
 

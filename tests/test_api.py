@@ -18,9 +18,9 @@ from torch import nn
 import meshcee
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer, Schedule
-from meshcee.sampling import draw
-from peers.mesh import Mesh
-from tests.reference import reference
+from meshcee.sampling.order import draw
+from peers.node.mesh import Mesh
+from tests.rig.reference import reference
 
 TINY = """
 import torch, meshcee
@@ -44,14 +44,14 @@ def test_dir_lists_the_public_names_and_each_is_there() -> None:
     "first",
     [
         "",
-        "import meshcee.capture.program",
+        "import meshcee.capture.graph.program",
         "from meshcee.capture import Capture",
         "from meshcee import capture",
     ],
 )
 def test_capture_can_be_called_in_any_order_of_import(first: str) -> None:
     after = "found = meshcee.capture(job); print(len(found.costs), len(found.train.nodes) > 0)\n"
-    after += "import meshcee.capture.program; meshcee.capture(job); print(meshcee.capture.program.Program.__name__)"
+    after += "import meshcee.capture.graph.program; meshcee.capture(job); print(meshcee.capture.graph.program.Program.__name__)"
     command = [sys.executable, "-c", f"{first}\n{TINY}\n{after}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
     assert shown[1:] == ["True", "Program"]

@@ -15,9 +15,9 @@ import torch
 
 import meshcee
 from meshcee.errors import CaptureError, MeshceeError, UsageError
-from meshcee.sampling import read
-from peers.result import Result
-from tests.peers.test_training import Pairs, make_job
+from meshcee.sampling.order import read
+from peers.owner.result import Result
+from tests.peers.member.test_training import Pairs, make_job
 
 HERE = re.escape(__file__)
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_samples_that_cannot_be_stacked_are_named() -> None:
 def test_the_command_names_the_line_and_shows_the_traceback_when_asked(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
-        "from tests.peers.test_training import Pairs, make_job\n"
+        "from tests.peers.member.test_training import Pairs, make_job\n"
         "class Bad(Pairs):\n"
         "    def __getitem__(self, i):\n"
         "        return 1 / 0\n"
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_a_training_beside_a_running_loop() -> None:
     script = """
 import asyncio, os, signal
 import meshcee
-from tests.peers.test_training import make_job
+from tests.peers.member.test_training import make_job
 async def cell():
     meshcee.train(make_job(steps=100000), local=2, on_report=lambda r: r.step == 3 and os.kill(os.getpid(), signal.SIGINT))
 try:

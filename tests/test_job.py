@@ -13,7 +13,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer, Schedule, seed_of, seeded
-from peers.hyper import HyperSchedule
+from meshcee.sampling.hyper import HyperSchedule
 
 
 class Data:
@@ -122,7 +122,7 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}}),
         Schedule(name, **SCHEDULES[name]),
     )
-    with mock.patch("peers.hyper.KEPT_EVERY", 8), mock.patch("peers.hyper.MOST_KEPT", 3):
+    with mock.patch("meshcee.sampling.hyper.KEPT_EVERY", 8), mock.patch("meshcee.sampling.hyper.MOST_KEPT", 3):
         straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
         expected = [straight.at(step) for step in range(121)]
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]

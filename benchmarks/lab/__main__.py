@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.lab import DEVICE, Lab, Network, pair_of_hosts, tcp
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.scenario import load_scenario, packaged
+from meshcee.figures.scenario import load_scenario, packaged
 
 # Mbit/s, round trip in ms, and the share of the bandwidth that TCP must reach: what the benchmarks rely on.
 CHECKS = ((100, 50, 0.90), (1000, 10, 0.95))

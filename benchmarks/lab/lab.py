@@ -25,7 +25,7 @@ from benchmarks.lab import enter
 from benchmarks.lab.namespaces import DEVICE, inside, start_ticks, why_not
 from benchmarks.lab.network import Link, Network, address_of
 from meshcee.errors import MeshceeError, NotPermittedError, UsageError
-from meshcee.scenario import Scenario
+from meshcee.figures.scenario import Scenario
 
 __all__ = ["DEVICE", "MARK", "Lab"]
 

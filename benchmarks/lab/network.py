@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshcee.errors import UsageError
-from meshcee.scenario import Scenario
+from meshcee.figures.scenario import Scenario
 
 __all__ = ["PREFIX", "Change", "Host", "Link", "Network", "address_of", "pair_of_hosts"]
 

@@ -24,7 +24,7 @@ from benchmarks.lab import Lab
 from benchmarks.lab.network import Network
 from benchmarks.rivals import job as job_file
 from meshcee.errors import MeshceeError
-from meshcee.scenario import Scenario
+from meshcee.figures.scenario import Scenario
 
 __all__ = ["WARM", "Bed", "Meter", "Run", "Site", "System", "Told", "Weather", "in_turn", "run", "run_jobs"]
 

@@ -1,4 +1,4 @@
-"""An emulated device for programs that are not ours: as long as `peers.compute` makes the same work take.
+"""An emulated device for programs that are not ours: as long as `peers.device.compute` makes the same work take.
 
 The idea: the real computation is done, then the thread waits until flops / speed seconds have passed since the device was
 free. F is paced by a stage's FLOPs, B and W by as many each, as meshcee's executor counts them.

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.rivals.job import job
 from benchmarks.rivals.pace import PacedDevice
 from meshcee.capture import stack
-from meshcee.sampling import draw, read
+from meshcee.sampling.order import draw, read
 
 __all__ = ["Order", "Train", "Trainer", "samples_of", "say", "serve"]
 

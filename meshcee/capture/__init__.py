@@ -10,12 +10,11 @@ import types
 from typing import Any
 
 from meshcee.capture.capture import Capture, capture
-from meshcee.capture.data import inputs_of, stack
-from meshcee.capture.encoding import decode_program, encode_program
-from meshcee.capture.program import Batch, Free, Program, Value
-from meshcee.capture.rows import why_unsplit
-from meshcee.capture.slicing import StageSpec
-from meshcee.capture.verify import prepare
+from meshcee.capture.graph.encoding import decode_program, encode_program
+from meshcee.capture.graph.program import Batch, Free, Program, StageSpec, Value
+from meshcee.capture.graph.rows import why_unsplit
+from meshcee.capture.graph.verify import prepare
+from meshcee.sampling import inputs_of, stack
 
 __all__ = [
     "Batch",

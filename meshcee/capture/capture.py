@@ -23,24 +23,33 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from meshcee.capture import data as data_rules
-from meshcee.capture.analysis import Analysis, find_recomputed
-from meshcee.capture.construct import InitialState, construct
-from meshcee.capture.cuts import find_cuts, named_cuts, positions
-from meshcee.capture.experts import teach_shapes
-from meshcee.capture.export import EXAMPLES, Exported, export_module
-from meshcee.capture.initial import from_checkpoint
-from meshcee.capture.masks import asked_for_masks, refuse_idle
-from meshcee.capture.program import Input, Node, Program
-from meshcee.capture.refusals import explain, faithful, refuse_functions, refuse_modules
-from meshcee.capture.remember import Remembered
-from meshcee.capture.watch import Watch, keeping
-from meshcee.capture.writes import refuse_overlaps, settled
+from meshcee.capture.export import (
+    EXAMPLES,
+    Exported,
+    Remembered,
+    Watch,
+    asked_for_masks,
+    explain,
+    export_module,
+    faithful,
+    find_cuts,
+    keeping,
+    named_cuts,
+    positions,
+    refuse_functions,
+    refuse_idle,
+    refuse_modules,
+    refuse_overlaps,
+    settled,
+)
+from meshcee.capture.graph import Analysis, Input, Node, Program, find_recomputed, teach_shapes
+from meshcee.capture.recipes import InitialState, construct, from_checkpoint
 from meshcee.errors import CaptureError, MeshceeError, UsageError
+from meshcee.figures import BlockCost
+from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
-from meshcee.profile import BlockCost
+from meshcee.sampling import data as data_rules
 from meshcee.sampling import read
-from meshcee.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture"]

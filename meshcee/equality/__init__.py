@@ -1,16 +1,11 @@
-"""Whether the captured model is the user's module: what a pass may change, what two passes differ in, and which line did it.
+"""Does a job train as the plain loop does? Stages beside the user's module, before the first step and for `meshcee check`.
 
-The idea: everything here looks at ordinary eager passes of the user's own code; it knows of graphs only what a Program says,
-and of peers nothing. `peers/net.py` runs both sides and compares them by these means.
-
-Watch     the user's state (tensors, attributes, closures, globals, generators): what has changed, and all of it put back
-Recorder  what each line of an eager pass computed
-unlike    the first of those lines that the program does not compute; unlike_backwards, that it does not differentiate alike
-line_that the line after which something holds
+`net` compares micro-batches of every size that the plan uses, `check` whole steps, `trial` the shares of a group; `Watch`,
+`Recorder` and `line_that` find the tensor and the user's line that differ.
 """
 
-from meshcee.equality.lines import line_that
-from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
-from meshcee.equality.watch import Slot, Watch, digest
+from meshcee.equality.check import STAGES, Checked, check, refuse
+from meshcee.equality.net import cuts_of, examine, sizes_of
+from meshcee.equality.trial import check_sharing, why_not_shared
 
-__all__ = ["Recorder", "Slot", "Told", "Watch", "digest", "line_that", "unlike", "unlike_backwards", "values_of"]
+__all__ = ["STAGES", "Checked", "check", "check_sharing", "cuts_of", "examine", "refuse", "sizes_of", "why_not_shared"]

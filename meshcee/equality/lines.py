@@ -17,10 +17,8 @@ from typing import Any
 __all__ = ["at", "line_that", "users"]
 
 _PACKAGE = Path(__file__).parents[1]
-_OURS = (
-    *(str(_PACKAGE / name) for name in ("capture", "equality", "eager.py", "job.py")),
-    f"{_PACKAGE.parent / 'peers'}/",
-)
+_OURS = f"{_PACKAGE}/", f"{_PACKAGE.parent / 'peers'}/"
+_JOBS = str(_PACKAGE / "_demo_job.py")  # a user's file that lies with ours
 _LIBRARY = re.compile(r"/torch/|^<")
 _STANDARD = sysconfig.get_path("stdlib")
 
@@ -28,7 +26,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 def users(file: str) -> bool:
     """Whether a file's code is the user's, or that of a library which the user's model is from."""
     standard = file.startswith(_STANDARD) and "-packages/" not in file
-    return not standard and not _LIBRARY.search(file) and not file.startswith(_OURS)
+    return not standard and not _LIBRARY.search(file) and (file == _JOBS or not file.startswith(_OURS))
 
 
 def at(file: str, line: int) -> str:

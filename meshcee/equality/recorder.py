@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from meshcee.capture.analysis import resolve
-from meshcee.capture.program import Program
+from meshcee.capture.graph import Program, resolve
 from meshcee.equality.lines import at, users
 from meshcee.equality.watch import digest
 

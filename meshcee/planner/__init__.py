@@ -1,0 +1,25 @@
+"""From figures to a plan: `plan_job` for a live mesh, `plans` for a cluster in files.
+
+Dynamic programs propose (cut, rows, proposals), the simulator judges, small moves improve (search). rules says what may be
+proposed, trust what figures count for, regions and probing what is near. Effort is counted, never timed. No torch.
+"""
+
+from meshcee.planner.live import choose, has_room_for_copies, plan_job, regions_of, situation
+from meshcee.planner.probing import FEW, whom_to_probe
+from meshcee.planner.rules import needs, remarks, shortages
+from meshcee.planner.search import Effort, plans
+
+__all__ = [
+    "FEW",
+    "Effort",
+    "choose",
+    "has_room_for_copies",
+    "needs",
+    "plan_job",
+    "plans",
+    "regions_of",
+    "remarks",
+    "shortages",
+    "situation",
+    "whom_to_probe",
+]

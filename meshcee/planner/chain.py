@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from meshcee.figures import Cluster, Workload
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.profile import Cluster
 from meshcee.schedule import residence_s
-from meshcee.workload import Workload
 
 __all__ = ["Chain", "ChainStage", "Codecs", "Layout", "layout_of", "peers_of", "shares", "to_plan"]
 

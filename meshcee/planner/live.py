@@ -14,20 +14,27 @@ from functools import partial
 from itertools import combinations
 
 from meshcee.errors import PlanError
-from meshcee.hosts import as_run
-from meshcee.kernels import fitting, with_classes
-from meshcee.measured import DEFAULT_LINK, JobCosts, Measured
+from meshcee.figures import (
+    DEFAULT_LINK,
+    BlockCost,
+    BlockTimes,
+    Cluster,
+    DeviceProfile,
+    JobCosts,
+    KindTimes,
+    LinkProfile,
+    Measured,
+    Workload,
+    as_run,
+    fitting,
+    with_classes,
+)
 from meshcee.plan import Plan
-from meshcee.planner.codecs import between
-from meshcee.planner.job import Choice, Runs, plans
-from meshcee.planner.memory import STATE_FACTOR, copies_factor, shortages
 from meshcee.planner.regions import cluster_of
-from meshcee.planner.search import Effort
+from meshcee.planner.rules import STATE_FACTOR, between, copies_factor, shortages
+from meshcee.planner.search import Choice, Effort, Runs, plans
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
-from meshcee.profile import BlockCost, Cluster, DeviceProfile, LinkProfile
 from meshcee.simulator import period_s
-from meshcee.timing import BlockTimes
-from meshcee.workload import KindTimes, Workload
 
 __all__ = [
     "EFFORT",

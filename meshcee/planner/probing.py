@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshcee.profile import LinkProfile
+from meshcee.figures import LinkProfile
 
 __all__ = ["FEW", "whom_to_probe"]
 

@@ -21,7 +21,7 @@ import networkx as nx
 from networkx.utils import UnionFind
 
 from meshcee.errors import UsageError
-from meshcee.profile import Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.figures import Cluster, Device, DeviceProfile, LinkProfile
 
 __all__ = ["cluster_of", "find_regions"]
 

@@ -3,25 +3,112 @@
 The idea: a row is judged by the best that it can be, which one dynamic program says in a fraction of a millisecond. So
 many rows can be looked at before the simulator is asked for the first time; unlike devices in one group and regions
 visited twice are rows like any other.
+
+Between two groups lies a join, priced by its own table. `beam` searches over rows: each round is replaced by the best of its
+neighbours.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
 
+from meshcee.figures import Cluster, Workload
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
-from meshcee.planner.classes import DeviceClass, Floats, StageTable, ring_of
-from meshcee.planner.joins import GroupJoin, join_groups
-from meshcee.planner.partition import Join, Suffix, cut, ladder
-from meshcee.planner.runs import Runs
-from meshcee.profile import Cluster
-from meshcee.workload import Workload
+from meshcee.planner.cut import DeviceClass, Floats, Join, StageTable, Suffix, cut, ladder, ring_of
+from meshcee.planner.rules import Runs
 
-__all__ = ["Row", "Rows"]
+__all__ = ["Beam", "GroupJoin", "Row", "Rows", "best_of", "join", "join_groups", "overlaps"]
+
+
+@dataclass(frozen=True)
+class GroupJoin:
+    """A boundary for every place where it could be cut, the same for all devices of these classes.
+
+    held_s   line between regions or two devices -> seconds at the largest boundary
+    ports_s  (0 for the first group or 1 for the second, member, 0 for out or 1 for in) -> the same of its port
+    """
+
+    join: Join
+    held_s: dict[tuple[str, str], float]
+    ports_s: dict[tuple[int, int, int], float]
+
+
+def overlaps(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Who has samples for whom: (member of a, member of b, samples), members taking samples in listed order."""
+    i = j = 0
+    left_a, left_b = a[0], b[0]
+    while True:
+        both = min(left_a, left_b)
+        yield i, j, both
+        left_a, left_b = left_a - both, left_b - both
+        if not left_a:
+            i += 1
+            if i == len(a):
+                return
+            left_a = a[i]
+        if not left_b:
+            j += 1
+            if j == len(b):
+                return
+            left_b = b[j]
+
+
+def join_groups(
+    cluster: Cluster,
+    workload: Workload,
+    a: Sequence[tuple[str, int]],
+    b: Sequence[tuple[str, int]],
+    codec: str,
+) -> GroupJoin | None:
+    """Between members (peer, samples) of two groups; None when a pair that must exchange samples is not joined."""
+    out, back = workload.cuts
+    most_out, most_back = out.item(out.argmax()), back.item(back.argmax())
+    share, each_s = workload.wire_bytes(1.0, codec), workload.codec_s(0.0, codec)
+    coding = workload.codec_s(1.0, codec) - each_s
+    delays: tuple[set[tuple[float, float]], ...] = (
+        set(),
+        set(),
+    )  # there and back: latency, seconds per byte of a sample
+    held: dict[tuple[str, str], float] = {}
+    ports: dict[tuple[int, int, int], float] = {}
+    for i, j, samples in overlaps([n for _, n in a], [n for _, n in b]):
+        go, come = cluster.path(a[i][0], b[j][0]), cluster.path(b[j][0], a[i][0])
+        if go is None or come is None:
+            return None
+        ends = ((0, i), (1, j))
+        for way, (path, size) in enumerate(((go, samples * most_out), (come, samples * most_back))):
+            delays[way].add((path.latency_s, samples * (share / path.bandwidth_bytes_per_s + coding)))
+            for line in path.lines:
+                seconds = size * share / cluster.bandwidth(line)
+                if not _is_port(line):
+                    held[line] = held.get(line, 0.0) + seconds
+                else:
+                    into = int(line[0][0] == "@")
+                    port = (*ends[way ^ into], into)
+                    ports[port] = ports.get(port, 0.0) + seconds
+    there, again = (
+        np.maximum.reduce([each_s + latency_s + slope * size for latency_s, slope in sorted(found)])
+        for found, size in zip(delays, (out, back))
+    )
+    most = max(held.values(), default=0.0)
+    return GroupJoin(Join(there + again, out * (most / max(most_out, 1e-12))), held, ports)
+
+
+def _is_port(line: tuple[str, str]) -> bool:
+    return (line[0][0] == "@") != (line[1][0] == "@")
+
+
+def join(cluster: Cluster, workload: Workload, a: str, b: str, micro_batch: int, codec: str) -> Join | None:
+    """Between two single devices."""
+    found = join_groups(cluster, workload, [(a, micro_batch)], [(b, micro_batch)], codec)
+    return None if found is None else found.join
+
 
 Row = tuple[tuple[str, ...], ...]
 PERIODS = 8
@@ -254,3 +341,61 @@ class Rows:
 def without(group: tuple[str, ...], k: int) -> tuple[str, ...]:
     """A group after its k-th member has gone."""
     return group[:k] + group[k + 1 :]
+
+
+HOPELESS = 1.1  # a row that takes this many times as long as the best one is of no use
+Shape = tuple[tuple[int, ...], ...]
+
+
+class Beam:
+    """Rows of one micro-batch size and codec, as far as they were looked at."""
+
+    def __init__(self, rows: Rows, micro_batch: int, codec: str, width: int) -> None:
+        self.rows, self.micro_batch, self.codec, self.width = rows, micro_batch, codec, width
+        self.best_s = math.inf
+        self._judged: dict[Shape, tuple[float, Chain, Row]] = {}
+        self._seen: set[Shape] = set()
+        self._expanded: set[Shape] = set()
+        self._sets: dict[tuple[int, ...], float] = {}  # the best estimate with so many devices of each class
+        self._random = random.Random(0)
+        self._waiting: list[Row] = []  # neighbours that are still to be judged
+
+    def judge(self, row: Row) -> None:
+        """Estimate a row, unless it was seen or can be of no use."""
+        # in which order a group lists its members changes little, and would fill the beam with one row
+        if (shape := tuple(tuple(sorted(g)) for g in self.rows.shape(row))) in self._seen:
+            return
+        self._seen.add(shape)
+        counts = self.rows.counts([p for group in row for p in group])
+        # the first row of each set of devices is always cut: it may stand beside another one
+        limit_s = HOPELESS * self.best_s if counts in self._sets else math.inf
+        found = self.rows.best(row, self.micro_batch, self.codec, limit_s=limit_s)
+        if found is not None:
+            self._judged[shape] = (*found, row)
+            self.best_s = min(self.best_s, found[0])
+            self._sets[counts] = min(self._sets.get(counts, math.inf), found[0])
+
+    def run(self, work: int) -> None:
+        """Go on for so many cells of the dynamic programs over rows."""
+        end = self.rows.work + work
+        while self.rows.work < end:
+            if self._waiting:
+                self.judge(self._waiting.pop())
+                continue
+            beam = sorted(self._judged.items(), key=lambda x: (x[1][0], x[0]))[: self.width]
+            fresh = [(shape, row) for shape, (_, _, row) in beam if shape not in self._expanded]
+            if not fresh:
+                return
+            for shape, row in fresh:
+                self._expanded.add(shape)
+                self._waiting += self.rows.neighbours(row)
+            self._random.shuffle(self._waiting)
+
+    def ranked(self) -> list[tuple[float, Chain]]:
+        """Everything that was judged, best first."""
+        return sorted(((e, c) for e, c, _ in self._judged.values()), key=lambda x: x[0])
+
+
+def best_of(beams: Sequence[Beam], count: int) -> list[Beam]:
+    """The beams with the best rows so far."""
+    return sorted((b for b in beams if math.isfinite(b.best_s)), key=lambda b: b.best_s)[:count]

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshcee.errors import PlanError
+from meshcee.figures import Cluster, Workload
 from meshcee.plan import Plan
-from meshcee.profile import Cluster
-from meshcee.simulator import Instance, build, period_s, quick_period_s
-from meshcee.simulator.instance import Edge
-from meshcee.workload import Workload
+from meshcee.simulator import Edge, Instance, build, period_s, quick_period_s
 
 __all__ = ["NEARLY", "steadiest"]
 

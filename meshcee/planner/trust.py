@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from meshcee.profile import DeviceProfile, LinkProfile
-from meshcee.timing import BlockTimes
+from meshcee.figures import BlockTimes, DeviceProfile, LinkProfile
 
 __all__ = ["believed_devices", "believed_links", "believed_speeds"]
 

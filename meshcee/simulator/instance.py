@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from meshcee.errors import PlanError
+from meshcee.figures import HOST_MESSAGE_S, Cluster, Workload
 from meshcee.plan import Pipeline, Plan, Stage
-from meshcee.profile import Cluster
-from meshcee.workload import HOST_MESSAGE_S, Workload
 
 __all__ = ["Edge", "Instance", "Node", "Ring", "build"]
 

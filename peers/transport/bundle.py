@@ -24,7 +24,7 @@ from typing import Any, cast
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from peers.transport.rate import Rate
+from meshcee.figures import Rate
 
 __all__ = ["Bundle", "Connection"]
 

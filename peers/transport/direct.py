@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from dht.addresses import checked, dialable, host_of
+from dht import checked, dialable, host_of
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, ProtocolError
 from peers.transport.base import StreamClosed

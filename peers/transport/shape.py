@@ -21,10 +21,9 @@ from typing import Any, Self
 
 from meshcee.config import Limits
 from meshcee.errors import UsageError
-from meshcee.profile import LinkProfile
+from meshcee.figures import LinkProfile, Rate
 from peers.transport.base import Frame, Handler, Stream, StreamClosed
 from peers.transport.frame import PRELUDE_BYTES, Encoder, views
-from peers.transport.rate import Rate
 
 __all__ = ["Shape", "ShapedTransport"]
 

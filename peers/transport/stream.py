@@ -16,6 +16,7 @@ from typing import cast
 
 from meshcee.config import Limits
 from meshcee.errors import ProtocolError
+from meshcee.figures import Rate
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.frame import (
     CREDIT,
@@ -33,7 +34,6 @@ from peers.transport.frame import (
     frame_cost,
     views,
 )
-from peers.transport.rate import Rate
 from peers.transport.window import ReceiveWindow, SendWindow
 
 __all__ = ["FramedStream", "short"]

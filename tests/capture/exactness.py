@@ -20,8 +20,8 @@ from torch import nn
 
 from meshcee.capture import Capture, capture, decode_program, encode_program
 from meshcee.job import Job, Optimizer
-from tests.peers.chain import Chain
-from tests.reference import reference
+from tests.rig.chain import Chain
+from tests.rig.reference import reference
 
 __all__ = ["asserted", "captured", "difference", "job_of"]
 

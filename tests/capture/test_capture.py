@@ -13,7 +13,7 @@ from torch import nn
 from meshcee.capture import Capture, capture, stack
 from meshcee.errors import CaptureError, PlanError, UsageError
 from meshcee.job import Job, Optimizer
-from tests import zoo
+from tests.rig import zoo
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshcee.capture.page import page
-from meshcee.profile import BlockCost
-from peers.cli import main
+from meshcee.figures.profile import BlockCost
+from meshcee.show.pages import capture_page
+from peers.cli.main import main
 
 JOB = """
 import torch
@@ -88,7 +88,7 @@ def test_in_words_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_names_from_the_model_are_escaped() -> None:
     name = '<img src="x">&'
-    text = page([BlockCost(name, 1.0, 4, 4, 4, 4, 4), BlockCost("b" * 200, 0.0, 0, 0, 0, 0, 0)], name)
+    text = capture_page([BlockCost(name, 1.0, 4, 4, 4, 4, 4), BlockCost("b" * 200, 0.0, 0, 0, 0, 0, 0)], name)
     found = Resources()
     found.feed(text)
     assert found.loads == []

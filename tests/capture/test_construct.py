@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.capture import construct as module_
-from meshcee.capture.construct import InitialState, construct
-from meshcee.capture.initial import from_checkpoint
-from meshcee.capture.recipe import MAX_LIVE, SLACK_BYTES, decode
+from meshcee.capture.recipes import construct as module_
+from meshcee.capture.recipes.construct import InitialState, construct
+from meshcee.capture.recipes.initial import from_checkpoint
+from meshcee.capture.recipes.recipe import MAX_LIVE, SLACK_BYTES, decode
 from meshcee.errors import CaptureError, GraphError, UsageError
+from meshcee.files.tensor_files import Checkpoint, TensorFile
 from meshcee.job import Job, Optimizer
-from meshcee.tensor_files import Checkpoint, TensorFile
-from tests import zoo
-from tests.resident import growth
+from tests.rig import zoo
+from tests.rig.resident import growth
 
 SEED = 5
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from meshcee.capture import Program, capture, decode_program, encode_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
-from tests import zoo
+from tests.rig import zoo
 
 
 @functools.cache
@@ -165,7 +165,7 @@ from pathlib import Path
 import torch
 from meshcee.capture import decode_program, prepare
 from meshcee.errors import GraphError
-from tests.resident import growth
+from tests.rig.resident import growth
 
 torch.set_num_threads(1)
 prepare()  # as a peer does before it announces its device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshcee.capture.operators import find_operator
+from meshcee.capture.graph.operators import find_operator
 from meshcee.errors import GraphError
 
 USED = """

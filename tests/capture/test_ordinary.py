@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from meshcee.capture import Free, capture
-from meshcee.capture.operators import find_operator
+from meshcee.capture.graph.operators import find_operator
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from tests.capture.exactness import WIDTH, asserted, difference, job_of

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshcee import workload
 from meshcee.codec import CODECS, LADDER, Codec, accepted, codec_of
 from meshcee.codec.blocks import BLOCK, PIECE
 from meshcee.codec.coder import relative_error
 from meshcee.errors import ProtocolError, UsageError
-from tests import small
+from meshcee.figures import workload
+from tests.rig import small
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = [codec for codec in LADDER if codec.name != "none"]

@@ -23,8 +23,8 @@ from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, NotPermittedError
-from meshcee.profile import LinkProfile
-from tests.virtual_time import virtual_time
+from meshcee.figures.profile import LinkProfile
+from tests.rig.virtual_time import virtual_time
 
 KEY = MeshKey.generate()
 TIMES = Timeouts()

@@ -18,11 +18,11 @@ from dht.records import LeaseRecord
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
-from meshcee import disk
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.files import disk
 from tests.dht.world import CONFIRM_S, EVERY_S, FAULTS, REPLACED_S, TTL_S, World, quiet_world
-from tests.peers.disks import RefusingDisk
+from tests.rig.disks import RefusingDisk
 
 
 @given(st.integers(1, 7), st.integers(0, 1 << 32))

@@ -18,8 +18,8 @@ from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError
-from meshcee.profile import LinkProfile
-from tests.virtual_time import virtual_time
+from meshcee.figures.profile import LinkProfile
+from tests.rig.virtual_time import virtual_time
 
 
 @pytest.mark.parametrize("count", [10, 100, 1000])

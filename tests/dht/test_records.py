@@ -28,8 +28,8 @@ from dht.records import (
 from dht.signing import Identity, MeshKey
 from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
-from meshcee.profile import DeviceProfile, LinkProfile
-from meshcee.versions import Versions
+from meshcee.figures.profile import DeviceProfile, LinkProfile
+from meshcee.figures.versions import Versions
 
 KEY = MeshKey.generate()
 ME, OTHER = Identity.generate(), Identity.generate()

@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_the_peer_id_is_libp2ps() -> None:
-    """What p2pd printed for an identity file with this public key; tests/peers/test_p2pd.py asks it anew."""
+    """What p2pd printed for an identity file with this public key; tests/peers/transport/test_p2pd.py asks it anew."""
     known = "c9c064bbb8e46be434589a4ef5ecde2b8f13884d0bec75231e0e5fe8b1cbe6dc"
     assert public_key_of(PEER).public_bytes_raw().hex() == known
     ids = {Identity.generate().peer_id for _ in range(20)}

@@ -21,7 +21,7 @@ from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory, Store
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
-from peers.transport.p2pd import P2PDaemon
+from peers.transport.p2p.p2pd import P2PDaemon
 
 KEY = MeshKey.generate()
 QUICK = Timeouts(dial_s=3.0, join_s=6.0, shutdown_s=1.0)

@@ -23,7 +23,7 @@ from meshcee.errors import StaleTermError
 from tests.dht.test_directory import TIMES, Peer, names, now, shared
 from tests.dht.world import CONFIRM_S, EVERY_S, REPLACED_S, World, quiet_world
 from tests.mutation import breaks, changed
-from tests.virtual_time import virtual_time
+from tests.rig.virtual_time import virtual_time
 
 
 @pytest.mark.parametrize("seed", range(20))

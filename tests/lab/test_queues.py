@@ -7,7 +7,7 @@ import pytest
 from benchmarks.lab.network import Change, Host, Link, Network, pair_of_hosts
 from benchmarks.lab.queues import Queues
 from meshcee.errors import UsageError
-from meshcee.scenario import load_scenario, packaged
+from meshcee.figures.scenario import load_scenario, packaged
 
 KB = 1000
 

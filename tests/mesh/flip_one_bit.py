@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from peers import cli
-from peers.stage import StageRunner
+from meshcee.stage.runner import StageRunner
+from peers.cli import main as cli
 
 FLIP_AT_STEP = 5
 

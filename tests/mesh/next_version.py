@@ -1,6 +1,6 @@
 """A peer that speaks the next protocol version."""
 
-from peers import cli
+from peers.cli import main as cli
 from peers.transport import handshake
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.home import Home
+from meshcee.files.home import Home
 from tests.mesh.harness import meshcee, peers, training
 from tests.mesh.test_survive import JOB, ROOT, assert_like_the_plain_loop, goes_on
 

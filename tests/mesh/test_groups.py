@@ -15,7 +15,7 @@ from meshcee.capture import capture
 from meshcee.job import Job
 from tests.mesh.harness import Peers, meshcee, peers, training
 from tests.mesh.jobs import make_job
-from tests.reference import reference
+from tests.rig.reference import reference
 
 ROOT = Path(__file__).parents[2]
 CASE = "gpt-sgd"  # dropout and tied weights

@@ -25,16 +25,16 @@ from torch import nn
 
 from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
+from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
-from peers.assemble import JoinOptions, join
-from peers.feed import Feed
-from peers.home import Home
-from peers.mesh import Mesh
-from peers.owner import Owner, Report
-from tests.matrix import CASES, FACTORS, Case, job_of, pairs_of, pairwise, stages_of
+from peers.node.assemble import JoinOptions, join
+from peers.node.mesh import Mesh
+from peers.owner.epoch import Owner, Report
+from peers.owner.feed import Feed
 from tests.mesh.harness import Peers, environment
-from tests.peers.mesh_fixture import even_plan
+from tests.rig.matrix import CASES, FACTORS, Case, job_of, pairs_of, pairwise, stages_of
+from tests.rig.mesh_fixture import even_plan
 
 QUICK = 6
 RUN_S = 600.0  # for one case, the wait for free peers included
@@ -126,7 +126,7 @@ class MeshOwner:
 
 
 class EagerProcess:
-    """tests/reference_process.py, started once."""
+    """tests/rig/reference_process.py, started once."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process, self._folder = process, folder
@@ -172,7 +172,7 @@ def owner(five_peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="session")
 def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EagerProcess]:
     folder = tmp_path_factory.mktemp("eager")
-    command = [sys.executable, "-m", "tests.reference_process"]
+    command = [sys.executable, "-m", "tests.rig.reference_process"]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment(folder), **pipes) as process:
         yield EagerProcess(process, folder)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.this_host import cores
+from peers.device.this_host import cores
 from tests.mesh.harness import Peers, meshcee
 from tests.mesh.jobs import STEPS, make_job
-from tests.reference import reference
+from tests.rig.reference import reference
 
 ROOT = Path(__file__).parents[2]
 JOB = """

@@ -14,7 +14,7 @@ import meshcee
 from tests.mesh.harness import Peers, peers
 from tests.mesh.harness import meshcee as command
 from tests.mesh.jobs import make_job
-from tests.reference import Reference, reference
+from tests.rig.reference import Reference, reference
 
 MICRO_BATCHES = 4
 

@@ -9,11 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from peers.checkpoint import CheckpointStore
-from peers.home import Home
+from meshcee.files.home import Home
+from peers.state.checkpoint import CheckpointStore
 from tests.mesh.harness import meshcee, peers, training, wait_until
 from tests.mesh.jobs import make_job
-from tests.reference import reference
+from tests.rig.reference import reference
 
 STEPS = 60
 JOB = """

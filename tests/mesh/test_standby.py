@@ -13,10 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from peers.home import Home
+from meshcee.files.home import Home
 from tests.mesh.harness import environment, peers, training, wait_until
 from tests.mesh.jobs import make_job
-from tests.reference import reference
+from tests.rig.reference import reference
 
 TAKES_OVER_WITHIN_S = 30.0
 ROOT = Path(__file__).parents[2]

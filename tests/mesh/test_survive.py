@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peers.home import Home, Run
+from meshcee.files.home import Home, Run
 from tests.mesh.harness import meshcee, peers, training, wait_until
 from tests.mesh.jobs import make_job
-from tests.reference import reference
+from tests.rig.reference import reference
 
 ROOT = Path(__file__).parents[2]
 JOB = """

@@ -12,12 +12,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from meshcee.figures.profile import Cluster, Device, LinkProfile
+from meshcee.figures.workload import KindTimes, Workload
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.memory import shortages
-from meshcee.profile import Cluster, Device, LinkProfile
+from meshcee.planner.rules import shortages
 from meshcee.simulator import bound_s, build
 from meshcee.simulator.engine import run
-from meshcee.workload import KindTimes, Workload
 
 Row = tuple[tuple[str, ...], ...]
 

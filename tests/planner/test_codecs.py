@@ -13,8 +13,7 @@ from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.chain import layout_of
-from meshcee.planner.codecs import between, remarks
-from meshcee.planner.runs import Runs
+from meshcee.planner.rules import Runs, between, remarks
 
 
 def plan(codec: str = "none") -> Plan:

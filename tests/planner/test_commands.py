@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from meshcee.errors import UsageError
+from meshcee.figures.scenario import packaged
 from meshcee.plan import Plan
-from meshcee.scenario import packaged
-from peers.commands import planning
+from peers.cli import plan as planning
 
 FILE = f"{packaged('testbeds.json')}:cee-small"
 PROFILES = str(packaged("gpu_profiles.json"))
@@ -104,7 +104,7 @@ def test_errors_name_the_next_thing_to_do(app: typer.Typer, arguments: list[str]
 
 def test_neither_torch_nor_hivemind_is_imported() -> None:
     script = (
-        "import sys; from peers.commands import planning; planning.plan(testbed='cee-small', effort=0.05, as_json=True);"
+        "import sys; from peers.cli.plan import plan; plan(testbed='cee-small', effort=0.05, as_json=True);"
         "bad = [m for m in ('torch', 'hivemind') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

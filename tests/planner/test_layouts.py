@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 
 from meshcee.errors import PlanError
+from meshcee.figures.profile import Cluster, Device, LinkProfile
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner.chain import layout_of
-from meshcee.planner.job import plan_cluster, plans
-from meshcee.planner.memory import needs, shortages
-from meshcee.planner.runs import Runs
-from meshcee.planner.search import Effort
-from meshcee.profile import Cluster, Device, LinkProfile
+from meshcee.planner.rules import Runs, needs, shortages
+from meshcee.planner.search import Effort, plan_cluster, plans
 from meshcee.simulator import bound_s, build, period_s
-from meshcee.workload import Workload
 from tests.planner.oracle import random_case, random_wide_case
 
 QUICK = Effort(events=60_000, rows=3_000_000)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from meshcee.errors import PlanError, ProtocolError
-from meshcee.measured import JobCosts as Costs
-from meshcee.measured import Measured
+from meshcee.figures.measured import JobCosts as Costs
+from meshcee.figures.measured import Measured
+from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
+from meshcee.figures.timing import BlockTimes
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.explain import explain
 from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, STEPS_SHARE, choose, has_room_for_copies, plan_job, situation
-from meshcee.planner.memory import needs, shortages
+from meshcee.planner.rules import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.planner.steady import NEARLY
-from meshcee.profile import BlockCost, DeviceProfile, LinkProfile
+from meshcee.show.explain import explain
 from meshcee.simulator import period_s
-from meshcee.timing import BlockTimes
 from tests.planner.test_regions import DEVICES, FAR, HOME, LINKS, NEAR, PEERS
 
 BLOCKS = 8
@@ -86,7 +86,7 @@ def test_between_regions_only_boundaries_are_coded_and_priced_so(choice: str, ex
 
 def test_what_auto_codes_is_priced_as_it_will_run_while_plans_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The LAN of c and d has 8 MB/s, so it matters that what stays inside of it is exact."""
-    monkeypatch.setattr("meshcee.planner.codecs.THIN_BYTES_PER_S", 0.0)
+    monkeypatch.setattr("meshcee.planner.rules.THIN_BYTES_PER_S", 0.0)
     devices = {p: DeviceProfile("cpu", "test", 10**9, 1e9) for p in "abcd"}
     thin = {k: LinkProfile(v.latency_s, 8e6) if {*k} & {"c", "d"} else v for k, v in LINKS.items() if "e" not in k}
     found, _, _ = choose(measured(devices, thin), replace(JOB, codec="auto", micro_batch=1), None, QUICK)

@@ -10,12 +10,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from meshcee.errors import PlanError
+from meshcee.figures.profile import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.planner.classes import StageTable
-from meshcee.planner.job import plan_cluster
-from meshcee.planner.partition import Join, cut, estimate_s
-from meshcee.profile import Cluster
-from meshcee.workload import Workload
+from meshcee.planner.cut import Join, StageTable, cut, estimate_s
+from meshcee.planner.search import plan_cluster
 from tests.planner.oracle import exhaustive, exhaustive_wide, random_case, random_wide_case
 
 CASES = 20

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 
 from meshcee.errors import PlanError
+from meshcee.figures.profile import Cluster, Device, LinkProfile
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.planner.bounds import lower_bound_s
-from meshcee.planner.job import plan_cluster, plans
-from meshcee.planner.memory import shortages
-from meshcee.planner.search import Effort
+from meshcee.planner.rules import lower_bound_s, shortages
+from meshcee.planner.search import Effort, plan_cluster, plans
 from meshcee.planner.steady import NEARLY
-from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s
-from meshcee.workload import Workload
 from tests.planner.oracle import random_case, random_wide_case
 
 QUICK = Effort(events=60_000, rows=3_000_000)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.planner.regions import cluster_of, find_regions
-from meshcee.profile import DeviceProfile, LinkProfile
 
 NEAR, FAR = LinkProfile(0.0005, 1e9), LinkProfile(0.04, 2e7)
 PEERS = ["a", "b", "c", "d", "e"]

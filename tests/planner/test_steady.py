@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from meshcee.figures.profile import Cluster, Device, LinkProfile
+from meshcee.figures.workload import KindTimes, Workload
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.steady import NEARLY, steadiest
-from meshcee.profile import Cluster, Device, LinkProfile
 from meshcee.simulator import period_s
-from meshcee.workload import KindTimes, Workload
 
 BLOCKS, MICROS = 33, 36
 CUTS = (0, 6, 11, 22, 33)

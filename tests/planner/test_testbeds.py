@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from meshcee.planner.job import plans
-from meshcee.planner.memory import shortages
-from meshcee.scenario import load_scenario, packaged
+from meshcee.figures.scenario import load_scenario, packaged
+from meshcee.planner.rules import shortages
+from meshcee.planner.search import plans
 from meshcee.simulator import period_s
 
 KNOWN = {"cee-small": 14.1, "cee-medium": 27.5, "two-clusters": 17.6, "three-cities": 8.65, "eight-cities": 17.8}

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshcee.errors import PlanError
+from meshcee.figures.profile import LinkProfile
 from meshcee.planner.live import plan_job, situation
 from meshcee.planner.trust import believed_links
-from meshcee.profile import LinkProfile
 from tests.planner.test_live import JOB, QUICK, block_times, measured
 from tests.planner.test_regions import DEVICES, FAR, LINKS, NEAR, PEERS
 

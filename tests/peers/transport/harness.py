@@ -11,11 +11,11 @@ from socket import socketpair
 from typing import Any
 
 from meshcee.config import Limits, Timeouts
-from meshcee.profile import LinkProfile
+from meshcee.figures.profile import LinkProfile
 from peers.transport.base import Frame, Stream, Transport
 from peers.transport.direct import Direct
-from peers.transport.libp2p import Libp2pTransport
 from peers.transport.memory import MemoryNetwork
+from peers.transport.p2p.libp2p import Libp2pTransport
 from peers.transport.shape import Shape, ShapedTransport
 from peers.transport.stream import FramedStream
 

@@ -10,7 +10,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
-from peers.commands.session import configure_logging
+from peers.cli.session import configure_logging
 from peers.transport import bundle, direct
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES

@@ -21,10 +21,10 @@ from meshcee.errors import JoinError, ProtocolError
 from peers.transport import bundle, direct
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.direct import Direct
-from peers.transport.libp2p import Libp2pTransport
+from peers.transport.p2p.libp2p import Libp2pTransport
 from peers.transport.stream import FramedStream
 from tests.peers.transport.harness import HERE, KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
-from tests.virtual_time import virtual_time
+from tests.rig.virtual_time import virtual_time
 
 PATIENT = replace(SHORT, handshake_s=20.0, direct_s=10.0)  # a busy machine must not make a stream stay
 SECRET = b"what nobody else may read"

@@ -12,7 +12,7 @@ from meshcee.errors import JoinError, UsageError
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.transport.harness import KEY, SMALL, echo, pair
-from tests.virtual_time import virtual_time
+from tests.rig.virtual_time import virtual_time
 
 PATIENT = Timeouts(dial_s=100.0, handshake_s=100.0)
 

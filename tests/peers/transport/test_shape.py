@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshcee.errors import ProtocolError, UsageError
-from meshcee.profile import LinkProfile
+from meshcee.figures.profile import LinkProfile
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
 from peers.transport.shape import _AHEAD_S, Shape, ShapedTransport
 from tests.peers.transport.harness import KEY, SMALL, pair
-from tests.virtual_time import virtual_time
+from tests.rig.virtual_time import virtual_time
 
 MB = 1_000_000
 HEAD = 200  # more than the bytes around a payload in these tests

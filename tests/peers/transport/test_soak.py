@@ -17,12 +17,12 @@ from structlog.testing import capture_logs
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
-from meshcee.profile import LinkProfile
+from meshcee.figures.profile import LinkProfile
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.transport.shape import Shape, ShapedTransport
 from tests.peers.transport.harness import KEY
-from tests.virtual_time import virtual_time
+from tests.rig.virtual_time import virtual_time
 
 LIMITS = Limits(window_bytes=256 << 10, chunk_bytes=32 << 10)
 TIMEOUTS = Timeouts(dial_s=30.0, handshake_s=30.0, shutdown_s=5.0)

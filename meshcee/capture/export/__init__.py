@@ -1,0 +1,32 @@
+"""From the user's module to a program, or one sentence of refusal: the operation, the line, what to write instead.
+
+Runs on the owner only. `watch` holds eager code beside the graph; `refusals` has the words.
+"""
+
+from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
+from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
+from meshcee.capture.export.masks import asked_for_masks, refuse_idle
+from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
+from meshcee.capture.export.remember import Remembered
+from meshcee.capture.export.watch import Watch, keeping
+from meshcee.capture.export.writes import refuse_overlaps, settled
+
+__all__ = [
+    "EXAMPLES",
+    "Exported",
+    "Remembered",
+    "Watch",
+    "asked_for_masks",
+    "explain",
+    "export_module",
+    "faithful",
+    "find_cuts",
+    "keeping",
+    "named_cuts",
+    "positions",
+    "refuse_functions",
+    "refuse_idle",
+    "refuse_modules",
+    "refuse_overlaps",
+    "settled",
+]

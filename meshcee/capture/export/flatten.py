@@ -1,0 +1,383 @@
+"""From an nn.Module to flat nodes, by torch.export.
+
+The idea: torch.export already gives aten calls in eager execution order. What is left to do here: give every value our
+own number, call parameters by their original names, inline the sub-graphs of `torch.no_grad()`, drop assertions, and
+turn what cannot be captured into one sentence that names the operation and the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.capture.export.refusals import Watched, explain, instead, where
+from meshcee.capture.graph import (
+    Batch,
+    Dim,
+    Free,
+    Input,
+    Node,
+    Operator,
+    Ref,
+    Value,
+    canonical,
+    contiguous,
+    find_operator,
+    is_random,
+    operator_name,
+    quiet,
+    without_out,
+)
+from meshcee.errors import CaptureError, GraphError, MeshceeError
+from meshcee.user_code import Place
+
+__all__ = ["EXAMPLES", "Exported", "export_module"]
+
+EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
+LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
+_DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
+# What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first.
+_REWRITTEN = {
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+    "aten.detach_.default": "aten.detach.default",
+}
+# What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
+_WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
+
+
+@dataclasses.dataclass
+class Exported:
+    """The flat graph before blocks are known."""
+
+    inputs: list[Input]
+    nodes: list[Node]
+    outputs: list[int]
+
+
+def export_module(
+    module: nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    name_of: Callable[[str], str],
+    varying: Set[tuple[str, int]] = frozenset(),
+    most: int = EXAMPLES,
+) -> Exported:
+    """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name.
+
+    `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first. A micro-batch has
+    at most `most` samples: code that takes another way for more is no obstacle.
+    """
+    batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
+    shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
+    try:
+        with quiet(), Watched() as watched:
+            exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
+    except MeshceeError:
+        raise
+    except Exception as error:  # torch.export raises a dozen unrelated classes
+        raise explain(error, watched) from error
+    return _Flattener(exported, tuple(arguments), name_of).run()
+
+
+class _Flattener:
+    """Walks the exported graph once; `numbers` maps its nodes to our value numbers."""
+
+    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str]) -> None:
+        self.exported = exported
+        self.raw = raw
+        self.name_of = name_of
+        self.numbers: dict[Any, Any] = {}
+        self.inputs: list[Input] = []
+        self.nodes: list[Node] = []
+        self.by_name: dict[str, int] = {}
+        self.batch_symbol: Any = None
+        self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
+        self.hints: dict[Any, int] = {}  # symbol -> its size in the example
+        self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
+        self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
+
+    def run(self) -> Exported:
+        graph = self.exported.graph_module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        users = [s for s in self.exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+        raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
+        specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
+        for placeholder in placeholders:
+            self._input(placeholder, specs[placeholder.name], raw_of)
+        self._graph(self.exported.graph_module, graph, no_grad=False)
+        output = next(n for n in graph.nodes if n.op == "output")
+        kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
+        outputs = [
+            self._argument(a, output) for a, kind in zip(output.args[0], kinds, strict=True) if kind == "USER_OUTPUT"
+        ]
+        if not all(isinstance(o, Ref) for o in outputs):
+            raise CaptureError(
+                "an output of the model does not depend on its inputs; return tensors computed from them"
+            )
+        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs]))
+
+    def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
+        kind = spec.kind.name
+        held = placeholder.meta["val"]
+        if kind == "USER_INPUT":
+            if not isinstance(held, torch.Tensor):
+                raise CaptureError(f"input {placeholder.name} is not a tensor; make it one in data[i]")
+            if self.batch_symbol is None:
+                self.batch_symbol = _symbol(held.shape[0])
+            for place, size in enumerate(held.shape):
+                if (symbol := _symbol(size)) is not None:
+                    self.raw_sizes.setdefault(symbol, (len(self.inputs), place))
+                    self.hints[symbol] = _hint(size)
+            made = Input("raw", self._value(held, raw_of[placeholder.name]))
+        elif kind in ("PARAMETER", "BUFFER"):
+            name = self.name_of(spec.target)
+            if name in self.by_name:
+                self.numbers[placeholder] = Ref(self.by_name[name])
+                return
+            trainable = kind == "PARAMETER" and bool(held.requires_grad)
+            persistent = kind == "PARAMETER" or bool(spec.persistent)
+            value = dataclasses.replace(self._value(held, name), requires_grad=trainable)
+            made = Input(kind.lower(), value, trainable, persistent=persistent, strides=_strides(held))
+            self.by_name[name] = len(self.inputs)
+        elif kind == "CONSTANT_TENSOR":
+            given = self.exported.constants[spec.target].detach().resolve_conj().resolve_neg()
+            value = self._value(given, f"c{len(self.inputs)}")
+            made = Input("constant", value, data=given.contiguous(), strides=_strides(given))
+        else:
+            raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
+        self.numbers[placeholder] = Ref(len(self.inputs))
+        self.inputs.append(made)
+
+    def _graph(self, owner: Any, graph: Any, no_grad: bool) -> None:
+        needed = _needed(graph)
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output") or node not in needed:
+                continue
+            if node.op == "get_attr":
+                self.numbers[node] = getattr(owner, node.target)
+            elif node.op == "call_function":
+                self._call(owner, node, no_grad)
+            else:
+                raise CaptureError(f"the exported graph holds a {node.op}{where(node)}, which cannot be sent to a peer")
+
+    def _call(self, owner: Any, node: Any, no_grad: bool) -> None:
+        target = node.target
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, sub, *rest = node.args
+            self._inline(node, self.numbers[sub], rest, no_grad or not enabled)
+            return
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            _device, _dtype, enabled, _cache, sub, *rest = node.args
+            if enabled:
+                at = next(filter(None, (str(where(n)) for n in self.numbers[sub].graph.nodes)), "")
+                raise CaptureError(f"autocast is on{at}; remove it and use Job(precision='bf16')")
+            self._inline(node, self.numbers[sub], rest, no_grad)
+            return
+        name = operator_name(target)
+        if _DROPPED.fullmatch(name or str(target)):
+            return
+        if name == "getitem" and isinstance(self.numbers.get(node.args[0]), list):
+            self.numbers[node] = self.numbers[node.args[0]][node.args[1]]  # output of an inlined sub-graph
+            return
+        args = [self._argument(a, node) for a in node.args]
+        kwargs = {k: self._argument(v, node) for k, v in node.kwargs.items()}
+        if name in _REWRITTEN:
+            name = _REWRITTEN[name]
+            if name == "aten.zeros.default":
+                kwargs.pop("memory_format", None)
+        into = kwargs.pop("out") if isinstance(kwargs.get("out"), Ref) and without_out(target) is not None else None
+        if into is not None:
+            name = operator_name(without_out(target))
+        no_grad = no_grad or _WITHOUT_GRADIENT.fullmatch(name or "") is not None
+        if name is None:
+            advice = instead(where(node), "write it with torch functions")
+            raise CaptureError(f"operation {target}{where(node)} is not an aten operator; {advice}")
+        try:
+            operator: Operator = find_operator(name)
+        except GraphError as error:
+            advice = "keep it a tensor" if name == "aten.item.default" else "write it with other torch functions"
+            advice = instead(where(node), advice)
+            raise CaptureError(f"operation {name}{where(node)} cannot run on a peer: {error}; {advice}") from error
+        held = node.meta.get("val")
+        if name == "aten.sym_size.int" and (symbol := _symbol(held)) in self.raw_sizes:
+            if symbol in self.size_numbers:  # one node for each size, whoever asks
+                self.numbers[node] = Ref(self.size_numbers[symbol])
+                return
+            source, place = self.raw_sizes[symbol]
+            args = [Ref(source), place]
+            self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
+        value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
+        self._add(
+            node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
+        )
+        if into is not None:  # what was computed is written to where it was asked for
+            copied = find_operator("aten.copy_.default")
+            self._add(
+                node, dataclasses.replace(self.nodes[-1], operator=copied, args=(into, self.numbers[node]), kwargs={})
+            )
+
+    def _add(self, node: Any, made: Node) -> None:
+        self.numbers[node] = Ref(len(self.inputs) + len(self.nodes))
+        self.nodes.append(dataclasses.replace(made, value=dataclasses.replace(made.value, name=f"n{len(self.nodes)}")))
+
+    def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
+        placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            self.numbers[placeholder] = self._argument(argument, node)
+        self._graph(sub, sub.graph, no_grad)
+        output = next(n for n in sub.graph.nodes if n.op == "output")
+        self.numbers[node] = [self._argument(a, output) for a in output.args[0]]
+
+    def _argument(self, argument: Any, node: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return self.numbers[argument]
+        if isinstance(argument, tuple | list):
+            return [self._argument(a, node) for a in argument]
+        if isinstance(argument, bool | int | float | str | torch.dtype | torch.layout | torch.memory_format | None):
+            return argument
+        if isinstance(argument, torch.device):
+            return argument
+        raise CaptureError(f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer")
+
+    def _value(self, held: Any, name: str, maker: str = "there is", place: Place = Place()) -> Value:  # noqa: B008
+        if isinstance(held, torch.Tensor):
+            shape = tuple(self._dim(d, maker, place) for d in held.shape)
+            strides = [_hint(s) for s in held.stride()]
+            sizes = [_hint(s) for s in held.shape]
+            order = range(len(shape)) if held.is_contiguous() else _order(sizes, strides)
+            return Value(name, held.dtype, shape, tuple(order))
+        if isinstance(held, tuple | list):
+            return Value(name, None, multiple=True)
+        return Value(name, None)
+
+    def _most(self, symbol: Any, usual: int) -> int:
+        """How far a size that varies may go: a table of positions, say, has so many rows."""
+        limit, upper = LENGTH_MARGIN * usual, getattr(self.ranges.get(symbol), "upper", None)
+        return int(min(limit, upper)) if upper is not None and upper.is_finite else limit
+
+    def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
+        if isinstance(dim, int):
+            return dim
+        expression = dim.node.expr
+        for each, batch in ((expression / self.batch_symbol, True), (expression, False)):
+            if batch and each.is_Integer:
+                return Batch(int(each))
+            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
+                hints = {s: self.hints[s] for s in each.free_symbols}
+                most = {s: self._most(s, v) for s, v in hints.items()}
+                usual, limit = int(each.subs(hints)), int(each.subs(most))
+                return Free(max(usual, limit), usual, batch)
+        if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
+            advice = instead(place, "use a mask of fixed size, as torch.where does")
+            raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
+        advice = instead(place, "keep samples apart in the model")
+        raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
+
+
+def _needed(graph: Any) -> set[Any]:
+    """Nodes that results or effects depend on. An assertion is no effect, nor what only assertions read."""
+    needed: set[Any] = set()
+    for node in reversed(graph.nodes):
+        target, name = node.target, operator_name(node.target) if node.op == "call_function" else None
+        effect = name is None  # a sub-graph, an input, the output
+        if isinstance(target, torch._ops.OpOverload):
+            statistics = any(
+                a.name == "running_mean" for a in target._schema.arguments
+            )  # written, its schema does not say
+            effect = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or statistics
+        if node in needed or (effect and not _DROPPED.fullmatch(name or str(target))):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    return needed
+
+
+def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions from slow to fast; those of size 1, or expanded to more, go where they were, between their neighbours."""
+    apart = [d for d in range(len(sizes)) if sizes[d] != 1 and strides[d] != 0]
+    order = sorted(apart, key=lambda d: (-strides[d], d))
+    for d in range(len(sizes)):
+        if d not in apart:
+            order.insert(min(d, len(order)), d)
+    return order
+
+
+def _strides(held: torch.Tensor) -> tuple[int, ...]:
+    found = canonical(held.shape, held.stride())
+    return () if found == contiguous(held.shape) else found
+
+
+def _symbol(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _scope(node: Any) -> str:
+    """Path of the innermost module, "" for the model itself; repeated calls of a module keep their "@n"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    entries = [(key, entry[0]) for key, entry in stack.items() if not key.startswith("_empty")]
+    if not entries:
+        return ""
+    key, path = entries[-1]
+    path = re.sub(r"@\d+", "", path)
+    call = re.search(r"@(\d+)$", key)
+    path = path.removeprefix("model").removeprefix(".")
+    return path + (f"@{call[1]}" if call else "")
+
+
+def _canonical(exported: Exported) -> Exported:
+    """Drop what nothing needs (random draws are needed: they advance the generator), number anew.
+
+    Outputs of a node with several are taken right behind it, so that no tuple ever crosses a cut.
+    """
+    inputs, nodes = exported.inputs, exported.nodes
+    base = len(inputs)
+    needed = set(exported.outputs)
+    for i in range(len(nodes) - 1, -1, -1):
+        if base + i in needed or nodes[i].operator.mutates or is_random(nodes[i]):
+            needed.update(nodes[i].refs)
+            needed.add(base + i)
+    taken: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.operator.name == "getitem" and base + i in needed:
+            taken.setdefault(node.refs[0], []).append(base + i)
+    keep: list[int] = [i for i in range(base) if i in needed]
+    for i, node in enumerate(nodes):
+        if base + i in needed and node.operator.name != "getitem":
+            keep.append(base + i)
+            pending = [base + i]
+            while pending:
+                items = taken.get(pending.pop(0), [])
+                keep += items
+                pending += items
+    renumber = {old: new for new, old in enumerate(keep)}
+    new_inputs = []
+    new_nodes: list[Node] = []
+    for number in keep:
+        if number < base:
+            new_inputs.append(inputs[number])
+            continue
+        node = nodes[number - base]
+        args = _renumbered(node.args, renumber)
+        kwargs = {k: _renumbered(v, renumber) for k, v in node.kwargs.items()}
+        value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
+        new_nodes.append(dataclasses.replace(node, args=args, kwargs=kwargs, value=value))
+    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs])
+
+
+def _renumbered(argument: Any, renumber: Mapping[int, int]) -> Any:
+    if isinstance(argument, Ref):
+        return Ref(renumber[argument.index])
+    if isinstance(argument, list):
+        return [_renumbered(a, renumber) for a in argument]
+    if isinstance(argument, tuple):
+        return tuple(_renumbered(a, renumber) for a in argument)
+    return argument

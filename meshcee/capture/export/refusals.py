@@ -1,0 +1,375 @@
+"""What cannot be captured, in one sentence: the operation, the line of the user's file, what to do.
+
+The idea: torch.export fails in a dozen classes of its own, and is silent about what it leaves out: it records operators, not
+the rules by which gradients flow. A custom autograd.Function would train with the gradient of its forward pass, a hook on
+a gradient would never run, a number drawn by Python would be drawn once for all steps. The mesh would then train something
+else than the plain loop, so these are refused too, while the model is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+import random
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._functorch import eager_transforms, vmap
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from meshcee.errors import CaptureError, MeshceeError
+from meshcee.user_code import Place, avoided, is_ours, place_in
+
+__all__ = [
+    "AFTER_ONE_BATCH",
+    "Watched",
+    "explain",
+    "faithful",
+    "instead",
+    "refuse_functions",
+    "refuse_modules",
+    "where",
+]
+
+_MOST_LINES = 12  # of a node's stack: the innermost ones
+
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
+def where(node: Any) -> Place:
+    """Of the innermost user frame in the stack trace of a node of an exported graph."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s+(.*)', node.meta.get("stack_trace") or "")
+    return place_in([(file, int(line), code) for file, line, code in frames])
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary]) -> Place:
+    return place_in([(f.filename, f.lineno or 0, f.line or "") for f in _inside(frames)])
+
+
+def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Those behind the call of the model: who asked for the capture is not to blame."""
+    last = max((i for i, f in enumerate(frames) if f.filename == _CALLER), default=-1)
+    return frames[last + 1 :]
+
+
+_MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
+_CALLER = str(Path(__file__).parents[1] / "capture.py")
+
+
+def instead(place: Place, advice: str) -> str:
+    """What to do: what a user may write in code of his own, of a library's only how to avoid it."""
+    return avoided(place.library) if place.library else advice
+
+
+# What torch says -> what went wrong (None: its own words) and what to do.
+_ADVICE: tuple[tuple[str, str | None, str], ...] = (
+    (
+        r"(?i:layer_?drop)|torch\.rand\(|dropout_prob",
+        "layers are left out by chance, as a number that is drawn says",
+        "set layerdrop to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
+    ),
+    (
+        r"num_batches_tracked",
+        "a batch norm with momentum=None divides by the number of batches that it has seen",
+        "give it a momentum",
+    ),
+    (
+        r"expert",
+        "experts compute the rows that are sent to them, as many as the data say",
+        "compute every row with every expert and a mask, or all at once with torch.nn.functional.grouped_mm",
+    ),
+    (
+        r"data-dependent|unbacked|GuardOnDataDependent",
+        "a Python number or a branch is made from the values of a tensor",
+        "write a branch with torch.where or a mask, and keep numbers as tensors",
+    ),
+    (
+        r"_ctc_loss",
+        "the CTC loss adds up over lengths, which are values of the data",
+        "take another loss, or train on one machine",
+    ),
+    (r"\.numpy\(\)|__array__|__format__", None, "use torch functions of tensors; look at values outside the model"),
+    (
+        r"symbolically trace a dynamo-optimized function",
+        "a function or module is compiled with torch.compile",
+        "pass what it was made of, without torch.compile; peers run eager kernels",
+    ),
+    (
+        r"fake tensor in the exported program constant",
+        "a parameter's .data is used, or a tensor that is neither parameter nor buffer",
+        "use .detach(), or register_buffer",
+    ),
+    (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
+    (
+        r"Constraints violated.*max=(\d+)",
+        "the model takes another way for micro-batches of more than {0} samples",
+        "set Job(micro_batch_size=N) to at most {0}",
+    ),
+    (
+        r"Constraints violated|specializ",
+        "the model fixes a size that changes between micro-batches",
+        "compute sizes from x.shape instead of a constant",
+    ),
+)
+_BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
+_ONLY_BY_VALUE = 3  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
+
+
+def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
+    """What torch.export could not do. `sizes` has seen where a size became a constant, for errors that do not say."""
+    text = f"{type(error).__name__} {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    at = _innermost(frames)
+    lines = " ".join([at.text, *(f.line or "" for f in frames if f.filename.startswith(_MODULES))])
+    if not at.text and sizes is not None:
+        at = sizes.at
+    if sizes is not None and sizes.mapped.text and not re.search(_BY_VALUE, text):
+        at = sizes.mapped
+        advice = "write it for a whole batch, as the functions of torch are"
+        return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
+    if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
+        at = sizes.data
+    said = str(error).strip().splitlines()
+    first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
+    problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
+    for number, (pattern, words, known) in enumerate(_ADVICE):
+        about = lines if number < _ONLY_BY_VALUE else text
+        if number < _ONLY_BY_VALUE and not re.search(_BY_VALUE, text):
+            continue
+        if (found := re.search(pattern, about, re.DOTALL)) is not None:
+            problem, advice = (words or problem).format(*found.groups()), known.format(*found.groups())
+            if number < _ONLY_BY_VALUE:
+                return CaptureError(f"the model cannot be captured{at}: {problem}; {advice}")
+            break
+    return CaptureError(f"the model cannot be captured{at}: {problem}; {instead(at, advice)}")
+
+
+class Watched(logging.Handler):
+    """Around an export: notes what its errors do not say.
+
+    Where torch makes a size that should vary a constant: it logs that there. Where torch.vmap is used, which some code does
+    with success. And every node of the graph gets the lines of all functions that led to it, not of forward alone.
+    """
+
+    _LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    now: Watched | None = None
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.at = Place()  # the first place of a size that became a constant
+        self.mapped = Place()  # of a torch.vmap
+        self.data = Place()  # of a .data
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.at.text and str(record.msg).startswith("set_replacement") and "singleton" in record.getMessage():
+            self.at = _here()
+
+    def __enter__(self) -> Watched:
+        self._before = self._LOG.level, self._LOG.propagate, self._LOG.handlers
+        self._LOG.handlers = [self]
+        self._LOG.propagate = False
+        self._LOG.setLevel(logging.INFO)
+        Watched.now = self
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(_replaced(vmap, "_vmap_increment_nesting", self._noting))
+        self._patches.enter_context(_replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _lines))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patches.close()
+        Watched.now = None
+        level, self._LOG.propagate, self._LOG.handlers = self._before
+        self._LOG.setLevel(level)
+
+    def _noting(self, *args: Any) -> Any:
+        if not self.mapped.text:
+            self.mapped = _here()
+        return _BEGIN_VMAP(*args)
+
+
+_BEGIN_VMAP: Any = vmap._vmap_increment_nesting  # type: ignore[attr-defined]
+
+
+def _lines(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    kept = [f for f in _inside(frames) if not is_ours(f.filename)]
+    return traceback.StackSummary.from_list(kept[-_MOST_LINES:])
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute meanwhile; nothing where this torch has no such attribute."""
+    inherited = getattr(owner, name, None)
+    if inherited is None:
+        yield
+        return
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"
+
+
+class _Looking(TorchFunctionMode):
+    """Looks at every call of a torch function for what the graph would not hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(p) for p in model.parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HOOKS:
+            raise _hooked(f"{func.__name__} is called{_here()}")
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            advice = instead(_here(), "give the padded sequence, and mask what lies behind its end")
+            raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
+        if func == _DATA and Watched.now is not None and not Watched.now.data.text:
+            Watched.now.data = _here()
+        for given in args:
+            if isinstance(given, torch.Tensor) and self._astray(given):
+                if isinstance(given, FakeTensor):
+                    raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
+                advice = instead(_here(), "make it an nn.Parameter of a module of the model, or use .detach()")
+                raise CaptureError(
+                    f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "
+                    f"trained; {advice}"
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _astray(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
+            return False
+        return isinstance(tensor, nn.Parameter) or not isinstance(tensor, FakeTensor)  # made before the forward pass
+
+
+def _here() -> Place:
+    return _innermost(traceback.extract_stack())
+
+
+def _hooked(what: str) -> CaptureError:
+    return CaptureError(f"{what}, and peers run no hooks on gradients; remove the hook, or change the loss instead")
+
+
+def refuse_modules(model: nn.Module, loss: Any) -> None:
+    """Raise CaptureError for what can be seen before the model is traced."""
+    if isinstance(loss, nn.Module) and (own := [n for n, p in loss.named_parameters() if p.requires_grad]):
+        raise CaptureError(
+            f"the loss has a parameter {own[0]!r}, and only the model's are trained; make the loss a part of the model, which "
+            "then returns it, and give Job(loss=lambda output, target: output)"
+        )
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(f"{name!r} has no shape yet; run one batch through the model before you make the job")
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{what} is scripted; pass the module that it was made of, without torch.jit")
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise CaptureError(
+                f"{what} is compiled, and peers run eager kernels, which may round otherwise; pass the module that it was made "
+                "of, without torch.compile"
+            )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _hooked(f"module {name!r} has a backward hook")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise _hooked(f"parameter {name!r} has a hook")
+
+
+@contextlib.contextmanager
+def faithful(model: nn.Module) -> Iterator[None]:
+    """Around the forward pass that is traced: errors in words, and CaptureError for what export would leave out."""
+    before = _python_generators()
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_Looking(model))
+        patches.enter_context(_replaced(torch.distributions.Distribution, "__init__", _unvalidated))
+        for owner, name, words in _GRADIENTS:
+            patches.enter_context(_replaced(owner, name, _refusing(words)))
+        try:
+            yield
+        except MeshceeError:
+            raise
+        except Exception as error:  # torch and the user's code raise what they like; of some, export prints pages
+            raise explain(error, Watched.now) from error
+    drawn = [name for name, state in _python_generators().items() if state != before[name]]
+    if drawn:
+        raise CaptureError(
+            f"the model draws from Python's {drawn[0]}, which would be drawn once for all steps; draw with torch.rand"
+        )
+
+
+_GRADIENTS: tuple[tuple[Any, str, str], ...] = (
+    (torch.autograd, "_engine_run_backward", "torch.autograd"),
+    (eager_transforms, "grad_and_value_impl", "torch.func"),
+    (eager_transforms, "_vjp_with_argnums", "torch.func"),
+    (eager_transforms, "_jvp_with_argnums", "torch.func"),
+)
+
+
+def _unvalidated(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A distribution that does not look at its arguments: to look is a branch on values, and changes none."""
+    _MAKE_DISTRIBUTION(self, *args, **(kwargs | {"validate_args": False}))
+
+
+_MAKE_DISTRIBUTION = torch.distributions.Distribution.__init__
+
+
+def _refusing(words: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"the model computes a gradient while it runs forward ({words}){_here()}, and peers compute gradients of the loss "
+            "only; " + instead(_here(), "write the derivative as a formula")
+        )
+
+    return refuse
+
+
+def _python_generators() -> dict[str, str]:
+    return {"random": repr(random.getstate()), "numpy.random": repr(np.random.get_state(legacy=False)["state"])}
+
+
+def refuse_functions(loss: torch.Tensor) -> None:
+    """Raise CaptureError if a custom autograd.Function made what the loss depends on."""
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            function = type(node)._forward_cls
+            if not function.__module__.startswith("torch._library"):  # an operator of a library: refused by its name
+                raise CaptureError(_about(function))
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _about(function: type) -> str:
+    if function.__module__.startswith("torch.utils.checkpoint"):
+        return "the model uses a re-entrant checkpoint; pass use_reentrant=False, or use Job(recompute=True) instead"
+    at = Place()
+    with contextlib.suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(function)
+        at = place_in([(inspect.getsourcefile(function) or "", first, lines[0])])
+    return (
+        f"the model uses the autograd.Function {function.__module__}.{function.__qualname__}{at}, with its own backward, which "
+        "no graph holds; " + instead(at, "write it with torch functions, whose gradients follow from them")
+    )

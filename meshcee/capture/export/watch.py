@@ -1,0 +1,415 @@
+"""Whether the graph is all that forward does: eager code beside it, twice and with every number of samples, on fake tensors.
+
+The idea: a storage is named by how its numbers come about, a digest of the operator that wrote it and of the names of all
+that this one read: shapes, strides, scalars, constants, gradients and backends included. Runs that end in equal names compute
+the same, and nothing has to be computed to know. State that forward keeps anywhere in Python, a clock, a context that export
+leaves out, a branch on the number of samples: each gives another name, and the first operator that has one tells the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from meshcee.capture.export.refusals import AFTER_ONE_BATCH
+from meshcee.capture.export.remember import Remembered
+from meshcee.capture.export.writes import is_copy
+from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
+from meshcee.errors import CaptureError
+from meshcee.user_code import avoided, is_ours, library_of
+
+__all__ = ["Watch", "keeping"]
+
+_ZEROS = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::zeros", "aten::zeros_like", "aten::new_zeros"}
+)
+_SEED = 0x6D65736863656521  # one that nobody else sets
+_WITHOUT_GRADIENT = frozenset({"aten::randint_like"})
+_SAME = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
+
+
+@dataclass
+class Run:
+    """What one forward pass came to: the names of the loss and of the buffers, and every operator on the way, by name."""
+
+    results: dict[str, str] = field(default_factory=dict)
+    reads: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> names that its operator read
+    at: dict[str, str] = field(default_factory=dict)  # name -> the user's line
+    odd: dict[str, str] = field(default_factory=dict)  # name -> what was set around the operator that made it
+
+    def end(self, naming: _Naming, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.results["the loss"] = naming.name(loss)
+        self.reads[naming.name(loss)] = (naming.storage(loss),)
+        self.results |= {name: naming.storage(tensor) for name, tensor in buffers.items()}
+
+    def first_difference(self, other: Run) -> str | None:
+        """The first name on the way to a result that the other run does not have; None when what both end in is the same."""
+        differing = [name for key, name in self.results.items() if other.results.get(key, name) != name]
+        if not differing:
+            return None
+        needed, waiting = set(), list(differing)
+        while waiting:
+            name = waiting.pop()
+            if name not in needed:
+                needed.add(name)
+                waiting += self.reads.get(name, ())
+        return next((name for name in self.reads if name in needed and name not in other.reads), "")
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names every storage that is written while it is on."""
+
+    def __init__(self, run: Run, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run, self._names = run, names
+        self._held: list[Any] = []  # storages, so that their addresses stay theirs
+        self._draws = 0
+        self._usual = _surroundings()
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """Of a tensor: its storage's name and where it lies in there, as far as that matters to kernels."""
+        place = tensor.storage_offset() if isinstance(tensor, FakeTensor) else 0
+        strides = canonical(tensor.shape, tensor.stride())
+        bits = tensor.is_conj(), tensor.is_neg()
+        return _digest(self.storage(tensor), tensor.dtype, tuple(tensor.shape), strides, place, bits)
+
+    def storage(self, tensor: torch.Tensor) -> str:
+        key = tensor.untyped_storage()._cdata
+        if key in self._names:
+            return self._names[key]
+        if isinstance(tensor, FakeTensor):
+            return "unknown"
+        with _disable_current_modes():
+            whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            return hashlib.blake2b(whole.numpy().data, digest_size=12).hexdigest()  # it may be written: not kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (
+            isinstance(kwargs.get("out"), torch.Tensor) and (twin := without_out(func)) is not None
+        ):  # as export writes it
+            into = kwargs.pop("out")
+            made = self.__torch_dispatch__(twin, types, args, kwargs)
+            return self.__torch_dispatch__(torch.ops.aten.copy_.default, types, (into, made))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        before = [self.storage(t) for t in given]
+        parts = [self.name(p) if isinstance(p, torch.Tensor) else repr(p) for p in tree_leaves((args, kwargs))]
+        grads = [t.requires_grad for t in given]
+        out = func(*args, **kwargs)
+        shared = {t.untyped_storage()._cdata for t in given}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in shared]
+        written = _written(func, args, kwargs)
+        if not made and not written:
+            return out
+        name = func._schema.name
+        if name in _SAME:
+            parts, grads, before = [self.name(given[0])], [], before
+        elif name in _ZEROS:
+            parts, grads = [repr((t.dtype, tuple(t.shape), t.stride())) for t in made], []
+        odd = ""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws += 1
+            parts.append(str(self._draws))
+            if torch.initial_seed() != _SEED:
+                odd = "a seed of its own"
+        recorded = torch.is_grad_enabled() and any(grads) and name not in _WITHOUT_GRADIENT
+        odd = odd or next((what for what, now in _surroundings().items() if now != self._usual[what]), "")
+        kind = "zeros" if name in _ZEROS else "same" if name in _SAME else str(func)
+        operator = _digest(kind, parts, grads if recorded else (), odd)
+        line = _users_line()
+        for i, tensor in enumerate((*written, *made)):
+            own = _digest(operator, i)
+            self._names[tensor.untyped_storage()._cdata] = own
+            self._held.append(tensor.untyped_storage())
+            self._run.reads[own] = tuple(before)
+            self._run.at[own], self._run.odd[own] = line, odd
+        return out
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [t for t in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)) if _is_tensor(t)]
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _surroundings() -> dict[str, Any]:
+    """What changes numbers or gradients and is no part of a graph."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    own = hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
+    kernels: Any = torch.backends.cuda
+    return {
+        "torch.inference_mode": torch.is_inference_mode_enabled(),
+        "saved_tensors_hooks": own,
+        "sdpa_kernel or another choice of attention kernels": (
+            kernels.flash_sdp_enabled(),
+            kernels.math_sdp_enabled(),
+            kernels.mem_efficient_sdp_enabled(),
+            kernels.cudnn_sdp_enabled(),
+        ),
+        "a setting of torch.backends": (
+            torch._C._get_mkldnn_enabled(),
+            torch._C._get_cudnn_enabled(),
+            torch._C._get_cudnn_deterministic(),
+            torch._C._get_cudnn_allow_tf32(),
+            torch._C._get_cublas_allow_tf32(),
+        ),
+        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.set_num_threads": torch.get_num_threads(),
+    }
+
+
+def _users_line() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_ours(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@contextlib.contextmanager
+def _fake() -> Iterator[None]:
+    sizes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_SEED)
+        with mode:
+            yield
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def eager_runs(
+    module: nn.Module,
+    arguments: Mapping[str, torch.Tensor],
+    name_of: Callable[[str], str],
+    samples: int,
+    times: int = 1,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[list[Run], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """The module's forward pass on fakes of its tensors, so many times in a row; `after` is called after each.
+
+    Besides, the buffers that forward assigned: their tensors before and after the first pass.
+    """
+    rebound: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    runs: list[Run] = []
+    held: list[Any] = []
+    with _fake():
+        fakes: dict[int, torch.Tensor] = {}
+        entries: dict[str, torch.Tensor] = {}
+        for path, tensor in _entries(module):
+            if id(tensor) not in fakes:
+                strides = canonical(tensor.shape, tensor.stride())
+                empty = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+                own = isinstance(tensor, nn.Parameter)
+                fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if own else empty
+            entries[path] = fakes[id(tensor)]
+        names: dict[int, str] = {}
+        with _reparametrize_module(module, entries):
+            for _ in range(times):
+                run = Run()
+                torch.default_generator.manual_seed(_SEED)  # the pass before may have left another
+                names |= {_key(t): _digest("state", name_of(path)) for path, t in _entries(module)}
+                inputs = {n: torch.empty((samples, *t.shape[1:]), dtype=t.dtype) for n, t in arguments.items()}
+                names |= {_key(t): _digest("raw", n) for n, t in inputs.items()}
+                with torch.enable_grad(), _Naming(run, names) as naming:
+                    loss = module(*inputs.values())[0]
+                buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
+                run.end(naming, loss, buffers)
+                for path, tensor in module.named_buffers(remove_duplicate=False):
+                    if not runs and path in entries and tensor is not entries[path]:
+                        rebound[path] = entries[path], tensor
+                runs.append(run)
+                held.append((naming, inputs))
+                after()
+    return runs, rebound
+
+
+def graph_run(program: Program, arguments: Mapping[str, torch.Tensor], samples: int) -> Run:
+    """The same of the graph."""
+    run, names = Run(), {}
+    values: list[Any] = []
+    with _fake(), torch.enable_grad():
+        buffers: dict[str, torch.Tensor] = {}
+        for entry in program.inputs:
+            if entry.kind == "raw":
+                like = arguments[entry.name]
+                value = torch.empty((samples, *like.shape[1:]), dtype=like.dtype)
+            elif entry.data is not None:
+                with _disable_current_modes():  # its numbers count
+                    value = entry.laid_out(entry.data)
+            else:
+                value = entry.laid_out(torch.empty(entry.value.sizes(samples), dtype=entry.value.dtype))
+                value.requires_grad_(entry.trainable)
+            if entry.data is None:
+                names[_key(value)] = _digest("raw" if entry.kind == "raw" else "state", entry.name)
+            if entry.kind == "buffer":
+                buffers[entry.name] = value
+            values.append(value)
+        with _Naming(run, names) as naming:
+            for node in program.nodes:
+                with torch.set_grad_enabled(not node.no_grad):
+                    args = [resolve(a, values) for a in node.args]
+                    values.append(node.operator.call(*args, **{k: resolve(v, values) for k, v in node.kwargs.items()}))
+                if is_copy(program, node):
+                    names[_key(values[-1])] = names[_key(args[0])]  # eager code writes the sample itself
+        run.end(naming, values[program.outputs[0]], buffers)
+    return run
+
+
+def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+@contextlib.contextmanager
+def _assignments() -> Iterator[dict[tuple[int, str], str]]:
+    """The user's line that assigned an attribute last, by the module's id and the attribute's name."""
+    lines: dict[tuple[int, str], str] = {}
+    before = nn.Module.__setattr__
+
+    def noted(module: nn.Module, name: str, value: Any) -> None:
+        lines[id(module), name] = f" at {_users_line()}"
+        before(module, name, value)
+
+    nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
+    try:
+        yield lines
+    finally:
+        nn.Module.__setattr__ = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def keeping(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Around forward: what it assigns to these buffers is written into them at the end, as a graph can say it."""
+    owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths]
+    before = [owner._buffers[key] for owner, key in owners]
+    for (owner, key), buffer in zip(owners, before):
+        assert buffer is not None
+        owner._buffers[key] = buffer.clone()  # what reads the old value keeps it
+    yield
+    with torch.no_grad():
+        for (owner, key), buffer in zip(owners, before):
+            assigned = owner._buffers[key]
+            assert buffer is not None
+            assert assigned is not None
+            buffer.copy_(assigned)
+            owner._buffers[key] = buffer
+
+
+class Watch:
+    """One module under watch: what `eager` finds before export, and what `compare` finds of the graph."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, torch.Tensor],
+        name_of: Callable[[str], str],
+        remember: Callable[[], Remembered],
+        samples: int,
+    ) -> None:
+        self._module, self._arguments, self._name_of = module, arguments, name_of
+        self._remember = remember
+        self._samples = samples
+        self._first = Run()
+
+    def eager(self) -> tuple[str, ...]:
+        """Two calls of forward. Raises CaptureError for state that it keeps; returns the buffers that it assigns."""
+        notes: list[Remembered] = []
+        before = self._remember()
+        try:
+            with _assignments() as lines:
+                runs, rebound = eager_runs(
+                    self._module,
+                    self._arguments,
+                    self._name_of,
+                    self._samples,
+                    2,
+                    lambda: notes.append(self._remember()),
+                )
+        finally:
+            before.put_back()
+        for path, (was, now) in rebound.items():
+            self._refuse_assigned(path, was, now)
+        for place in notes[0].changed(notes[1]):
+            at = lines.get(notes[1].owners.get(place, (0, "")), notes[1].lines.get(place, ""))
+            raise CaptureError(
+                f"forward changes {place}{at} in every call, and peers run a graph that would keep "
+                "one value; keep what changes in a registered buffer, or change it outside of forward"
+            )
+        self._refuse(
+            runs[1],
+            runs[0],
+            "forward does something else when it is called again{at}: it reads what an earlier call left in Python, a clock "
+            "or a generator; keep state in registered buffers, and draw with torch.rand",
+        )
+        self._first = runs[0]
+        return tuple(path for path in rebound)
+
+    def compare(self, program: Program, sizes: Sequence[int]) -> None:
+        """Raises CaptureError where the graph is not what forward does, with as many samples as the job has."""
+        before = self._remember()
+        try:
+            for samples in dict.fromkeys((self._samples, *sizes)):
+                eager = self._first
+                if samples != self._samples:
+                    [eager], _ = eager_runs(self._module, self._arguments, self._name_of, samples)
+                few = samples != self._samples
+                self._refuse(
+                    eager,
+                    graph_run(program, self._arguments, samples),
+                    f"with micro-batches of {samples} samples, forward does something else than with {self._samples}{{at}}; "
+                    "write it alike for any number of samples, or choose another micro_batch_size"
+                    if few
+                    else "torch.export leaves out or changes something that forward does{at}; write it with other torch functions",
+                )
+        finally:
+            before.put_back()
+
+    def _refuse(self, eager: Run, other: Run, words: str) -> None:
+        name = eager.first_difference(other)
+        if name is None:
+            return
+        at = f" at {eager.at[name]}" if eager.at.get(name) else ""
+        if odd := eager.odd.get(name):
+            raise CaptureError(f"forward runs{at} under {odd}, which a graph does not hold; leave it out")
+        if library := library_of(eager.at.get(name, "").rpartition(":")[0]):
+            words = f"{words.rpartition(';')[0]}; {avoided(library)}"
+        raise CaptureError(words.format(at=at))
+
+    def _refuse_assigned(self, path: str, was: torch.Tensor, now: torch.Tensor) -> None:
+        name = path.removeprefix("model.")
+        if now.requires_grad:
+            raise CaptureError(
+                f"forward assigns buffer {name!r} something that has a gradient; assign it with .detach()"
+            )
+        if now.dtype != was.dtype or now.shape != was.shape or now.stride() != was.stride():
+            raise CaptureError(
+                f"forward assigns buffer {name!r} a tensor of another type, shape or order; assign one like it, or "
+                + AFTER_ONE_BATCH
+            )

@@ -1,0 +1,106 @@
+"""What forward writes in place that it has not made: buffers and frozen parameters are marked, samples copied, the rest refused.
+
+The idea: a write counts wherever it lands in memory. `buffer[:, 0] = h` writes the buffer as `buffer.copy_(h)` does, so
+the storages of the fake pass say who is written, not the arguments of the operators that write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from meshcee.capture.export.flatten import Exported
+from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
+from meshcee.errors import CaptureError
+
+__all__ = ["is_copy", "refuse_overlaps", "settled"]
+
+
+def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Analysis]:
+    """Inputs, nodes and outputs of the same computation, in which only buffers are written; and its analysis."""
+    inputs, nodes, outputs = list(exported.inputs), list(exported.nodes), list(exported.outputs)
+    analysis = analyse(inputs, nodes)
+    samples = [n for n in analysis.written if inputs[n].kind == "raw"]
+    if samples:  # they are fresh in every micro-batch, so a copy is as good; and a stage may run F twice on them
+        nodes, outputs = _copied(inputs, nodes, outputs, samples)
+        analysis = analyse(inputs, nodes)
+    for number, position in analysis.written.items():
+        entry = inputs[number]
+        if (
+            entry.kind == "parameter" and not entry.trainable
+        ):  # a teacher that follows its student: state, like a buffer
+            entry = dataclasses.replace(entry, kind="buffer")
+        if entry.kind != "buffer":
+            what = f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer"
+            raise CaptureError(
+                f"the model changes {what} in place{nodes[position].at}; work on a copy of it, or register_buffer what is "
+                "to be kept"
+            )
+        inputs[number] = dataclasses.replace(entry, mutated=True)
+    return inputs, nodes, outputs, analysis
+
+
+def is_copy(program: Program, node: Node) -> bool:
+    """Whether a node is a sample's copy, which the rest of the graph writes in its place."""
+    [source, *rest] = node.refs or (len(program.inputs),)
+    known = source < len(program.inputs) and program.inputs[source].kind == "raw" and not rest
+    return known and node.operator.name == "aten.clone.default" and not node.at
+
+
+def refuse_overlaps(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> None:
+    """Raise CaptureError where training changes memory that another parameter or buffer has too.
+
+    Peers keep every one in memory of its own. Slices of one flat tensor that do not overlap are no matter.
+    """
+    sharing: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        sharing.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in sharing.values():
+        expanded = [n for n in names if 0 in tensors[n].stride() and tensors[n].numel()]
+        if not written & set(names) or (len(names) == 1 and not expanded):
+            continue
+        first = tensors[names[0]]
+        owner = torch.full((first.untyped_storage().nbytes() // first.itemsize,), -1, dtype=torch.int32)
+        for number, name in enumerate(names):
+            tensor = tensors[name]
+            if tensor.dtype != first.dtype or (name in written and name in expanded):
+                other = name
+            else:
+                part = owner.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+                before = int(part.max()) if part.numel() else -1
+                both = {name, names[before]} if before >= 0 else set()
+                other = names[before] if both & written else ""
+                if not other:
+                    own = tuple(slice(0, n) for n in unexpanded(part.shape, part.stride()))
+                    part[own] = number
+            if other:
+                raise CaptureError(
+                    f"{name!r} shares memory with {'itself' if other == name else repr(other)}, and training changes it; "
+                    "tie whole tensors, and write transposes, slices and expansions of them in forward"
+                )
+
+
+def _copied(
+    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[int], numbers: Sequence[int]
+) -> tuple[list[Node], list[int]]:
+    """The nodes behind clones of these inputs, which all others read in their place; and the outputs."""
+    base, clone = len(inputs), find_operator("aten.clone.default")
+    copies = {number: base + i for i, number in enumerate(numbers)}
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            own = argument.index
+            return Ref(copies.get(own, own + len(numbers) if own >= base else own))
+        if isinstance(argument, list | tuple):
+            return type(argument)(moved(a) for a in argument)
+        return argument
+
+    made = [Node(clone, (Ref(n),), {}, inputs[n].value) for n in numbers]
+    for node in nodes:
+        kwargs = {k: moved(v) for k, v in node.kwargs.items()}
+        made.append(dataclasses.replace(node, args=moved(node.args), kwargs=kwargs))
+    named = [dataclasses.replace(n, value=dataclasses.replace(n.value, name=f"n{i}")) for i, n in enumerate(made)]
+    return named, [moved(Ref(o)).index for o in outputs]

@@ -1,0 +1,436 @@
+"""Before the first step: does the captured model, cut as the plan cuts it, do what the user's module does?
+
+The idea: whatever the capture does not know of (state in Python, a branch that the example did not take, a context that the graph
+does not hold) shows when both sides run. So the owner runs a real micro-batch twice through the user's own module and twice
+through the stages, the second time with every block as a stage of its own, which any later plan only makes coarser; and
+compares losses, gradients, buffers, generators, and what of Python has changed. Then all of the user's is put back.
+
+What it may take is what the capture took: of a large model it runs fewer samples, or the forward pass alone, and says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from meshcee.capture import Capture, stack
+from meshcee.capture.export import explain
+from meshcee.equality.lines import line_that
+from meshcee.equality.recorder import Recorder, unlike, unlike_backwards, values_of
+from meshcee.equality.watch import Slot, Watch, digest
+from meshcee.errors import CaptureError, MeshceeError, UnequalError
+from meshcee.job import Job, Optimizer, seed_of
+from meshcee.plan import Plan
+from meshcee.role import rows_of
+from meshcee.sampling import GENERATORS, call_model, draw, read, rebuild
+from meshcee.stage import Chain
+
+__all__ = ["Cut", "cuts_of", "examine", "sizes_of"]
+
+Cut = tuple[tuple[int, int], ...]
+
+_NOTHING = Slot("value", None, lambda: None)
+WAY_OUT = "Job(verify=False) or --no-verify trains it all the same"
+MEMORY_SHARE = 0.8  # of what is free
+COPIES = 4  # of the model's state: what is put back, the stages', and both sides' gradients
+BACKWARD = 2.0  # what a backward pass takes, in forward passes
+UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
+LEAST_S = 1.0  # for models whose capture takes no time
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """The numbers of samples that a device computes at once, the whole micro-batch first."""
+    parts = {
+        end - first
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for first, end in rows_of(stage, plan.micro_batch)
+    }
+    return [plan.micro_batch, *sorted(parts - {plan.micro_batch, 0})]
+
+
+def cuts_of(plan: Plan) -> list[Cut]:
+    """The stages of each pipeline."""
+    return list(dict.fromkeys(tuple((s.first, s.end) for s in p.stages) for p in plan.pipelines))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one pass left; gradients by the name of the parameter."""
+
+    loss: torch.Tensor
+    grads: Mapping[str, torch.Tensor] | None  # None: only the forward pass ran
+    seen: Mapping[str, Slot]  # the state after it
+    rng: torch.Tensor
+
+
+def examine(
+    job: Job,
+    captured: Capture,
+    sizes: Sequence[int],
+    cuts: Sequence[Cut],
+    *,
+    budget_s: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Raise UnequalError where the captured model is not the user's module. `say` is told what was not looked at.
+
+    `budget_s` is what it may take, about; by default what the capture took.
+    """
+    with _quietly():
+        _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():  # the user hears what the model warns of when it trains
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Net:
+    def __init__(
+        self, job: Job, captured: Capture, cuts: Sequence[Cut], budget_s: float, say: Callable[[str], None]
+    ) -> None:
+        self.job, self.captured, self.cuts, self.budget_s, self.say = job, captured, cuts, budget_s, say
+
+    def run(self, sizes: Sequence[int]) -> None:
+        state = self.captured.state_bytes
+        own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
+        needed, free = (COPIES + (not own)) * state, psutil.virtual_memory().available
+        if needed > MEMORY_SHARE * free:
+            self.say(
+                f"whether the captured model is the module was not checked: that takes {needed / 2**30:.1f} GiB here, and "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+            return
+        with GENERATORS, torch.enable_grad():
+            generator = torch.get_rng_state()
+            try:
+                self.model = self._module()
+                self.watch = Watch(self.model, [self.job.loss])
+                try:
+                    self._begin()
+                    self.ready = self.watch.look()
+                    trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+                    self.kept = self.captured.layout.keys() - trained  # what forward may write
+                    for size, backward in self._affordable(sizes):
+                        self._compare(size, backward)
+                finally:
+                    self.watch.restore()
+            finally:
+                torch.set_rng_state(generator)
+
+    def _module(self) -> nn.Module:
+        """The user's own module: what closures refer to. A copy where the plain loop computes with other numbers than its."""
+        if isinstance(self.job.model, nn.Module):
+            return self.job.model if self.job.precision == "fp32" else copy.deepcopy(self.job.model).bfloat16()
+        torch.manual_seed(self.job.seed)
+        model = self.job.model()
+        return model.bfloat16() if self.job.precision == "bf16" else model
+
+    def _affordable(self, sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """What to run: (samples, with the backward pass), as much of the plan's sizes as the budget allows."""
+        flops = sum(cost.flops for cost in self.captured.costs)
+        one_s = flops / (UTILISATION * _flops_per_s())
+        left_s = self.budget_s
+        for size in dict.fromkeys(sizes):
+            passes = 4 * (1 + BACKWARD)
+            few = min(size, 2)  # one sample is often special, two are as many
+            if size * one_s * passes <= left_s:
+                yield size, True
+                left_s -= size * one_s * passes
+            elif few * one_s * passes <= left_s:
+                self._less(
+                    f"{few} samples of the {size} of a micro-batch were compared with the module", size * one_s * passes
+                )
+                yield few, True
+                left_s -= few * one_s * passes
+            elif few * one_s * 2 <= left_s:
+                self._less(
+                    f"only the forward pass of {few} samples was compared with the module", size * one_s * passes
+                )
+                yield few, False
+                left_s -= few * one_s * 2
+            else:
+                self._less(f"a micro-batch of {size} was not compared with the module", size * one_s * passes)
+
+    def _less(self, what: str, wanted_s: float) -> None:
+        self.say(f"{what}: all would take about {wanted_s:.0f} s here; `meshcee check JOB.py` takes the time")
+
+    # -- one size ------------------------------------------------------------------------------------------------------
+
+    def _compare(self, size: int, backward: bool) -> None:
+        job = self.job
+        drawn = draw(job.seed, len(job.data), job.batch_size, 0)[:size]
+        self.batch = stack(read(job.data, drawn, job.seed, 0))
+        self.size, self.backward = size, backward
+        finest = tuple((b, b + 1) for b in range(self.captured.train.num_blocks))
+        seen: list[Mapping[str, Slot]] = [self.ready]
+        for cuts in [self.cuts, [finest]] if backward else [self.cuts]:
+            state = {name: t.clone() if name in self.kept else t for name, t in self._state().items()}
+            theirs = self._eager()
+            for cut in cuts:
+                difference = self._difference(theirs, self._captured(state, seen[-1], cut))
+                if difference is not None:
+                    carried = self._carried([*seen, theirs.seen], differs=True)
+                    raise self._unequal(carried, difference, cut, state)
+            seen.append(theirs.seen)
+        if found := self._carried(seen):
+            raise UnequalError(found)
+        self._put_back()
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The module's tensors by the names of the program; the same memory."""
+        entries = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        return {name: tensor.detach() for name, tensor in entries if name in self.captured.layout}
+
+    def _put_back(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """All of the user's as it was before the first pass; then what forward may write as it was in `state`."""
+        self.watch.restore()
+        self._begin()
+        for name, tensor in self._state().items():
+            if state is not None and name in self.kept:
+                tensor.copy_(state[name])
+
+    def _begin(self) -> None:
+        self.model.train()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _forward(self) -> torch.Tensor:
+        x, y = self.batch
+        tensors = self.captured.inputs_of(self.batch)
+        if self.job.precision == "bf16":
+            tensors = {
+                n: t.bfloat16() if n.split(".")[0] == "x" and t.is_floating_point() else t for n, t in tensors.items()
+            }
+        torch.manual_seed(seed_of(self.job.seed, 0, 0))
+        loss: torch.Tensor = self.job.loss(call_model(self.model, rebuild(x, "x", tensors)), rebuild(y, "y", tensors))
+        return loss
+
+    def _eager(self) -> _Outcome:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        try:
+            loss = self._forward()
+            rng = torch.get_rng_state()
+            if self.backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except MeshceeError:
+            raise
+        except Exception as error:
+            raise CaptureError(_failed(error, self._samples())) from error
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        return _Outcome(loss.detach(), grads if self.backward else None, self.watch.look(), rng)
+
+    def _captured(self, state: Mapping[str, torch.Tensor], before: Mapping[str, Slot], cut: Cut) -> _Outcome:
+        torch.manual_seed(seed_of(self.job.seed, 0, 0))
+        untouched = torch.get_rng_state()
+        try:
+            chain = Chain(self.job, self.captured, cut, "fused", state=state, optimizer=Optimizer("SGD", lr=0.0))
+            chain.begin(0)
+            loss = chain.forward(0, 0, self.batch)
+            if self.backward:
+                chain.fused(0, 0, 1.0)
+        except Exception as error:  # kernels raise what they like
+            raise UnequalError(
+                f"the captured model fails on a micro-batch of {self._samples()}, which your module computes: "
+                f"{_first_line(error)}; give another micro_batch_size"
+            ) from error
+        written = {n: replace(before[n], seen=digest(t)) for runner in chain.runners for n, t in runner.written.items()}
+        rng = chain.rng if isinstance(chain.rng, torch.Tensor) else untouched
+        return _Outcome(loss, chain.grads() if self.backward else None, {**before, **written}, rng)
+
+    def _samples(self) -> str:
+        return f"{self.size} sample{'s' if self.size > 1 else ''}"
+
+    # -- what differs --------------------------------------------------------------------------------------------------
+
+    def _difference(self, theirs: _Outcome, ours: _Outcome) -> tuple[str, str] | None:
+        """(kind, name) of the first thing that differs; kinds: loss, gradient, buffer, generator."""
+        if not same(theirs.loss, ours.loss):
+            return "loss", f"the loss is {ours.loss.item():.9g} instead of {theirs.loss.item():.9g}"
+        for name in self.captured.layout:
+            if name in theirs.seen and ours.seen[name].seen != theirs.seen[name].seen:
+                kind = "parameter" if name in self.captured.param_order else "buffer"
+                return "state", f"{kind} {name!r} is not what the module leaves in it"
+        if not torch.equal(theirs.rng, ours.rng):
+            return "generator", "torch's generator is not where the module leaves it"
+        if theirs.grads is not None and ours.grads is not None:
+            for name in self.captured.param_order:
+                a, b = theirs.grads.get(name), ours.grads.get(name)
+                if (a is None) != (b is None):
+                    return (
+                        "gradient",
+                        f"parameter {name!r} has {'a' if a is None else 'no'} gradient, and in the module "
+                        + ("none" if a is None else "one"),
+                    )
+                if a is not None and b is not None and not same(a, b):
+                    return "gradient", f"the gradient of parameter {name!r} differs"
+        return None
+
+    def _unequal(
+        self, carried: str, difference: tuple[str, str], cut: Cut, state: Mapping[str, torch.Tensor]
+    ) -> UnequalError:
+        if carried:
+            return UnequalError(carried)
+        kind, what = difference
+        self._put_back(state)
+        whole = self._captured(state, self.watch.look(), ((0, cut[-1][1]),))
+        is_cut = len(cut) > 1 and self._difference(self._eager(), whole) is None
+        self._put_back(state)
+        if is_cut:
+            side = f"the model cut into {len(cut)} stages"
+            detail = f"{self._first_use(what)}; in one stage it is equal, so please report it, with the model"
+        else:
+            side, detail = "the captured model", self._part(kind, what, state)
+        return UnequalError(
+            f"{side} does not do what your module does: for a micro-batch of {self._samples()}, {what}{detail}; {WAY_OUT}",
+            "cut" if is_cut else "capture",
+        )
+
+    def _part(self, kind: str, what: str, state: Mapping[str, torch.Tensor]) -> str:
+        """Where an eager pass and the graph part, and what to do."""
+        wanted = seed_of(self.job.seed, 0, 0)
+        if line := line_that(lambda: torch.initial_seed() != wanted, self._forward):
+            return f"; the generator is seeded{line}: leave seeding to meshcee, which seeds each micro-batch"
+        self._put_back(state)
+        if kind == "state":
+            slot = self.watch.look()[what.split("'")[1]]
+            line = line_that(lambda: slot.look() != slot.seen, self._forward)
+            return f"; it is written{line}: let forward change a buffer in place, under torch.no_grad()"
+        recorder, loss = self._recorded()
+        told = recorder.told
+        values, numbers = self._graph_values(state)
+        call = unlike(told, loss, numbers)
+        if call is None:
+            call = unlike_backwards(recorder, loss, values, values[self.captured.train.outputs[0]])
+            return (
+                f"; the backward pass parts from the module's at {call.name}{call.where}: a graph holds no modes or hooks "
+                "of autograd; use detach() and torch.no_grad() there"
+                if call is not None
+                else self._first_use(what)
+            )
+        found = f"; the first operation that differs is {call.name}{call.where}"
+        self._put_back(state)
+        if [call.left for call in self._recorded()[0].told] != [call.left for call in told]:
+            return f"{found}: there two passes over the same samples differ; draw with torch.rand, and read no clock"
+        if not any(node.at == call.where for node in self.captured.train.nodes):
+            return (
+                f"{found}, a line that the graph does not hold: it runs for this micro-batch, and did not while the model was "
+                "captured; write the branch with torch.where, and without the number of samples or Python's state"
+            )
+        return (
+            f"{found}: what it computes with is not what it was while the model was captured, or lies otherwise in memory; keep it "
+            "in parameters, buffers and inputs, contiguous, and choose kernels outside of the model"
+        )
+
+    def _recorded(self) -> tuple[Recorder, torch.Tensor]:
+        recorder = Recorder()
+        with recorder:
+            loss = self._forward()
+        return recorder, loss
+
+    def _graph_values(self, state: Mapping[str, torch.Tensor]) -> tuple[list[Any], set[Any]]:
+        program, raw = self.captured.train, self.captured.inputs_of(self.batch)
+        inputs: list[torch.Tensor] = []
+        for entry in program.inputs:
+            if entry.kind == "raw":
+                inputs.append(raw[entry.name])
+            elif entry.kind == "constant":
+                assert entry.data is not None
+                inputs.append(entry.data)
+            else:
+                inputs.append(
+                    state[entry.name].to(entry.value.dtype or torch.float32).clone().requires_grad_(entry.trainable)
+                )
+        torch.manual_seed(seed_of(self.job.seed, 0, 0))
+        return values_of(program, inputs)
+
+    def _first_use(self, what: str) -> str:
+        """The line that first uses the parameter whose gradient differs."""
+        program = self.captured.train
+        name = what.split("'")[1] if "'" in what else ""
+        for node in program.nodes:
+            if any(r < len(program.inputs) and program.inputs[r].name == name for r in node.refs):
+                return f"; it is used{node.at}" if node.at else ""
+        return ""
+
+    def _carried(self, seen: Sequence[Mapping[str, Slot]], *, differs: bool = False) -> str:
+        """What the module keeps in Python from one pass to the next, in words; "" if nothing.
+
+        A note that every pass writes anew is none, unless the second pass came out different from the stages'.
+        """
+        changed = [
+            name
+            for earlier, later in itertools.pairwise(seen)
+            for name, slot in later.items()
+            if slot.kind != "tensor" and (name not in earlier or earlier[name].seen != slot.seen)
+        ]
+        for name in dict.fromkeys(changed):
+            if seen[-1].get(name, seen[0].get(name, _NOTHING)).kind == "flag" or self._moves(name):
+                return self._keeps(name)
+        return self._keeps(changed[0]) if changed and differs and len(seen) > 2 else ""
+
+    def _moves(self, name: str) -> bool:
+        """Whether a value of Python's differs after two passes from the same tensors."""
+        found = []
+        self._put_back()
+        tensors = {n: t.clone() for n, t in self._state().items()}
+        for _ in range(2):
+            self._forward()
+            slot = self.watch.look().get(name)
+            found.append(slot.seen if slot is not None else "absent")
+            with torch.no_grad():
+                for n, t in self._state().items():
+                    t.copy_(tensors[n])
+        return found[0] != found[1]
+
+    def _keeps(self, name: str) -> str:
+        self._put_back()
+        if name not in self.watch.look():  # made by the first pass
+            self._forward()
+        slot = self.watch.look().get(name)
+        line = line_that(lambda: slot.look() != slot.seen, self._forward) if slot is not None else ""
+        return (
+            f"a forward pass changes {name}{line}: peers keep nothing of Python's, so the mesh would train something else than "
+            f"your module; keep it in a buffer that forward changes in place under torch.no_grad(), or drop it; {WAY_OUT}"
+        )
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, NaN like NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and (torch.equal(a, b) or digest(a) == digest(b))
+
+
+def _failed(error: Exception, samples: str) -> str:
+    said = str(explain(error)).removeprefix("the model cannot be captured").rpartition(";")[0]
+    return f"the model itself fails on a micro-batch of {samples}{said}; mend it, or give another micro_batch_size"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _flops_per_s() -> float:
+    """Of this machine's matrix products, in some 10 ms."""
+    x = torch.ones(384, 384)
+    x @ x
+    start_s = time.perf_counter()
+    for _ in range(3):
+        x @ x
+    return 3 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-6)

@@ -1,0 +1,191 @@
+"""Whether the groups of a plan compute what one device would: tried by the owner on a few samples before it offers.
+
+The idea: shapes cannot tell whether samples influence one another (a normalisation over the batch, rows in another
+order, a mean that counts something else). So each stage that several members share runs once as a whole and once in
+parts, and what leaves it, the generator's state and the loss included, must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshcee.capture import Capture, Program, StageSpec, stack, why_unsplit
+from meshcee.capture.graph import divided, whole_draws
+from meshcee.errors import PlanError
+from meshcee.job import Job
+from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.role import Piece, loss_shares, rows_of
+from meshcee.sampling import read
+from meshcee.stage import Boundary, StageRunner
+
+__all__ = ["check_sharing", "why_not_shared"]
+
+SEED = 1
+TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3, torch.float64: 1e-6}  # relative
+
+
+def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
+    """Raises PlanError naming the blocks that cannot be shared by samples, or the loss that is no mean of its parts."""
+    for pipeline in plan.pipelines:
+        widest = max(len(stage.members) for stage in pipeline.stages)
+        if widest == 1:
+            continue
+        samples = widest + 1
+        batch = stack(read(job.data, (i % len(job.data) for i in range(samples)), job.seed))
+        tried = [_with_samples(stage, samples) for stage in pipeline.stages]
+        for program in (captured.train, captured.evaluate):
+            if program is not None:
+                _check_program(job, captured, program, tried, batch, samples)
+
+
+def why_not_shared(job: Job, captured: Capture) -> str:
+    """Why a planner should keep off groups, "" where any of this job's stages may be shared: each block is tried as one."""
+    stages = [
+        Stage(k, k + 1, (Member(f"{k}a", 1), Member(f"{k}b", 1)), window=1, live_cap=1)
+        for k in range(captured.train.num_blocks)
+    ]
+    try:
+        check_sharing(job, captured, Plan(2, (Pipeline(1, tuple(stages)),)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def _with_samples(stage: Stage, samples: int) -> Stage:
+    """The same group with unequal shares of so many samples."""
+    width = len(stage.members)
+    shares = [samples - width + 1, *[1] * (width - 1)]
+    return replace(stage, members=tuple(Member(m.peer, n) for m, n in zip(stage.members, shares)))
+
+
+def _check_program(
+    job: Job, captured: Capture, program: Program, stages: Sequence[Stage], batch: tuple[Any, Any], samples: int
+) -> None:
+    raw = captured.inputs_of(batch)
+    rng: Any = SEED
+    received: Sequence[Any] = []
+    last_group = max(i for i, stage in enumerate(stages) if len(stage.members) > 1)
+    for stage in stages[: last_group + 1]:
+        one = _One(job, captured, program, stage, samples)
+        sent, after, outputs = one.run(raw, received, rng, (0, samples))
+        if len(stage.members) > 1:
+            one.check(raw, received, rng, (sent, after, outputs), batch)
+        received, rng = sent, after
+
+
+class _One:
+    """One stage of a program, run on this machine with the captured weights."""
+
+    def __init__(self, job: Job, captured: Capture, program: Program, stage: Stage, samples: int) -> None:
+        self.job, self.program, self.stage, self.samples = job, program, stage, samples
+        self.trains = program is captured.train
+        self.spec: StageSpec = program.slice(stage.first, stage.end)
+        self.state = {name: captured.state[name] for name in self.spec.state_names()}
+        self.where = f"blocks {stage.first}..{stage.end - 1} ({captured.costs[stage.first].name} on)"
+
+    def run(self, raw: Mapping[str, torch.Tensor], received: Sequence[Any], rng: Any, rows: tuple[int, int]) -> Any:
+        """(sent, generator's state, outputs) for these rows; `received` are theirs alone."""
+        part = rows != (0, self.samples)
+        draws = whole_draws(self.program, self.stage.first, self.stage.end, rows, self.samples) if part else None
+        runner = StageRunner(
+            self.spec,
+            self.state,
+            self.job.optimizer,
+            evaluate=None if self.trains else self.spec,
+            precision=self.job.precision,
+            split=False,
+            draws=draws,
+        )
+        own = {v.name: raw[v.name][rows[0] : rows[1]] for v in self.spec.raw_inputs}
+        if not self.trains:
+            sent, outputs = runner.evaluate(own, received)
+            return sent, None, outputs
+        sent, after, loss = runner.forward(0, own, received, rng)
+        return sent, after, [] if loss is None else [loss]
+
+    def check(
+        self,
+        raw: Mapping[str, torch.Tensor],
+        received: Sequence[Any],
+        rng: Any,
+        whole: tuple[Sequence[Any], Any, Sequence[torch.Tensor]],
+        batch: tuple[Any, Any],
+    ) -> None:
+        if why := why_unsplit(self.program, self.stage.first, self.stage.end):
+            raise PlanError(f"{self.where} cannot be shared by samples: {why}; give them to one device")
+        before = Boundary(self.spec.received, divided(self.program, self.spec.received_numbers))
+        after = Boundary(self.spec.sent, divided(self.program, self.spec.sent_numbers))
+        rows = rows_of(self.stage, self.samples)
+        all_rows = (0, self.samples)
+        pieces = [Piece(peer, *own, own) for peer, own in zip(self.stage.peers, rows)]
+        parts = {}
+        frames = before.split(received, rng, all_rows, pieces)
+        for piece, frame in zip(pieces, frames):
+            source = Piece("whole", piece.first, piece.end, all_rows)
+            mine, state = before.join({"whole": frame}, piece.rows, [source])
+            parts[piece.peer] = self.run(raw, mine, state, piece.rows)
+        joined, _ = after.join({peer: [*part[0], None] for peer, part in parts.items()}, all_rows, pieces)
+        for value, ours, theirs in zip(self.spec.sent, joined, whole[0], strict=True):
+            self._compare(value.name, ours, theirs)
+        if any(not _same_state(part[1], whole[1]) for part in parts.values()):
+            raise PlanError(f"{self.where} cannot be shared by samples: parts draw other random numbers than the whole")
+        if self.spec.is_last:
+            self._compare_outputs([part[2] for part in parts.values()], whole[2], rows, batch)
+
+    def _compare_outputs(
+        self,
+        parts: Sequence[Sequence[torch.Tensor]],
+        whole: Sequence[torch.Tensor],
+        rows: Sequence[tuple[int, int]],
+        batch: tuple[Any, Any],
+    ) -> None:
+        shares = loss_shares(self.job, rows, lambda first, end: _rows(batch[1], first, end))
+        loss = sum(float(part[0]) * share for part, share in zip(parts, shares) if share)
+        if abs(loss - float(whole[0])) > TOLERANCE[whole[0].dtype] * max(abs(float(whole[0])), 1e-3):
+            raise PlanError(
+                f"the loss of a micro-batch ({float(whole[0]):.6g}) is not what its parts' losses add up to ({loss:.6g}): say "
+                "what its mean counts with Job(weight=...), or Job(reduction='sum'), or give the last stage to one device"
+            )
+        cuts = divided(self.program, self.program.outputs[1:]) if not self.trains else ()
+        for i, cut in enumerate(cuts, 1):
+            column = [part[i] for part in parts]
+            joined = column[0] if cut.dim is None else torch.cat(column, cut.dim)
+            self._compare(f"output {i - 1}", joined, whole[i])
+
+    def _compare(self, name: str, ours: Any, theirs: Any) -> None:
+        error = _relative_error(ours, theirs)
+        floating = isinstance(theirs, torch.Tensor) and theirs.is_floating_point()
+        if error > (TOLERANCE.get(theirs.dtype, 0.05) if floating else 0.0):
+            raise PlanError(
+                f"{self.where} cannot be shared by samples: {name} of a part differs from the whole by {error:.2g}, so samples "
+                "influence one another there; give these blocks to one device"
+            )
+
+
+def _relative_error(ours: Any, theirs: Any) -> float:
+    if not isinstance(theirs, torch.Tensor):
+        return float(ours != theirs)
+    if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
+        return float("inf")
+    a, b = (torch.where(t.isfinite(), t, 0).double() for t in (ours, theirs))
+    size = float(torch.linalg.vector_norm(b))
+    return float(torch.linalg.vector_norm(a - b)) / max(size, 1e-12)
+
+
+def _same_state(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return bool(ours is theirs or ours == theirs)
+
+
+def _rows(tree: Any, first: int, end: int) -> Any:
+    """These rows of a stacked tree of tensors."""
+    if isinstance(tree, Mapping):
+        return {key: _rows(value, first, end) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(_rows(value, first, end) for value in tree)
+    return tree[first:end]

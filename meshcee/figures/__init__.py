@@ -1,0 +1,52 @@
+"""The numbers that a planner may use: profiles of devices and links, costs of blocks, seconds that were measured, testbeds.
+
+Values only. Figures are in bytes, seconds and operations, and say where they come from; no torch is loaded, so a plan can be
+made where nothing can be trained. `kernels` says which devices compute the same bits.
+"""
+
+from meshcee.figures.hosts import as_run, threads_of
+from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
+from meshcee.figures.measured import DEFAULT_LINK, JobCosts, Measured, without_links
+from meshcee.figures.observed import Observed
+from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.figures.rate import LEAST_BYTES, Rate
+from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
+from meshcee.figures.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
+from meshcee.figures.versions import Versions
+from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, KindTimes, Workload
+
+__all__ = [
+    "CODECS",
+    "DEFAULT_LINK",
+    "HOST_MESSAGE_S",
+    "KINDS",
+    "LEAST_BYTES",
+    "MAX_DISTINCT",
+    "MAX_SIZES",
+    "MIXES",
+    "BlockCost",
+    "BlockTimes",
+    "Cluster",
+    "Device",
+    "DeviceProfile",
+    "JobCosts",
+    "KindTimes",
+    "LinkChange",
+    "LinkProfile",
+    "Measured",
+    "Observed",
+    "Rate",
+    "Scenario",
+    "Triple",
+    "Versions",
+    "Workload",
+    "as_run",
+    "class_of",
+    "fitting",
+    "load_scenario",
+    "packaged",
+    "remark",
+    "threads_of",
+    "with_classes",
+    "without_links",
+]

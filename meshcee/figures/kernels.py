@@ -1,0 +1,112 @@
+"""Kernel classes: devices that compute the same bits.
+
+The idea: a sum's order depends on the kind of device, on the instructions or the model that its kernels are for, on torch's build
+and, on a CPU, on the number of threads. A plan whose members are of one class has the bits of a plain loop on such a device; one
+that mixes classes has those of no single machine, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshcee.figures.profile import DeviceProfile
+from meshcee.figures.versions import Versions
+from meshcee.plan import LeftOut, Plan
+
+__all__ = ["MIXES", "KernelClass", "class_of", "fitting", "remark", "with_classes"]
+
+MIXES = ("none", "devices", "versions")
+
+
+@dataclass(frozen=True)
+class KernelClass:
+    """`model` is a CPU's vendor and instructions, or a GPU's name; `threads` 0 where kernels do not depend on them."""
+
+    kind: str
+    model: str
+    torch: str
+    threads: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.kind} {self.model}".strip()]
+        if self.torch:
+            parts.append(f"torch {self.torch}")
+        if self.threads:
+            parts.append(f"{self.threads} thread{'s' * (self.threads > 1)}")
+        return ", ".join(parts)
+
+    def plain_loop(self) -> str:
+        """What the plain loop with the same bits must run on, and how."""
+        where = str(replace(self, threads=0))
+        return f"torch.set_num_threads({self.threads}) on {where}" if self.threads else f"the model on {where}"
+
+
+def class_of(device: DeviceProfile, threads: int = 0) -> KernelClass:
+    """Of a device, in a run with so many threads; 0: with its own number."""
+    build = device.versions.torch if device.versions is not None else ""
+    if device.kind == "cpu":
+        return KernelClass("cpu", device.capability, build, threads or device.threads)
+    return KernelClass(device.kind, device.name, build, 0)
+
+
+def fitting(
+    devices: Mapping[str, DeviceProfile], mix: str, threads: int, owner: Versions | None
+) -> tuple[dict[str, DeviceProfile], list[LeftOut]]:
+    """The devices that a plan may have, and why not the others.
+
+    mix      one of MIXES: "none": devices of one kernel class only, that with the most speed; "devices": all that run the owner's
+             versions; "versions": all
+    threads  of the run; 0: each has its own
+    owner    what it runs; None: nobody knows
+    """
+    kept: dict[str, DeviceProfile] = {}
+    left: list[LeftOut] = []
+    for peer, device in devices.items():
+        why = None
+        if device.kind == "cpu" and threads > device.most_threads:
+            why = f"it computes with {device.most_threads} threads at most, and the run with {threads}"
+        elif mix != "versions" and device.versions is not None:
+            why = device.versions.outside() or (device.versions.unlike(owner) if owner is not None else None)
+            why = f'it runs {why}; Job(mix="versions") allows it' if why else None
+        if why is None:
+            kept[peer] = device
+        else:
+            left.append(LeftOut(peer, why))
+    if mix != "none" or not kept:
+        return kept, left
+    speeds: dict[KernelClass, float] = {}
+    for device in kept.values():
+        of = class_of(device, threads)
+        speeds[of] = speeds.get(of, 0.0) + device.speed_flops_per_s
+    chosen = max(speeds, key=lambda of: (speeds[of], str(of)))
+    for peer in [p for p, d in kept.items() if class_of(d, threads) != chosen]:
+        left.append(
+            LeftOut(peer, f'it is a {class_of(kept.pop(peer), threads)}; Job(mix="none") keeps to one kernel class')
+        )
+    return kept, left
+
+
+def with_classes(plan: Plan, devices: Mapping[str, DeviceProfile], threads: int) -> Plan:
+    """The plan with its number of threads, and the kernel classes of its members."""
+    found = dict.fromkeys(str(class_of(devices[peer], threads)) for peer in plan.peers)
+    return replace(plan, threads=threads, kernels=tuple(found))
+
+
+def remark(plan: Plan, devices: Mapping[str, DeviceProfile]) -> str | None:
+    """What people should know of a plan's bits: the plain loop that has them, or that none has."""
+    classes = list(dict.fromkeys(class_of(devices[p], plan.threads) for p in plan.peers if p in devices))
+    if not classes:
+        return None
+    if len(classes) == 1:
+        if plan.codecs or plan.sums_gradients:
+            return f"kernel class: {classes[0]}"
+        return f"equals the plain loop with {classes[0].plain_loop()}"
+    return (
+        f"exact within a kernel class; this plan mixes {_listed([str(of) for of in classes])}, so no single machine's loop has its "
+        'bits: Job(mix="none") keeps to one class'
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return " and ".join(f"({text})" for text in texts)

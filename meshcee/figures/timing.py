@@ -1,0 +1,140 @@
+"""What a device measured of a job: seconds of F, B and W of every distinct block, at several micro-batch sizes.
+
+The idea: identical blocks are measured once; what a call costs whatever is in it (thread hop, framing) is a figure of its
+own, so that a stage of many blocks is not charged for it many times. The figures come from another machine: they are
+checked here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshcee.errors import ProtocolError
+from meshcee.figures.workload import KindTimes
+
+__all__ = ["KINDS", "MAX_DISTINCT", "MAX_SIZES", "BlockTimes"]
+
+KINDS = ("f", "b", "w")
+MAX_SIZES = 8
+MAX_DISTINCT = 4096
+LONGEST_S = 3600.0
+
+Triple = tuple[float, float, float]  # p10, p50, p90
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """`seconds[kind][size][block]` is (p10, p50, p90) of one call, less `call_s[kind]`, in the order of KINDS.
+
+    `blocks` names the distinct blocks by their first places in the model; `apply_s` is the optimizer's part of each.
+    """
+
+    blocks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    seconds: tuple[tuple[tuple[Triple, ...], ...], ...]
+    apply_s: tuple[float, ...]
+    call_s: Triple = (0.0, 0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.blocks) <= MAX_DISTINCT or not 1 <= len(self.sizes) <= MAX_SIZES:
+            raise ProtocolError(f"a profile has 1 to {MAX_DISTINCT} blocks and 1 to {MAX_SIZES} sizes")
+        if list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise ProtocolError(f"profiled micro-batch sizes must be ascending and at least 1, got {self.sizes}")
+        if len(self.seconds) != len(KINDS) or any(len(rows) != len(self.sizes) for rows in self.seconds):
+            raise ProtocolError("a profile needs a row for each kind of work and size")
+        if any(len(row) != len(self.blocks) for rows in self.seconds for row in rows):
+            raise ProtocolError("a profile needs a column for each block")
+        for triple in (t for rows in self.seconds for row in rows for t in row):
+            if not 0 <= triple[0] <= triple[1] <= triple[2] <= LONGEST_S:  # NaN compares as false
+                raise ProtocolError(f"seconds of a block must be 0 <= p10 <= p50 <= p90 <= {LONGEST_S:g}, got {triple}")
+        if any(not t[1] > 0 for row in self.seconds[0] for t in row):
+            raise ProtocolError("no forward pass takes no time at all")
+        if len(self.apply_s) != len(self.blocks) or len(self.call_s) != len(KINDS):
+            raise ProtocolError("a profile needs the optimizer's seconds of each block and a call's of each kind")
+        if any(not 0 <= s <= LONGEST_S for s in (*self.apply_s, *self.call_s)):
+            raise ProtocolError("seconds of a profile must be finite and not negative")
+
+    def kind_times(self, places: Sequence[int]) -> KindTimes:
+        """For a model whose block k is the same work as its block `places[k]`."""
+        column = {block: k for k, block in enumerate(self.blocks)}
+        if missing := sorted(set(places) - column.keys()):
+            raise ProtocolError(f"block {missing[0]} is not in the profile")
+        order = [column[p] for p in places]
+        f_s, b_s, w_s = ([[row[k][1] for k in order] for row in rows] for rows in self.seconds)
+        return KindTimes(self.sizes, f_s, b_s, w_s, [self.apply_s[k] for k in order], self.call_s)
+
+    def speed_flops_per_s(self, places: Sequence[int], flops: Sequence[float]) -> float:
+        """What the device computed of the whole model, per second, at the largest size: forward counted thrice."""
+        times = self.kind_times(places).stage(0, len(places), self.sizes[-1])
+        return 3 * self.sizes[-1] * max(sum(flops), 1.0) / max(times.total_s, 1e-9)
+
+    @property
+    def spread(self) -> float:
+        """How far apart p10 and p90 are, as a share of p50: the median over everything measured."""
+        shares = sorted((t[2] - t[0]) / t[1] for rows in self.seconds for row in rows for t in row if t[1] > 0)
+        return shares[len(shares) // 2] if shares else 0.0
+
+    def scaled(self, factor: float) -> BlockTimes:
+        """The same device, if everything took so many times as long."""
+
+        def longer(triple: Triple) -> Triple:
+            return (factor * triple[0], factor * triple[1], factor * triple[2])
+
+        seconds = tuple(tuple(tuple(map(longer, row)) for row in rows) for rows in self.seconds)
+        return replace(
+            self, seconds=seconds, apply_s=tuple(factor * s for s in self.apply_s), call_s=longer(self.call_s)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "blocks": list(self.blocks),
+            "sizes": list(self.sizes),
+            "seconds": [[[list(t) for t in row] for row in rows] for rows in self.seconds],
+            "apply_s": list(self.apply_s),
+            "call_s": list(self.call_s),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> BlockTimes:
+        """Inverse of `to_json`; ProtocolError on anything that is not a profile."""
+        if not isinstance(data, Mapping):
+            raise ProtocolError("a profile is a mapping")
+        try:
+            f, b, w = (
+                tuple(tuple(_triple(t) for t in row) for row in _bounded(rows, MAX_SIZES)) for rows in data["seconds"]
+            )
+            return cls(
+                tuple(map(_whole, _bounded(data["blocks"], MAX_DISTINCT))),
+                tuple(map(_whole, _bounded(data["sizes"], MAX_SIZES))),
+                (f, b, w),
+                tuple(map(_number, _bounded(data["apply_s"], MAX_DISTINCT))),
+                _triple(data["call_s"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"this is not a profile of blocks: {error!r}") from error
+
+
+def _bounded(items: Any, most: int) -> list[Any]:
+    if not isinstance(items, list) or len(items) > most:
+        raise ValueError(f"a list of at most {most} entries was expected")
+    return items
+
+
+def _triple(value: Any) -> Triple:
+    a, b, c = map(_number, _bounded(value, 3))
+    return a, b, c
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,12 @@
+"""Files of this machine: one writer whose files are whole or absent (disk), where runs and identities lie (home), JSON that every
+parser reads, tensors in safetensors (tensor_files), weights as Hugging Face keeps them.
+
+Everything may import this room; it knows no mesh. `tensor_files` and `hugging_face` need torch and are imported by name.
+"""
+
+from meshcee.files.home import Home, Run
+from meshcee.files.memory import large_apart, settled
+from meshcee.files.strict_json import dumps
+from meshcee.files.trouble import Trouble
+
+__all__ = ["Home", "Run", "Trouble", "dumps", "large_apart", "settled"]

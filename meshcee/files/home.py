@@ -1,0 +1,207 @@
+"""What meshcee keeps on this machine: identities and runs, under MESHCEE_HOME (default ~/.meshcee).
+
+The idea: one folder, plain files, every write atomic; several peers on one machine each take the first identity that
+no living process holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from meshcee.errors import JoinError, UsageError
+from meshcee.files import disk
+
+__all__ = ["Home", "Run"]
+
+LOCK = "owner.lock"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl, checkpoints and, at the end, result.json.
+    Its owner writes them (peers/owner/diary.py).
+    """
+
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def report_file(self) -> Path:
+        return self.folder / "reports.jsonl"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return _object(self.folder / "run.json")
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the owner wrote when the run ended; nothing before."""
+        return _object(self.folder / "result.json")
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The owner's process, while it holds the run."""
+        try:
+            return psutil.Process(int(self.info["pid"])) if self.is_held else None
+        except (KeyError, psutil.Error):
+            return None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a living process owns it: its lock ends with the process, whatever clocks say and numbers are used again."""
+        try:
+            with open(self.folder / LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @property
+    def state(self) -> str:
+        if self.is_held:
+            return "running"
+        return str(self.result.get("state", "died"))
+
+    def hold(self) -> BinaryIO:
+        """Own it until this is closed, or the process ends; UsageError while another process does."""
+        lock = (self.folder / LOCK).open("ab")
+        for _ in range(20):  # who only looks whether it is held holds it for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except BlockingIOError:
+                time.sleep(0.05)
+        lock.close()
+        raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
+
+    def reports(self) -> list[dict[str, Any]]:
+        """One a step, as they were told. A line that a killed owner or a power cut has torn is none."""
+        try:
+            data = self.report_file.read_bytes()
+        except OSError:
+            return []
+        lines = [line for line in map(_report, data.splitlines()) if line is not None]
+        return sorted(lines, key=lambda line: int(line["step"]))  # what a power cut took was told again later
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _report(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "loss" in found
+    return found if whole else None
+
+
+class Home:
+    """The folder."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(os.environ.get("MESHCEE_HOME", "~/.meshcee")).expanduser()
+
+    @contextmanager
+    def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one."""
+        folder = self.folder / "identities"
+        with self.writable():
+            disk.make_folder(folder)
+        for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
+            with self.writable():
+                lock = path.with_name(f"{path.name}.lock").open("ab")
+            with lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                yield path
+                return
+        if chosen:
+            raise JoinError(f"a peer on this machine already runs with the identity {chosen}: leave --identity out")
+        raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
+
+    @contextmanager
+    def writable(self) -> Iterator[None]:
+        """Before anything runs, a disk that refuses is the user's to mend."""
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
+                "or set MESHCEE_HOME to another folder"
+            ) from error
+
+    def next_incarnation(self, after: int = 0) -> int:
+        """The owner's start counter: higher with every start, and than `after`; on disk before it is used. Two owners that
+        start at once get two.
+        """
+        path = self.folder / "incarnation"
+        with self.writable():
+            disk.make_folder(self.folder)
+            with open(f"{path}.lock", "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    last = int(path.read_text())
+                except FileNotFoundError:
+                    last = 0
+                except ValueError as error:
+                    raise UsageError(
+                        f"{path} is damaged: write a number into it that is higher than any before"
+                    ) from error
+                following = max(last, after) + 1
+                disk.write_whole(path, str(following).encode())
+        return following
+
+    def new_run(self, name: str) -> Run:
+        """An empty folder for it."""
+        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
+        base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
+        with self.writable():
+            disk.make_folder(self.folder / "runs")
+            for attempt in itertools.count():
+                folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
+                with suppress(FileExistsError):
+                    disk.new_folder(folder)
+                    return Run(folder)
+        raise AssertionError("there is always another number")
+
+    def runs(self) -> list[Run]:
+        """Newest first."""
+        folder = self.folder / "runs"
+        return [Run(f) for f in sorted(folder.iterdir(), reverse=True) if f.is_dir()] if folder.exists() else []
+
+    def run(self, run_id: str) -> Run:
+        """A run by id or unique beginning; "last" is the newest. An id that begins another one is still that run's."""
+        runs = self.runs()
+        found = runs[:1] if run_id == "last" else [r for r in runs if r.id == run_id]
+        found = found or [r for r in runs if r.id.startswith(run_id)]
+        if len(found) != 1:
+            raise UsageError(f"{len(found)} runs match {run_id!r}; `meshcee run list` shows them")
+        return found[0]

@@ -1,0 +1,22 @@
+"""A stage at work: F, B and W of its blocks, bit for bit what the eager loop would compute. No peers, no links, no time.
+
+`StageRunner` computes, `Weights` is what stays between steps, `Boundary` cuts values for groups of different width, `Chain` is
+a pipeline of stages in one thread. Imports capture.graph and codec.
+"""
+
+from meshcee.stage.boundary import Boundaries, Boundary
+from meshcee.stage.chain import Chain, split_blocks
+from meshcee.stage.plan_checks import check_generators, check_pipelines
+from meshcee.stage.runner import StageRunner
+from meshcee.stage.weights import optimizer_layout
+
+__all__ = [
+    "Boundaries",
+    "Boundary",
+    "Chain",
+    "StageRunner",
+    "check_generators",
+    "check_pipelines",
+    "optimizer_layout",
+    "split_blocks",
+]

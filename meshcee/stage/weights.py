@@ -1,0 +1,144 @@
+"""What a stage keeps between steps: parameters, buffers, the optimizer and, in bf16, full-precision masters.
+
+The idea: names are the model's own, so state can move between stages of any shape; nothing here knows of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshcee.capture.graph import copied
+from meshcee.files.tensor_files import Layout
+from meshcee.job import Optimizer
+
+__all__ = ["Weights", "optimizer_layout"]
+
+
+class Weights:
+    """`parameters` compute; `masters` are what the optimizer changes (the same tensors, unless precision is "bf16").
+
+    In precision "bf16" parameters, activations and gradients are bf16; at the end of a step the gradients are widened,
+    clipped and applied to the fp32 masters, which are then rounded into the parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[str],
+        trainable: Sequence[str],
+        buffers: Sequence[str],
+        state: Mapping[str, torch.Tensor],
+        optimizer: Optimizer,
+        precision: str,
+        device: torch.device,
+        laid_out: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> None:
+        orders = laid_out or {}
+
+        def full_of(name: str) -> torch.Tensor:
+            """With the strides that it has in eager code, whatever way it came."""
+            tensor = state[name].detach()
+            return orders[name](tensor) if name in orders else tensor
+
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        self.buffers = {n: copied(self._compute(full_of(n), precision, device)) for n in buffers}
+        chosen = frozenset(trainable)
+        for name in parameters:
+            full = full_of(name).to(device)
+            compute = self._compute(full, precision, device)
+            self.parameters[name] = torch.nn.Parameter(copied(compute), requires_grad=name in chosen)
+            if name in chosen:
+                same = compute.dtype == full.dtype
+                self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(copied(full))
+        self.trainable = {n: self.parameters[n] for n in trainable}
+        self.optimizer = optimizer.build(self.masters)
+
+    @staticmethod
+    def _compute(tensor: torch.Tensor, precision: str, device: torch.device) -> torch.Tensor:
+        tensor = tensor.detach().to(device)
+        return tensor.to(torch.bfloat16) if precision == "bf16" and tensor.is_floating_point() else tensor
+
+    def drop_grads(self) -> None:
+        for parameter in (*self.trainable.values(), *self.masters.values()):
+            parameter.grad = None
+
+    def norms(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """The 2-norm of each gradient there is, as the optimizer will see it."""
+        found = [(n, g.to(self.masters[n].dtype)) for n in names if (g := self.trainable[n].grad) is not None]
+        norms = torch._foreach_norm([g for _, g in found], 2.0) if found else []
+        return [(n, norm) for (n, _), norm in zip(found, norms)]
+
+    def not_finite(self) -> str | None:
+        """The first parameter whose gradient has a number that is NaN or infinite.
+
+        Then its sum is, too: that takes about a tenth of the optimizer's time. As large numbers may overflow a sum, each number is
+        looked at then.
+        """
+        grads = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
+        if not grads or torch.stack([grad.sum().double() for _, grad in grads]).isfinite().all():
+            return None
+        return next((name for name, grad in grads if not grad.isfinite().all()), None)
+
+    def commit(self, clip: torch.Tensor | None, hyper: Sequence[Mapping[str, Any]] | None) -> None:
+        """Clip, one optimizer step with these options per group, round the masters, drop the gradients."""
+        for name, parameter in self.trainable.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype)
+        if clip is not None:
+            for master in self.masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(clip.to(master.device))
+        if hyper is not None:
+            for group, options in zip(self.optimizer.param_groups, hyper, strict=True):
+                group.update(options)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.trainable[name]:
+                    self.trainable[name].copy_(master)
+        self.drop_grads()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters (masters where there are any) and buffers by original name; not copies."""
+        return {**{n: self.masters.get(n, p).detach() for n, p in self.parameters.items()}, **self.buffers}
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Moments, step counts and the like by parameter name; not copies."""
+        return {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `optimizer_state` returned it, from any device; moments get the strides with which the optimizer makes them.
+
+        Step counts stay on the CPU, where torch keeps them.
+        """
+        for name, parameter in self.masters.items():
+            if state.get(name):
+                self.optimizer.state[parameter] = {
+                    k: _kept(v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
+                }
+
+
+def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of what an optimizer keeps of a parameter."""
+    if tensor.shape != parameter.shape or not tensor.dim():
+        return tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
+    tiny = {name: torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for name, (dtype, _) in masters.items()}
+    built = optimizer.build(tiny)
+    for parameter in tiny.values():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, parameter in tiny.items():
+        for key, value in built.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}/{key}"] = (value.dtype, masters[name][1] if value.shape == parameter.shape else ())
+    return found

@@ -1,0 +1,179 @@
+"""`meshcee local`: a whole mesh on this machine, each peer a real process, devices and links emulated on request.
+
+The idea: processes that a command starts are its children: they are told apart by name, and none outlives the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from meshcee.errors import MeshceeError
+from meshcee.files import dumps
+from peers.cli.session import configure_logging, run_async
+from peers.device import device_names
+
+__all__ = ["Children", "die_with_parent", "run_local"]
+
+START_S = 60.0
+END_S = 8.0
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a child of ours, first thing: SIGTERM when the process named by MESHCEE_PARENT dies (Linux only)."""
+    parent = os.environ.pop("MESHCEE_PARENT", None)
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we could ask
+        sys.exit(130)
+
+
+class Children:
+    """Peer processes. Lifetime is `async with`; leaving ends them all within END_S."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.token = ""
+        self._tokens: dict[str, str] = {}
+
+    async def __aenter__(self) -> Children:
+        self.home.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:  # asked twice, it does not wait for its job to go on without it
+                process.send_signal(signal.SIGINT)
+                process.terminate()
+        try:
+            async with asyncio.timeout(END_S):
+                for process in self.processes.values():
+                    await process.wait()
+        except TimeoutError:
+            for process in self.processes.values():
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    async def start_peers(
+        self, count: int, *, threads: int, names: list[str] | None = None, emulation: tuple[str, ...] = ()
+    ) -> str:
+        """Start one peer, then the others joining it, each with its own identity; returns the token to join with."""
+        names = names or [f"peer-{i}" for i in range(count)]
+        self.token = await self._start(names[0], threads, None, emulation)
+        async with asyncio.TaskGroup() as group:
+            for name in names[1:]:
+                group.create_task(self._start(name, threads, self.token, emulation))
+        return self.token
+
+    async def add(self, name: str, *, threads: int = 1, besides: Collection[str] = ()) -> None:
+        """One more, joining through one that lives, and is none of these."""
+        living = [
+            n
+            for n, process in self.processes.items()
+            if process.returncode is None and n in self._tokens and n not in besides
+        ]
+        self.token = self._tokens[living[-1]]
+        await self._start(name, threads, self.token, ())
+
+    def listen(self, name: str) -> str:
+        """Where this peer listens: on this machine only."""
+        return "127.0.0.1:0"
+
+    async def spawn(self, name: str, command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
+        """Its process, as `asyncio.create_subprocess_exec` makes it."""
+        return await asyncio.create_subprocess_exec(*command, **options)
+
+    async def _start(self, name: str, threads: int, token: str | None, emulation: tuple[str, ...]) -> str:
+        log = (self.home / f"{name}.log").open("ab")
+        command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", self.listen(name)]
+        command += ["--threads", str(threads), "--device", "cpu"]
+        if token:
+            command += ["--join", token]
+        if emulation:
+            command += [*emulation, "--shape-device", name]
+        environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
+        environment["MESHCEE_PARENT"] = str(os.getpid())
+        environment.pop("MESHCEE_JOIN", None)
+        process = await self.spawn(
+            name, command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+        )
+        log.close()
+        self.processes[name] = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_S):
+                while line := await process.stdout.readline():
+                    event: dict[str, Any] = json.loads(line)
+                    if "token" in event:
+                        self._tokens[name] = str(event["token"])
+                        return self._tokens[name]
+        except TimeoutError as error:
+            raise MeshceeError(f"{name} did not start within {START_S:.0f} s; its log is {log.name}") from error
+        lines = Path(log.name).read_text(errors="replace").splitlines()[-15:]
+        raise MeshceeError(f"{name} ended while starting:\n" + "\n".join(lines))
+
+    async def run(self, arguments: list[str]) -> None:
+        """Run another meshcee command to its end, its output going where ours goes; its failure is ours."""
+        # In a session of its own, or it would hear one Ctrl-C twice: from the terminal and from us.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "meshcee", *arguments, start_new_session=True
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.send_signal(signal.SIGINT)
+            try:
+                await process.wait()
+            except asyncio.CancelledError:
+                process.send_signal(signal.SIGINT)
+                raise
+            raise
+        if code:
+            sys.exit(code)
+
+
+def run_local(
+    count: int, shape: str | None, jitter_ms: float, job: Path | None, threads: int, *, as_json: bool
+) -> None:
+    configure_logging(as_json=as_json, level="warning")
+    names = device_names(shape) if shape else [f"peer-{i}" for i in range(count)]
+    emulation = ("--shape", shape, "--jitter-ms", str(jitter_ms)) if shape else ()
+    run_async(_local(names, emulation, job, threads, as_json=as_json))
+
+
+async def _local(
+    names: list[str], emulation: tuple[str, ...], job: Path | None, threads: int, *, as_json: bool
+) -> None:
+    console = Console(stderr=as_json, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="meshcee-local-") as folder:
+        async with Children(Path(folder)) as children:
+            token = await children.start_peers(len(names), threads=threads, names=names, emulation=emulation)
+            if as_json:
+                print(dumps({"token": token, "pids": {n: p.pid for n, p in children.processes.items()}}), flush=True)
+            else:
+                console.print(f"{len(names)} peers are up: {', '.join(names)}")
+                console.print(f"\n  meshcee train JOB.py --join {token}", soft_wrap=True)
+                console.print(f"  meshcee status --join {token}\n\nCtrl-C ends them.", soft_wrap=True)
+            if job is None:
+                await asyncio.Event().wait()
+            else:
+                command = ["train", str(job), "--join", token] + (["--json"] if as_json else [])
+                await children.run(command)

@@ -1,0 +1,399 @@
+"""The command line: options become values, errors become one sentence and an exit code.
+
+The idea: each command is a thin function over the Python API; this file knows flags, the modules in commands/ know
+what to do with them.
+
+Exit codes: 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured, 5 no feasible plan, 6 unrecoverable loss of
+peers, 7 non-finite loss, 8 not permitted, 9 damaged checkpoint, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshcee import __version__
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.files import disk, dumps
+from peers.cli import plan as planning
+from peers.cli.session import spin_briefly
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="meshcee",
+    help="Train one model across scattered machines, exactly as one machine would have.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
+app.add_typer(run_app, name="run")
+checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(planning.plan)
+app.command()(planning.simulate)
+
+Join = Annotated[
+    str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token or multiaddress of a peer.")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
+Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
+Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
+Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
+Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, help="CPU threads of torch.")]
+Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
+Listen = Annotated[
+    str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
+]
+Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
+DirectPort = Annotated[
+    int,
+    typer.Option(
+        envvar="MESHCEE_DIRECT_PORT",
+        min=-1,
+        max=65535,
+        help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshcee {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def peer(
+    join: Join = None,
+    name: Annotated[
+        str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
+    ] = None,
+    device: Device = "auto",
+    memory: Memory = None,
+    region: Region = None,
+    threads: Threads = None,
+    listen: Listen = "0.0.0.0:0",
+    announce: Announce = None,
+    direct_port: DirectPort = 0,
+    identity: Identity = None,
+    open_: Annotated[
+        bool, typer.Option("--open", help="A mesh without a key: any address of it lets anyone join.")
+    ] = False,
+    valid: Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")] = "7d",
+    shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
+    shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Emulate: how late a message may be.")] = 0.0,
+    pace_gflops: Annotated[
+        float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
+    ] = None,
+    leave_within: Annotated[
+        float | None,
+        typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Lend this machine to a mesh: start one, or join with --join.
+
+    The first Ctrl-C or SIGTERM leaves once the running job goes on without this peer, the second at once.
+    """
+    from peers.cli.peer import PeerOptions, run_peer
+
+    run_peer(
+        PeerOptions(
+            join,
+            name,
+            device,
+            memory,
+            region,
+            threads,
+            listen,
+            announce,
+            direct_port,
+            identity,
+            open_,
+            valid,
+            shape,
+            shape_device,
+            jitter_ms,
+            pace_gflops,
+            leave_within,
+        ),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    join: Join = None,
+    local: Annotated[int | None, typer.Option(min=1, help="No mesh: this many peers inside this process.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
+    compute: Annotated[bool, typer.Option("--compute", help="Let this machine hold a stage too.")] = False,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="What crosses links: auto (16 bits between regions), lossless (exact), none, bf16, int8, int4."
+        ),
+    ] = None,
+    groups: Annotated[
+        bool | None,
+        typer.Option("--groups/--no-groups", help="Let devices of a region share a stage; sums then differ by 1e-5."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Train by the plan in this JSON file (as --dry-run --json prints it).")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a few steps, measured and predicted, for ui.perfetto.dev to this file.")
+    ] = None,
+    device: Device = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            envvar="MESHCEE_THREADS", min=1, help="CPU threads of every peer in this run; default: what all can spare."
+        ),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(help="Which devices a plan may put together: none (one kernel class), devices, versions."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`."
+        ),
+    ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Follow this job's run on another machine; take over when its owner dies.")
+    ] = False,
+    regroup: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="While another job runs: wait for its end, or use idle peers.")
+    ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Compare the captured model with the module before the first step."),
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Train a job on a mesh (--join) or inside this process (--local N)."""
+    from peers.cli.train import TrainOptions, run_train
+
+    run_train(
+        TrainOptions(
+            job,
+            join,
+            local,
+            out,
+            dry_run,
+            compute,
+            stages,
+            device,
+            threads,
+            resume,
+            checkpoint_every,
+            codec,
+            regroup,
+            plan,
+            trace,
+            wait,
+            groups,
+            standby,
+            verify,
+            mix,
+        ),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def capture(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    html: Annotated[Path | None, typer.Option(help="Draw the blocks and cuts on this page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how a job's model falls into blocks, and what each costs."""
+    from peers.cli.check import run_capture
+
+    run_capture(job, html, as_json=as_json)
+
+
+@app.command()
+def check(
+    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    stages: Annotated[
+        str | None, typer.Option(help="Numbers of stages to compare, e.g. 1,2,3,5 (the default).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; default 3.")] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Train some steps in the plain loop and on stages, in this process, and say equal, or what differs and why (exit code 10)."""
+    from peers.cli.check import run_check
+
+    run_check(job, stages, steps, threads, as_json=as_json)
+
+
+@app.command()
+def status(join: Join = None, as_json: Json = False) -> None:
+    """Show the mesh: peers, links, coordinator, and the running plan."""
+    from peers.cli.status import run_status
+
+    run_status(join, as_json=as_json)
+
+
+@app.command()
+def drain(
+    peer: Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")],
+    join: Join = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a peer to leave: its job goes on without it first. Returns when it has gone."""
+    from peers.cli.peer import run_drain
+
+    run_drain(peer, join, as_json=as_json)
+
+
+@app.command()
+def token(
+    join: Join = None,
+    valid: Annotated[str, typer.Option(help="How long it admits peers, e.g. 12h, 7d.")] = "7d",
+) -> None:
+    """Print a fresh invite token for the mesh, with the addresses of the peers that are there now."""
+    from peers.cli.status import print_token
+
+    print_token(join, valid)
+
+
+@app.command()
+def local(
+    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=64, help="How many peers.")] = 4,
+    shape: Annotated[
+        str | None, typer.Option(help="Emulate a testbed: NAME, or FILE:NAME; sets the peers too.")
+    ] = None,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, help="With --shape: how late a message may be.")] = 0.0,
+    job: Annotated[Path | None, typer.Option(help="Train this job on it, then end; default: run until Ctrl-C.")] = None,
+    threads: Threads = 1,
+    as_json: Json = False,
+) -> None:
+    """Start a mesh of real peer processes on this machine, with emulated devices and links if a shape is given."""
+    from peers.cli.local import run_local
+
+    run_local(peers, shape, jitter_ms, job, threads or 1, as_json=as_json)
+
+
+@app.command()
+def demo(
+    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers.")] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a character GPT on four local peers and check it against the plain PyTorch loop."""
+    from peers.cli.demo import run_demo
+
+    run_demo(peers, steps, as_json=as_json)
+
+
+@checkpoint_app.command("export")
+def checkpoint_export(
+    run: Annotated[
+        str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.")
+    ],
+    hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Take the weights out of a run."""
+    from peers.cli.runs import export
+
+    export(run, hf, out, as_json=as_json)
+
+
+@app.command()
+def runs(as_json: Json = False) -> None:
+    """List the runs of this machine, newest first, with the checkpoints that each can go on from."""
+    from peers.cli.runs import list_runs
+
+    list_runs(as_json=as_json)
+
+
+@run_app.command("list")
+def run_list(as_json: Json = False) -> None:
+    """List the runs of this machine, newest first."""
+    from peers.cli.runs import list_runs
+
+    list_runs(as_json=as_json)
+
+
+@run_app.command("stop")
+def run_stop(run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last") -> None:
+    """Finish the running step, save, and end the run."""
+    from peers.cli.runs import stop_run
+
+    stop_run(run)
+
+
+@run_app.command("logs")
+def run_logs(
+    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last", as_json: Json = False
+) -> None:
+    """Print the reports of a run."""
+    from peers.cli.runs import show_logs
+
+    show_logs(run, as_json=as_json)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
+    spin_briefly(os.environ)
+    try:
+        app(arguments)
+    except MeshceeError as error:
+        if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
+            traceback.print_exception(error)
+        _fail(error, error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
+            _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
+        traceback.print_exc()
+        _fail(error, 1)
+
+
+def _fail(error: BaseException, code: int) -> None:
+    arguments: list[Any] = sys.argv
+    if "--json" in arguments:
+        print(dumps({"error": type(error).__name__, "message": str(error), "exit_code": code}), flush=True)
+    hint = (
+        "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
+    )
+    print(f"meshcee: {error}{hint}", file=sys.stderr)
+    sys.exit(code)

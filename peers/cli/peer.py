@@ -1,0 +1,166 @@
+"""`meshcee peer` and `meshcee drain`: lend this machine to a mesh, until Ctrl-C, SIGTERM or until somebody drains the peer."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from rich.console import Console
+
+from meshcee.errors import PeerLostError, UsageError
+from meshcee.files import Home, dumps
+from peers.cli.local import die_with_parent
+from peers.cli.session import configure_logging, run_async
+from peers.device import Pace, versions
+from peers.measure import resolve_device
+from peers.node import Departure, JoinOptions, agent, ask_to_leave, find_peer, join
+
+__all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_drain", "run_peer"]
+
+log = structlog.get_logger()
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """The flags of `meshcee peer`."""
+
+    join: str | None
+    name: str | None
+    device: str
+    memory: str | None
+    region: str | None
+    threads: int | None
+    listen: str
+    announce: str | None
+    direct_port: int
+    identity: Path | None
+    open: bool
+    valid: str
+    shape: str | None
+    shape_device: str | None
+    jitter_ms: float
+    pace_gflops: float | None
+    leave_within: float | None
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB", "512M" or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_duration_s(text: str) -> float:
+    """ "30m", "12h" or "7d", in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"{text!r} is not a duration; write for example 30m, 12h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def run_peer(options: PeerOptions, *, as_json: bool) -> None:
+    die_with_parent()
+    if (options.shape is None) != (options.shape_device is None):
+        raise UsageError("--shape and --shape-device go together")
+    if options.shape and options.pace_gflops:
+        raise UsageError("--shape paces the device itself: leave out --pace-gflops")
+    if options.join and options.open:
+        raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
+    memory_bytes = parse_bytes(options.memory) if options.memory else None
+    where = JoinOptions(
+        token=options.join,
+        name=options.name or options.shape_device or "",
+        compute=True,
+        device=resolve_device(options.device),
+        memory_bytes=memory_bytes,
+        region=options.region,
+        listen=options.listen,
+        announce=options.announce,
+        direct_port=options.direct_port,
+        identity=options.identity,
+        open=options.open,
+        valid_s=parse_duration_s(options.valid),
+        shape=options.shape,
+        shape_device=options.shape_device,
+        jitter_s=options.jitter_ms / 1e3,
+        pace=Pace(options.pace_gflops * 1e9) if options.pace_gflops else None,
+        leave_s=options.leave_within,
+        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
+    )
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    configure_logging(as_json=as_json)
+    if (outside := versions().outside()) is not None:
+        log.warning(f'this peer runs {outside}: jobs use it only with Job(mix="versions")')
+    current: list[Departure] = []
+
+    def polite() -> bool:
+        for departure in current:
+            departure.ask()
+        return bool(current)
+
+    if not run_async(_serve(where, current, as_json=as_json), polite):
+        raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
+
+
+async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool) -> bool:
+    """Until it is asked to leave; whether no job has lost a stage with it."""
+    async with agent(where, Home()) as me:
+        current.append(departure := Departure(me))
+        await me.directory.refresh()
+        for why in dict.fromkeys(
+            d.versions and versions().unlike(d.versions, "others have") for d in me.lent().values()
+        ):
+            if why:
+                log.warning(
+                    f'this peer runs {why}: its results may differ from theirs, and a job uses both only with Job(mix="versions")'
+                )
+        invite = me.invite(where.valid_s)
+        if as_json:
+            print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
+        else:
+            console = Console(highlight=False)
+            console.print(f"{me.options.name} is up as {me.peer_id} on {where.device}.")
+            console.print("On every other machine:\n")
+            console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
+            if not me.reachable_from_elsewhere:
+                console.print("(This peer listens on loopback only: the line works on this machine.)\n")
+        return await departure.run()
+
+
+def run_drain(wanted: str, token: str | None, *, as_json: bool) -> None:
+    """Raises PeerLostError when the peer left before its job could go on without it."""
+    if token is None:
+        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
+    configure_logging(as_json=as_json, level="warning")
+    run_async(_drain(wanted, token, as_json=as_json))
+
+
+async def _drain(wanted: str, token: str, *, as_json: bool) -> None:
+    async with join(JoinOptions(token=token, name="drain", observes=True), Home()) as mesh:
+        await mesh.agent.directory.refresh()
+        peer = find_peer(mesh.agent.directory.peers, wanted)
+
+        def hear(within_s: float) -> None:
+            if not as_json:
+                print(f"{peer.name} leaves, within {within_s:.0f} s", flush=True)
+
+        start_s = time.perf_counter()
+        in_time = await ask_to_leave(mesh.agent, peer.peer_id, hear)
+        took_s = time.perf_counter() - start_s
+    if not in_time:
+        raise PeerLostError(
+            f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest checkpoint"
+        )
+    if as_json:
+        print(dumps({"left": {"peer": peer.peer_id, "name": peer.name, "took_s": took_s}}), flush=True)
+    else:
+        print(f"{peer.name} has gone, after {took_s:.1f} s")

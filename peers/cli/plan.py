@@ -1,0 +1,195 @@
+"""`meshcee plan` and `meshcee simulate`: nothing is rented, nothing is trained; over files torch is not even loaded.
+
+The idea: a thin layer over meshcee.planner and meshcee.simulator; what a live mesh measured goes the same way, once
+peers/cli/live_plan.py has asked it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshcee.errors import UsageError
+from meshcee.figures import CODECS, LinkChange, Scenario, load_scenario, packaged
+from meshcee.files import disk, dumps
+from meshcee.plan import Plan
+
+if TYPE_CHECKING:
+    from peers.cli.live_plan import LivePlan
+
+__all__ = ["plan", "read_scenario", "simulate"]
+
+Testbed = Annotated[
+    str | None, typer.Option("--testbed", help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")
+]
+Join = Annotated[str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token of a mesh.")]
+Profiles = Annotated[
+    Path | None, typer.Option("--profiles", help="A file of device profiles; default: the one that ships with meshcee.")
+]
+
+
+def read_scenario(testbed: str, profiles: Path | None) -> Scenario:
+    """FILE:NAME, or the NAME of a testbed that ships with meshcee."""
+    file, _, name = testbed.rpartition(":")
+    path = Path(file) if file else packaged("testbeds.json")
+    return load_scenario(path, name, profiles or packaged("gpu_profiles.json"))
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in CODECS]
+    if unknown or not names:
+        raise UsageError(f"--codecs {text!r}: give some of {', '.join(CODECS)}, separated by commas")
+    return names
+
+
+def plan(
+    job: Annotated[Path | None, typer.Argument(help="With --join: a Python file that defines `job`.")] = None,
+    join: Join = None,
+    testbed: Testbed = None,
+    profiles: Profiles = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
+    codecs: Annotated[str, typer.Option(help="Of a testbed: what boundaries may travel as: bf16,int8,int4.")] = "bf16",
+    effort: Annotated[float, typer.Option(min=0.01, help="Of a testbed: how long to search; 1 takes about 1 s.")] = 1.0,
+    start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
+) -> None:
+    """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
+    from meshcee.planner import Effort, plans, remarks
+    from meshcee.show import explain as explained
+    from meshcee.show import plan_page
+
+    extra: dict[str, Any] = {}
+    names: Mapping[str, str] = {}
+    said: Sequence[str] = ()
+    if testbed is not None and job is None:
+        scenario = read_scenario(testbed, profiles)
+        title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
+        old = None if start is None else _read_plan(start)
+        chosen = plans(cluster, workload, codecs=_codecs(codecs), start=old, effort=Effort().times(effort))
+        best, single = chosen.best, chosen.single
+    else:
+        live = _live(job, join, testbed, stages, as_json=as_json)
+        title, cluster, workload = live.title, live.cluster, live.workload
+        best, single, names = live.plan, live.single, live.names
+        said = remarks(best)
+        extra = {"names": dict(names), "notes": [*said, *live.notes]}
+    text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
+    if html is not None:
+        shown = _named(plan_page(best, cluster, workload, text, f"meshcee plan: {title}"), names)
+        disk.publish(html, shown.encode())
+    if as_json:
+        print(dumps({**best.to_json(), **extra}))
+    else:
+        print(_named(text if explain else _short(best, text), names))
+        for note in said:
+            print(f"note: {note}")
+
+
+def _live(job: Path | None, join: str | None, testbed: str | None, stages: int | None, *, as_json: bool) -> LivePlan:
+    if job is None or join is None or testbed is not None:
+        raise UsageError(
+            "say what to plan: JOB.py --join TOKEN for a job on a live mesh, or --testbed NAME for a cluster in a file"
+        )
+    from peers.cli.live_plan import plan_live  # torch and a transport: not for files
+
+    return plan_live(job, join, stages, as_json=as_json)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    for peer, name in names.items():
+        text = text.replace(peer, name)
+    return text
+
+
+def _short(best: Plan, text: str) -> str:
+    """The first lines of the explanation, and who does what."""
+    head = text.splitlines()[:1]
+    for p, pipeline in enumerate(best.pipelines):
+        for j, stage in enumerate(pipeline.stages):
+            shared = len(stage.members) > 1
+            who = ", ".join(f"{m.peer} ({m.samples} samples)" if shared else m.peer for m in stage.members)
+            head.append(f"  stage {best.label(p, j)}: blocks {stage.first} to {stage.end - 1} on {who}")
+    if best.left_out:
+        head.append(f"  left out: {', '.join(x.peer for x in best.left_out)} (--explain says why)")
+    return "\n".join(head)
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name a file with the output of plan --json") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    return Plan.from_json(data)
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(help="A plan as plan --json prints it; with --join a job, which is planned.")],
+    join: Join = None,
+    testbed: Testbed = None,
+    profiles: Profiles = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 3,
+    trace: Annotated[bool, typer.Option("--trace", help="Apply the link changes of the testbed's trace.")] = False,
+    fail: Annotated[list[str] | None, typer.Option(help="PEER@SECONDS: this device dies then.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> None:
+    """Simulate a plan on a testbed, or a job on a live mesh: when each step ends, and how busy every device is."""
+    from meshcee.planner import shortages
+    from meshcee.simulator import simulate as run
+
+    changes: Sequence[LinkChange] = ()
+    names: Mapping[str, str] = {}
+    if testbed is not None:
+        scenario = read_scenario(testbed, profiles)
+        cluster, workload, chosen = scenario.cluster, scenario.workload, _read_plan(file)
+        changes = scenario.trace if trace else ()
+    else:
+        live = _live(file, join, testbed, stages, as_json=as_json)
+        cluster, workload, chosen, names = live.cluster, live.workload, live.plan, live.names
+    for short in shortages(chosen, cluster, workload):
+        missing = short.needed_bytes - short.memory_bytes
+        raise UsageError(f"{short.peer} needs {short.needed_bytes} bytes for this plan, {missing} more than it has")
+    timeline = run(
+        chosen,
+        cluster,
+        workload,
+        steps=steps,
+        trace=changes,
+        failures=dict(_failure(text, list(cluster.devices), names) for text in fail or []),
+    )
+    done = timeline.outcome.steps
+    if as_json:
+        result: dict[str, Any] = {"steps": done, "step_s": timeline.step_s, "stalled": done < steps}
+        if done:
+            rate = chosen.global_batch / timeline.period_s
+            result |= {"period_s": timeline.period_s, "samples_per_s": rate, "utilisation": timeline.utilisation()}
+        print(dumps(result))
+        return
+    for s, seconds in enumerate(timeline.step_s):
+        print(f"step {s + 1}: {seconds:.4g} s")
+    if done < steps:
+        print(f"step {done + 1} never ends: a device that it needs is dead")
+    if done:
+        print(f"period {timeline.period_s:.4g} s, {chosen.global_batch / timeline.period_s:.4g} samples/s")
+        for peer, share in timeline.utilisation().items():
+            print(f"  {names.get(peer, peer)}: busy {share:.0%}")
+
+
+def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple[str, float]:
+    called, _, at = text.rpartition("@")
+    known = {names.get(p, p): p for p in peers}
+    if called not in known:
+        raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
+    try:
+        return known[called], float(at)
+    except ValueError as error:
+        raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds") from error

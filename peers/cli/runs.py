@@ -1,0 +1,119 @@
+"""`meshcee run list | stop | logs` and `meshcee checkpoint export`: the runs that this machine owns, read from their folders."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshcee.errors import UsageError
+from meshcee.files import Home, Run, dumps, hugging_face
+from meshcee.files.tensor_files import OnDemand, save
+from peers.state import Checkpoint, CheckpointStore
+
+__all__ = ["export", "find", "list_runs", "show_logs", "stop_run"]
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    reports = run.reports()
+    last = reports[-1] if reports else {}
+    return {
+        "run": run.id,
+        "state": run.state,
+        "step": last.get("step", -1) + 1,
+        "steps": last.get("steps", run.info.get("steps", 0)),
+        "loss": last.get("loss"),
+        "started": run.info.get("started"),
+        "checkpoints": [c.next_step for c in CheckpointStore(run.checkpoints).complete()],
+    }
+
+
+def _figure(value: object) -> str:
+    """Figures that are no numbers are kept as null."""
+    return f"{value:.4f}" if isinstance(value, float) else "nan"
+
+
+def list_runs(*, as_json: bool) -> None:
+    summaries = [_summary(run) for run in Home().runs()]
+    if as_json:
+        for summary in summaries:
+            print(dumps(summary))
+        return
+    if not summaries:
+        print("No runs yet: start one with `meshcee train JOB.py --join TOKEN`.")
+        return
+    table = Table()
+    for column in ("run", "state", "step", "loss", "checkpoints"):
+        table.add_column(column)
+    for s in summaries:
+        loss = _figure(s["loss"]) if s["step"] else "-"
+        kept = ", ".join(f"@{step}" for step in s["checkpoints"]) or "-"
+        table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss, kept)
+    Console().print(table)
+
+
+def stop_run(run_id: str) -> None:
+    """Send the owner the first Ctrl-C; wait until it has saved."""
+    run = Home().run(run_id)
+    process = run.process
+    if process is None or run.state != "running":
+        raise UsageError(f"run {run.id} is not running ({run.state})")
+    process.send_signal(signal.SIGINT)
+    typer.echo(f"{run.id}: finishing its step and saving ...")
+    deadline_s = time.monotonic() + 60
+    while run.state == "running":
+        if time.monotonic() > deadline_s:
+            raise UsageError(f"run {run.id} is still busy after 60 s; `kill {process.pid}` aborts it")
+        time.sleep(0.2)
+    typer.echo(f"{run.id}: {run.state}")
+
+
+def show_logs(run_id: str, *, as_json: bool) -> None:
+    run = Home().run(run_id)
+    for report in run.reports():
+        if as_json:
+            print(dumps(report))
+        else:
+            metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
+            line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
+            print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
+    data = run.result
+    if data and not as_json:
+        print(f"{data['state']}" + (f": {data['error']}" if data.get("error") else ""))
+
+
+def find(wanted: str) -> Checkpoint:
+    """RUN or RUN@STEP: the newest checkpoint of a run of this machine, or that one."""
+    run_id, _, step = wanted.partition("@")
+    run = Home().run(run_id)
+    return CheckpointStore(run.checkpoints).find(step, run.id)
+
+
+def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> None:
+    if (hf is None) == (out is None):
+        raise UsageError("say what to write: --out FILE.safetensors, or --hf DIR for Hugging Face's from_pretrained")
+    if out is not None and out.suffix != ".safetensors":
+        raise UsageError(f"--out writes safetensors; name it {out.with_suffix('.safetensors')}")
+    checkpoint = find(wanted)
+    checkpoint.verify()
+    manifest = checkpoint.manifest
+    state = checkpoint.weights(manifest["persistent"])
+    if hf is not None:
+        kind, count = hugging_face.write(hf, manifest, state, checkpoint.changed)
+        how = f", for {kind}.from_pretrained"
+    else:
+        assert out is not None
+        names = {name: name for name in state}
+        names |= {other: name for other, name in manifest["aliases"].items() if name in state}
+        save(out, OnDemand(names, lambda name: state[names[name]]))
+        how, count = "", len(state)
+    place = str(hf or out)
+    if as_json:
+        print(dumps({"out": place, "next_step": checkpoint.next_step, "tensors": count}))
+    else:
+        print(f"{place}: {count} tensors, as they were after {checkpoint.next_step} steps{how}")

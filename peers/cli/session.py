@@ -1,0 +1,152 @@
+"""How a command runs a coroutine: uvloop, Ctrl-C twice, and errors unwrapped from task groups.
+
+The idea: the first Ctrl-C (or SIGTERM) asks politely, the second cancels; either way every `async with` is left, so
+nothing of ours remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import structlog
+import uvloop
+
+from meshcee.errors import MeshceeError
+from meshcee.user_code import under_way
+
+__all__ = ["Interrupted", "configure_logging", "run_async", "run_blocking", "spin_briefly", "unwrap"]
+
+T = TypeVar("T")
+
+ENDS_WITHIN_S = 15.0  # of the moment when everything was asked to end; what is bounded takes a few seconds
+
+
+class Interrupted(BaseException):
+    """The user asked twice; becomes exit code 130."""
+
+
+def configure_logging(*, as_json: bool, level: str | None = None) -> None:
+    """Logs go to standard error: key=value lines, or JSON with --json. MESHCEE_LOG sets the level; `level` is the default."""
+    name = os.environ.get("MESHCEE_LOG", level or "info").upper()
+    renderer: Any = structlog.processors.JSONRenderer()
+    if not as_json:  # with plain tracebacks: with every local variable, one takes hundreds of lines
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+            structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(name, logging.INFO)),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The error inside task groups that a user should see: the first of ours, else the first of all."""
+    errors = _leaves(error)
+    return next((e for e in errors if isinstance(e, MeshceeError)), errors[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+
+
+def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end, in this thread; where a loop runs already, as in a notebook, beside it in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    begun: Future[Callable[[], object]] = Future()
+
+    async def told() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await main()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshcee") as pool:
+        done = pool.submit(lambda: asyncio.run(told()))
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+                begun.result()()
+            raise  # once the pool has ended
+
+
+def end_anyway() -> None:
+    """End the process in a while even if code of the user's, in a thread, never returns: nobody can end a thread."""
+
+    def end() -> None:
+        if what := under_way():
+            print(f"ended without waiting for {what}, which has not returned", file=sys.stderr, flush=True)
+            os._exit(130)
+
+    timer = threading.Timer(ENDS_WITHIN_S, end)
+    timer.daemon = True
+    timer.start()
+
+
+def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
+    """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end."""
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        count = 0
+
+        def interrupt() -> None:
+            nonlocal count
+            count += 1
+            if count > 1 or polite is None or not polite():
+                task.cancel()
+                end_anyway()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if count:
+                raise Interrupted from None
+            raise
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(supervised())
+    except Interrupted:
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        error = unwrap(group)
+    if isinstance(error, Interrupted | asyncio.CancelledError | KeyboardInterrupt):
+        sys.exit(130)
+    raise error  # out here, so that its cause stays what it was
+
+
+SETTINGS = {
+    "GOMP_SPINCOUNT": "10000",  # GNU, in torch for Linux: some 10 us
+    "KMP_BLOCKTIME": "1",  # LLVM, in torch for macOS: ms
+}
+OWN = (*SETTINGS, "OMP_WAIT_POLICY")
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """Of this process and of those that it starts."""
+    if not any(name in environment for name in OWN):
+        environment.update(SETTINGS)

@@ -1,0 +1,109 @@
+"""`meshcee status`: join as an observer, look for a moment, print, leave."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dht import MAX_ADDRESSES, Token
+from meshcee.errors import UsageError
+from meshcee.files import Home, dumps
+from meshcee.plan import Plan
+from peers.cli.peer import parse_duration_s
+from peers.cli.session import configure_logging, run_async
+from peers.cli.view import plan_table
+from peers.node import JoinOptions, join
+
+__all__ = ["print_token", "run_status"]
+
+
+def run_status(token: str | None, *, as_json: bool) -> None:
+    configure_logging(as_json=as_json, level="warning")
+    data = run_async(_look(_required(token)))
+    if as_json:
+        print(dumps(data), flush=True)
+    else:
+        _print(data)
+
+
+def print_token(token: str | None, valid: str) -> None:
+    """`meshcee token`: the same mesh key, the addresses of whoever is there now, a new expiry."""
+    known = _required(token)
+    valid_s = parse_duration_s(valid)
+    configure_logging(as_json=False, level="warning")
+    data = run_async(_look(known))
+    mesh_key = Token.parse(known, time.time()).mesh_key
+    addresses = [a for p in data["peers"] if p["device"] for a in p["addresses"][:2]]
+    print(Token(tuple(addresses[:MAX_ADDRESSES]), mesh_key, time.time() + valid_s).encode())
+
+
+def _required(token: str | None) -> str:
+    if token is None:
+        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
+    return token
+
+
+async def _look(token: str) -> dict[str, Any]:
+    async with join(JoinOptions(token=token, name="status", observes=True), Home()) as mesh:
+        return await mesh.agent.status()
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def _print(data: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    names = {p["peer"]: p["name"] for p in data["peers"]}
+    table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
+    for column in ("peer", "id", "kernel class", "memory", "speed", "state", "address"):
+        table.add_column(column)
+    for p in data["peers"]:
+        mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
+        device = p["device"]
+        table.add_row(
+            p["name"] + mark,
+            "…" + p["peer"][-8:],
+            p["kernels"] if device else "owner",
+            f"{device['memory_bytes'] / 2**30:.1f} GiB" if device else "-",
+            f"{device['speed_flops_per_s'] / 1e9:.1f} GFLOP/s" if device else "-",
+            p["state"],
+            (p["addresses"] or ["-"])[0].split("/p2p/")[0],
+        )
+    console.print(table)
+    for p in data["peers"]:
+        if p["outside"]:
+            console.print(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
+    coordinator = data["coordinator"]
+    if coordinator:
+        console.print(
+            f"* coordinator: {names.get(coordinator['peer'], coordinator['peer'])}, term {coordinator['term']}"
+        )
+    else:
+        console.print("no coordinator at the moment")
+    if data["links"]:
+        links = Table(title="links", title_justify="left")
+        for column in ("from", "to", "latency", "bandwidth"):
+            links.add_column(column)
+        for link in data["links"]:
+            links.add_row(
+                names.get(link["from"], link["from"][-8:]),
+                names.get(link["to"], link["to"][-8:]),
+                f"{link['latency_s'] * 1e3:.1f} ms",
+                _rate(link["bandwidth_bytes_per_s"]),
+            )
+        console.print(links)
+    for run in data["runs"]:
+        if run["plan"] is None:
+            console.print(f"run {run['job']}: {run['state']}, owner {names.get(run['owner'], run['owner'][-8:])}")
+            continue
+        console.print(
+            f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}"
+        )
+        console.print(plan_table(Plan.from_json(run["plan"]), names))
+    if not data["runs"]:
+        console.print("no job is running")

@@ -1,0 +1,222 @@
+"""`meshcee train`: load the job, join a mesh or make one in this process, train, save."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import UsageError
+from meshcee.figures import remark
+from meshcee.files import Home, dumps
+from meshcee.files.tensor_files import save
+from meshcee.job import Job
+from meshcee.jobfile import load_job
+from meshcee.plan import Plan
+from meshcee.planner import needs, remarks, situation
+from peers.cli.session import configure_logging, run_async
+from peers.cli.view import View, view_for
+from peers.measure import Trace, resolve_device
+from peers.mesh_view import named
+from peers.node import JoinOptions, Mesh, Result, join
+from peers.planning import costs_of, read_plan
+
+__all__ = ["TrainOptions", "run_train"]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The flags of `meshcee train`."""
+
+    job: Path
+    join: str | None
+    local: int | None
+    out: Path | None
+    dry_run: bool
+    compute: bool
+    stages: int | None
+    device: str
+    threads: int | None
+    resume: str | None = None
+    checkpoint_every: int | None = None
+    codec: str | None = None
+    regroup: float | None = None
+    plan: Path | None = None
+    trace: Path | None = None
+    wait: bool = True
+    groups: bool | None = None
+    standby: bool = False
+    verify: bool = True
+    mix: str | None = None
+
+
+def run_train(options: TrainOptions, *, as_json: bool) -> None:
+    if options.join is not None and options.local is not None:
+        raise UsageError("--join TOKEN (or MESHCEE_JOIN) and --local N exclude each other: leave one out")
+    if options.join is None and options.local is None:
+        raise UsageError("say where to train: --join TOKEN for a mesh, or --local N for N peers in this process")
+    if options.standby and (options.join is None or options.resume or options.dry_run or options.plan):
+        raise UsageError(
+            "--standby follows the run of another machine: give --join TOKEN, and no --resume, --dry-run or --plan"
+        )
+    if options.out is not None and options.out.suffix != ".safetensors":
+        raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UsageError(f"--out: there is no folder {options.out.parent}")
+    if options.trace is not None and not options.trace.parent.is_dir():
+        raise UsageError(f"--trace: there is no folder {options.trace.parent}")
+    if options.plan is not None and options.stages is not None:
+        raise UsageError("--plan says how many stages there are: leave --stages out")
+    given = read_plan(options.plan) if options.plan is not None else None
+    configure_logging(as_json=as_json, level="warning")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    job = load_job(options.job)
+    if options.checkpoint_every is not None:
+        job = replace(job, checkpoint_every=options.checkpoint_every)
+    if options.codec is not None:
+        job = replace(job, codec=options.codec)
+    if not options.verify:
+        job = replace(job, verify=False)
+    if options.groups is not None:
+        job = replace(job, groups=options.groups)
+    if options.threads is not None:
+        job = replace(job, threads=options.threads)
+    if options.mix is not None:
+        job = replace(job, mix=options.mix)
+    where = JoinOptions(
+        token=options.join,
+        local=options.local,
+        compute=options.compute,
+        device=resolve_device(options.device) if options.compute or options.local else "cpu",
+        name="owner",
+        regroup_s=options.regroup,
+        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
+    )
+    current: list[Mesh] = []
+
+    def polite() -> bool:
+        return any(mesh.stop() for mesh in current)
+
+    view = view_for(as_json=as_json)
+    with view:
+        start_s = time.perf_counter()
+        captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
+        view.note(
+            f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
+            f"in {time.perf_counter() - start_s:.1f} s"
+        )
+        result = run_async(_train(job, captured, where, options, given, view, current), polite)
+    if result is None:
+        return
+    out = options.out
+    if out is None and result.stopped:
+        out = Path(f"{job.name}-stopped.safetensors")
+    if out is not None:
+        save(out, result.state)
+    plan, step_s = result.plan, result.step_s
+    expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
+    summary = {
+        "state": "stopped" if result.stopped else "done",
+        "steps": len(result.losses),
+        "first_loss": result.losses[0] if result.losses else None,
+        "last_loss": result.losses[-1] if result.losses else None,
+        "metrics": result.metrics[-1][1] if result.metrics else {},
+        "step_s": step_s,
+        "predicted_step_s": expected_s,
+        "out": str(out) if out else None,
+        "run": result.run,
+    }
+    if as_json:
+        print(dumps({"result": summary}), flush=True)
+        return
+    verb = "Stopped" if result.stopped else "Done"
+    losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"
+    print(
+        f"{verb}: {len(result.losses)} steps, {losses}"
+        + (f"; weights in {out}" if out else f"; weights in run {result.run} (`meshcee checkpoint export`)")
+    )
+    if step_s is not None and expected_s is not None:
+        print(f"  {step_s:.3g} s a step (median), {expected_s:.3g} s were expected")
+    for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
+        print(f"  eval {name}: {value:.4f}")
+
+
+async def _train(
+    job: Job,
+    captured: Capture,
+    where: JoinOptions,
+    options: TrainOptions,
+    given: Plan | None,
+    view: View,
+    current: list[Mesh],
+) -> Result | None:
+    async with join(where, Home()) as mesh:
+        if options.dry_run:
+            plan, _, notes = await mesh.plan(job, captured, options.stages, given)
+            names = mesh.agent.names()
+            view.plan(plan, names)
+            for line in (*_memory(job, captured, plan, mesh), *_bits(plan, mesh), *remarks(plan), *notes):
+                view.note(named(line, names))
+            return None
+        current.append(mesh)
+
+        def show(plan: Plan, names: Mapping[str, str]) -> None:
+            view.plan(plan, names)
+            for note in (*_bits(plan, mesh), *remarks(plan), *mesh.result.notes):
+                view.note(named(note, names))
+
+        resume, after = options.resume, ""
+        if options.standby:
+            followed = await mesh.stand_by(job, captured, tell=view.note)
+            if followed is None:
+                view.note("the run has ended: there is nothing to take over")
+                return None
+            resume, after = followed
+        try:
+            trace = Trace() if options.trace is not None else None
+            async for report in mesh.train(
+                job,
+                captured=captured,
+                stages=options.stages,
+                plan=given,
+                resume=resume,
+                after=after,
+                on_plan=show,
+                trace=trace,
+                wait=options.wait,
+                on_wait=view.wait,
+            ):
+                view.report(report)
+            if trace is not None and options.trace is not None:
+                await asyncio.to_thread(trace.write, options.trace)
+                for note in (*trace.notes, f"trace of a few steps in {options.trace}: open it at ui.perfetto.dev"):
+                    view.note(note)
+        finally:
+            current.clear()
+        return mesh.result
+
+
+def _bits(plan: Plan, mesh: Mesh) -> Iterator[str]:
+    """With which plain loop the run has its bits in common."""
+    known = mesh.agent.directory.peers
+    devices = {peer: d for peer in plan.peers if peer in known and (d := known[peer].device) is not None}
+    if (told := remark(plan, devices)) is not None:
+        yield told
+
+
+def _memory(job: Job, captured: Capture, plan: Plan, mesh: Mesh) -> Iterator[str]:
+    """Memory of each stage, and how long the job will take, for --dry-run."""
+    cluster, workload = situation(mesh.agent.measured(), replace(costs_of(job, captured), threads=plan.threads))
+    for peer, needed in needs(plan, cluster, workload).items():
+        have = cluster.devices[peer].memory_bytes
+        yield f"{peer} needs {needed / 2**20:.1f} MiB of {have / 2**20:.0f} MiB"
+    if plan.predicted is not None:
+        step_s = plan.predicted.step_s
+        yield f"expected: {step_s:.3g} s a step, {step_s * job.steps:.0f} s for {job.steps} steps"

@@ -1,0 +1,185 @@
+"""What a person sees while a job trains: one live line on a terminal, plain lines elsewhere, JSON lines with --json.
+
+The idea: reports are values; this file is the only one that draws them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from meshcee.files import dumps
+from meshcee.plan import Plan
+from peers.mesh_view import named
+from peers.owner import Report
+
+__all__ = ["JsonView", "LineView", "RichView", "View", "plan_table", "view_for"]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _metrics(report: Report) -> str:
+    return "  ".join(f"eval {name} {value:.4f}" for name, value in report.metrics.items())
+
+
+class View(Protocol):
+    """Shows the plan once, then reports. Lifetime is `with`."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def wait(self, text: str) -> None: ...
+
+    def plan(self, plan: Plan, names: Mapping[str, str]) -> None: ...
+
+    def report(self, report: Report) -> None: ...
+
+
+class _Base:
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class JsonView(_Base):
+    """One JSON object a line on standard output."""
+
+    def note(self, text: str) -> None:
+        print(dumps({"note": text}), flush=True)
+
+    wait = note
+
+    def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
+        print(dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
+
+    def report(self, report: Report) -> None:
+        print(dumps({"report": report.to_json()}), flush=True)
+
+
+class LineView(_Base):
+    """For logs and pipes: a line for the first steps, then at most one a second, and for every evaluation."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last_s = 0.0
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def wait(self, text: str) -> None:
+        """What keeps the job, until the next step."""
+        self.note(text)
+
+    def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
+        self._console.print(plan_table(plan, names))
+
+    def report(self, report: Report) -> None:
+        now_s = time.monotonic()
+        last = report.step + 1 == report.steps
+        if not (last or report.metrics or report.step < 3 or now_s - self._last_s >= 1):
+            return
+        self._last_s = now_s
+        self._console.print(
+            f"step {report.step + 1:>5}/{report.steps}  loss {report.loss:.4f}  {report.samples_per_s:8.1f} samples/s"
+            f"  ETA {_duration(report.eta_s)}  limit: {report.limit}  {_metrics(report)}".rstrip(),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class RichView(LineView):
+    """For a terminal: a live bar, with evaluations printed above it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}[/]  {task.fields[speed]} samples/s  ETA {task.fields[eta]}"),
+            TextColumn("[dim]{task.fields[limit]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task(
+            "training", start=False, visible=False, loss="", speed="", eta="", limit=""
+        )
+
+    def __enter__(self) -> RichView:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def wait(self, text: str) -> None:
+        super().wait(text)
+        self._progress.update(self._task, limit=text)
+
+    def report(self, report: Report) -> None:
+        self._progress.update(
+            self._task,
+            visible=True,
+            total=report.steps,
+            completed=report.step + 1,
+            loss=f"{report.loss:.4f}",
+            speed=f"{report.samples_per_s:.1f}",
+            eta=_duration(report.eta_s),
+            limit=report.limit,
+        )
+        if report.metrics:
+            self._console.print(f"step {report.step + 1}: {_metrics(report)}", highlight=False)
+
+
+def view_for(*, as_json: bool) -> View:
+    """The view that suits standard output."""
+    if as_json:
+        return JsonView()
+    console = Console()
+    return RichView(console) if sys.stdout.isatty() else LineView(console)
+
+
+def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
+    """The plan as a table: one row a stage, and one for each device left out, with the reason."""
+    title = f"plan: micro-batches of {plan.micro_batch}"
+    if plan.predicted is not None:
+        title += f", {plan.predicted.step_s:.3g} s a step expected ({plan.predicted.samples_per_s:.4g} samples/s)"
+    table = Table(title=title, title_justify="left")
+    for column in ("stage", "blocks", "peers", "window", "codec"):
+        table.add_column(column)
+    for number, pipeline in enumerate(plan.pipelines):
+        back = [stage.codec_back for stage in pipeline.stages[1:]]
+        codecs = [
+            s.codec_out if s.codec_out == b else f"{s.codec_out}, back {b}" for s, b in zip(pipeline.stages, back)
+        ]
+        codecs.append("-")
+        for i, stage in enumerate(pipeline.stages):
+            members = ", ".join(f"{names.get(m.peer, m.peer[-8:])} x{m.samples}" for m in stage.members)
+            codec = codecs[i] + (", recomputes" if stage.recompute else "")
+            table.add_row(plan.label(number, i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
+    if plan.kernels:
+        table.caption = "kernels: " + "; ".join(plan.kernels)
+    for left in plan.left_out:
+        table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {named(left.why, names)}")
+    return table

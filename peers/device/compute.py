@@ -1,0 +1,124 @@
+"""One thread per device: everything that touches the device runs here, so the event loop never waits for a kernel.
+
+The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. What may run beside
+the device's work (encoding, decoding, a GPU's copies) has one thread of its own, `compute.beside(fn, ...)`. A call on a GPU
+is over when its kernels are, so what comes next is chosen when the device is free, and times are the device's. For
+emulation a device can be paced: the small real computation is done, then the thread's result is held until the emulated time
+has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from meshcee.errors import PlanError
+from peers.device.staging import Staging
+
+__all__ = ["Compute", "Pace", "one_thread"]
+
+T = TypeVar("T")
+_TIMER_S = 0.002  # of waking up late, and of the loop's own work between two calls
+
+
+@dataclass(frozen=True)
+class Pace:
+    """An emulated device: `flops` of work take flops / speed seconds, never less than the real computation."""
+
+    speed_flops_per_s: float
+    told_flops_per_s: float | None = None  # what it tells others, if that is another speed
+
+    def seconds(self, flops: float) -> float:
+        return flops / self.speed_flops_per_s
+
+
+def one_thread(name: str) -> ThreadPoolExecutor:
+    """OpenMP counts threads for each thread that calls it: without a word, kernels here may be cut into other pieces than
+    where the number was set, and then they round differently."""
+    threads = torch.get_num_threads()
+    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))
+
+
+class Compute:
+    """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
+
+    def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
+        self.device = torch.device(device)
+        self.pace = pace
+        self.staging = Staging(self.device) if self.device.type == "cuda" else None
+        self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
+        self.running = self.done = 0  # calls under way or waiting, and those that have ended
+        self.busy_s = 0.0  # seconds spent in calls, emulated time included
+        self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
+        self._threads = torch.get_num_threads()
+        self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
+
+    async def __aenter__(self) -> Compute:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A kernel cannot be interrupted: the thread ends with the call that it is in.
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    def beside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Start on the thread beside the device's, after what was started there before; await the result or not."""
+        return asyncio.get_running_loop().run_in_executor(self._beside, call, *args)
+
+    async def use_threads(self, count: int) -> None:
+        """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them.
+
+        So does this thread: its copies of tensors need no cores that others were promised.
+        """
+        if not count or self.device.type != "cpu":
+            return
+        if count > (most := max(os.cpu_count() or 1, self._threads)):
+            raise PlanError(
+                f"the plan computes with {count} threads and this peer has {most}; plan again, or give Job(threads=...)"
+            )
+        torch.set_num_threads(count)  # first: of some libraries it sets the number for all threads
+        await self.run(torch.set_num_threads, count)
+        await self.beside(torch.set_num_threads, count)
+
+    async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
+        """Run on the compute thread. `flops` is the work that an emulated device is paced by."""
+        self.running += 1
+        try:
+            return await self._run(call, *args, flops=flops)
+        finally:
+            self.running, self.done = self.running - 1, self.done + 1
+
+    async def _run(self, call: Callable[..., T], *args: Any, flops: float) -> T:
+        loop, start_s = asyncio.get_running_loop(), time.perf_counter()
+        asked_s = loop.time()  # the loop's clock, which sleep goes by
+        if self.staging is not None:
+            call = partial(self._settled, self.staging, call)
+        result = await loop.run_in_executor(self._pool, call, *args)
+        self.last_s = loop.time() - asked_s
+        if self.pace is not None and flops > 0:
+            # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
+            begun_s = self._paced_until_s if asked_s - self._paced_until_s < _TIMER_S else asked_s
+            self.last_s = max(self.last_s, self.pace.seconds(flops))
+            self._paced_until_s = begun_s + self.pace.seconds(flops)
+            left_s = self._paced_until_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+        self.busy_s += time.perf_counter() - start_s
+        return result
+
+    @staticmethod
+    def _settled(staging: Staging, call: Callable[..., T], *args: Any) -> T:
+        result = call(*args)
+        staging.mark().synchronize()
+        return result

@@ -1,0 +1,104 @@
+"""The machine around a peer: what is told of it, and whose turn it is to measure there.
+
+The idea: peers of one machine share its cores. So each tells by which machine it is, under a name that only its mesh can tell from
+others, and while one measures, the others wait; a lock on a file ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import hmac
+import os
+import platform
+import stat
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO
+
+import structlog
+import torch
+
+import meshcee
+from meshcee.figures import Versions
+
+__all__ = ["capability", "cores", "host_id", "quiet", "versions"]
+
+log = structlog.get_logger()
+
+VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
+TURN_S = 20.0  # waited for at most: whoever holds the lock may have been stopped
+LOOK_S = 0.02
+
+
+def versions() -> Versions:
+    return Versions(meshcee.__version__, str(torch.__version__), platform.python_version())
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def capability() -> str:
+    """Of the CPU: whose it is, and for which instructions torch and its libraries choose their kernels."""
+    whose = platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        told = next(line.split(":", 1)[1].strip() for line in file if line.startswith("vendor_id"))
+        whose = VENDORS.get(told, told)
+    return f"{whose} {torch.backends.cpu.get_cpu_capability()}"[:64]
+
+
+def host_id(secret: bytes) -> str:
+    """The same for processes that may use the same cores of the same machine, since it was started. Says nothing to others."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = f"{platform.node()} {uuid.getnode()}"
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return hmac.new(b"meshcee host" + secret, f"{machine} {allowed}".encode(), hashlib.sha256).hexdigest()[:16]
+
+
+@contextlib.asynccontextmanager
+async def quiet() -> AsyncIterator[None]:
+    """While no other peer of this user on this machine is in here; after TURN_S all the same."""
+    file = _lock_file()
+    with file or contextlib.nullcontext():
+        for _ in range(round(TURN_S / LOOK_S)):
+            if file is None or _locked(file.fileno()):
+                break
+            await asyncio.sleep(LOOK_S)
+        yield
+
+
+def _lock_file() -> IO[bytes] | None:
+    try:
+        return open(_folder() / "measuring.lock", "ab")
+    except OSError as error:
+        log.debug("measuring without waiting for others", error=str(error))
+        return None
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _folder() -> Path:
+    """Of this user alone; raises OSError where somebody else has made it."""
+    folder = Path(tempfile.gettempdir()) / f"meshcee-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not this user's folder")
+    return folder

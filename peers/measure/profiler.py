@@ -1,0 +1,181 @@
+"""What this peer measures: its device's speed and memory, and its links to the others.
+
+The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work; a link by a
+few empty round trips and payloads sized so that each takes about a tenth of a second, or half of that beside training. Each end
+measures the direction in which it sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from meshcee.errors import ProtocolError, UsageError
+from meshcee.figures import DeviceProfile, LinkProfile
+from peers.device import Compute, capability, cores, quiet, versions
+from peers.transport import Frame, Stream, Transport
+from peers.wire import messages, need
+
+__all__ = ["LIGHT_S", "TARGET_S", "Probed", "measure_device", "probe_link", "resolve_device", "serve_probe"]
+
+MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
+PING_COUNT = 7
+PAYLOAD_COUNT = 3
+FIRST_PAYLOAD_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 4 << 20  # a probe never sends more than this at once
+TARGET_S = 0.1  # that a payload takes
+LIGHT_S = 0.05  # where steps may need the link
+RAMP = 1.5  # times faster than before: a connection that had idled (TCP begins slowly again) had not got going before
+
+
+def resolve_device(wanted: str) -> str:
+    """ "auto" becomes the best device at hand; a device that torch does not have is a UsageError."""
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            return "cuda:0"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device {wanted!r} is not usable here: {str(error).splitlines()[0]}; try --device cpu"
+        ) from error
+    return str(device)
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.9)
+    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return device.type
+
+
+def _timed_speed(device: torch.device) -> float:
+    """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device.
+
+    The most of several tries: whatever disturbs one makes it slower.
+    """
+    size = 1024 if device.type != "cpu" else 256
+    own = torch.Generator(device).manual_seed(0)  # members in this process may be drawing from the default one
+    a = torch.randn(size, size, generator=own, device=device)
+    b = torch.randn(size, size, generator=own, device=device)
+    speeds = []
+    for attempt in range(12):
+        start_s = time.perf_counter()
+        c = torch.nn.functional.gelu(a @ b) + a
+        c.flatten()[0].item()  # waits for the device
+        if attempt >= 2:  # warmed up
+            speeds.append(2 * size**3 / (time.perf_counter() - start_s))
+    return max(speeds)
+
+
+async def measure_device(
+    compute: Compute, memory_bytes: int | None = None, *, host: str = "", threads_said: bool = False
+) -> DeviceProfile:
+    """Profile this device, when no other peer of its host measures; an emulated one reports the speed that it is paced to."""
+    async with quiet() if host else nullcontext():
+        speed = await compute.run(_timed_speed, compute.device)
+    if compute.pace is not None:
+        speed = min(speed, compute.pace.told_flops_per_s or compute.pace.speed_flops_per_s)
+    return DeviceProfile(
+        kind=compute.device.type,
+        name=_device_name(compute.device),
+        memory_bytes=memory_bytes if memory_bytes is not None else _device_memory(compute.device),
+        speed_flops_per_s=speed,
+        threads=torch.get_num_threads(),
+        capability=capability() if compute.device.type == "cpu" else "",
+        versions=versions(),
+        host=host,
+        cores=cores(),
+        threads_said=threads_said,
+        memory_said=memory_bytes is not None,
+    )
+
+
+async def serve_probe(stream: Stream) -> None:
+    """Answer pings until the prober closes."""
+    stream.max_payload_bytes = MAX_PAYLOAD_BYTES
+    while True:
+        frame = await stream.recv()
+        if frame.kind != messages.PING:
+            raise ProtocolError(f"a probe holds pings only, got {frame.kind!r}")
+        await stream.send(Frame(messages.PONG, {"bytes": frame.payload_bytes}))
+
+
+async def _ping(stream: Stream, payload: bytes, clock: Callable[[], float]) -> float:
+    start_s = clock()
+    await stream.send(Frame(messages.PING, {}, [payload] if payload else []))
+    reply = await stream.recv()
+    elapsed_s = clock() - start_s
+    if reply.kind != messages.PONG or need(reply.header, "bytes", int) != len(payload):
+        raise ProtocolError(f"peer {stream.peer_id} answered a probe with something else")
+    return elapsed_s
+
+
+class Probed(NamedTuple):
+    """What a probe has shown, and how much it sent for that."""
+
+    link: LinkProfile
+    sent_bytes: int
+
+
+async def probe_link(
+    transport: Transport,
+    peer_id: str,
+    addresses: tuple[str, ...],
+    now: float,
+    clock: Callable[[], float] = time.perf_counter,
+    target_s: float = TARGET_S,
+) -> Probed:
+    """Latency is half an empty round trip; bandwidth what a payload took beyond the median one. Raises JoinError.
+
+    target_s  that a payload is to take: short ones need less of the link, and show less of it
+    """
+    stream = await transport.open(peer_id, "probe", addresses)
+    stream.max_payload_bytes = 0  # answers have none
+    try:
+        await _ping(stream, b"", clock)  # whatever a first use costs
+        pings_s = [await _ping(stream, b"", clock) for _ in range(PING_COUNT)]
+        round_trip_s = statistics.median(pings_s)
+        size, sent = int(FIRST_PAYLOAD_BYTES * target_s / TARGET_S), 0
+        rates: list[float] = []
+        while len(rates) < PAYLOAD_COUNT:
+            elapsed_s = max(await _ping(stream, bytes(size), clock) - round_trip_s, 1e-6)
+            sent += size
+            if elapsed_s >= target_s / 2 or size >= MAX_PAYLOAD_BYTES:
+                if rates and size / elapsed_s > RAMP * max(rates):
+                    rates.clear()
+                rates.append(size / elapsed_s)
+            else:
+                size = min(MAX_PAYLOAD_BYTES, max(2 * size, int(size * target_s / elapsed_s)))
+            await asyncio.sleep(0)
+        (low_s, high_s), (least, most) = _range([p / 2 for p in pings_s]), _range(rates)
+        spans = (low_s, high_s), (least, most)
+        return Probed(LinkProfile(round_trip_s / 2, statistics.median(rates), now, *spans), sent)
+    finally:
+        await stream.aclose()
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """p10 and p90, which lie around the median."""
+    found = statistics.quantiles(values, n=10, method="inclusive")
+    middle = statistics.median(values)
+    return min(found[0], middle), max(found[8], middle)

@@ -1,0 +1,465 @@
+"""Walks the steps of one stage: decides by the local rule, computes on the device's thread, sends what is ready.
+
+The idea: a step is a transaction. F, B and W run as arrivals allow and windows permit; when the first stage has run
+its last B every gradient exists, so it sends the commit down the chain; a stage applies once its own W's are done and
+it knows of the commit. Until then `rollback` forgets the step. There is no barrier between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshcee.capture import StageSpec, Value
+from meshcee.errors import NonFiniteLossError
+from meshcee.job import seed_of
+from meshcee.role import Piece, Place, StageFlops
+from meshcee.schedule import Kind, StageView, choose
+from meshcee.stage import Boundaries, StageRunner
+from peers.device import Compute
+from peers.groups import Whole
+from peers.member.coding import Coding
+from peers.member.inbox import Collect, Inbox, TakeSnapshot
+from peers.member.settlement import Settlement
+from peers.state import Held
+from peers.transport import Frame
+from peers.wire import (
+    OWNER,
+    Bandwidth,
+    Crossed,
+    Links,
+    Outbox,
+    Spans,
+    Step,
+    digest_of,
+    digests_of,
+    messages,
+    state_frames,
+)
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs the walks that the inbox receives, in order, until the owner's stream ends or something fails."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        place: Place,
+        inbox: Inbox,
+        compute: Compute,
+        owner: Outbox,
+        flops: StageFlops,
+        held: Held,
+        boundaries: Boundaries | None = None,
+        eval_boundaries: Boundaries | None = None,
+        *,
+        copied: Callable[[int], None] = lambda next_step: None,
+        crossed: Crossed = lambda rates, depths: None,
+        bandwidth: Bandwidth = lambda peer: math.inf,
+    ) -> None:
+        self._runner = runner
+        self._place = place
+        self._inbox = inbox
+        self._compute = compute
+        self._owner = owner
+        self._flops = flops
+        self.spans = Spans()
+        self.coding = Coding(
+            {messages.F: place.stage.codec_out, messages.B: place.stage.codec_back},
+            place.arriving,
+            compute,
+            seed=place.seed,
+            stage=place.number,
+            limit_bytes=place.limit_bytes,
+            spans=self.spans,
+        )
+        self.held = held  # snapshots, for whoever reads them
+        self._copied = copied  # told of a copy for a buddy
+        self._boundaries = boundaries or Boundaries.uncut(runner.spec)
+        self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
+        self.links = Links(place.epoch, crossed, bandwidth)
+        self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
+        self.seconds: dict[str, float] = {}
+        self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
+        self.whole = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
+        self.whole.set()
+        self.wants: Callable[[], tuple[str, ...]] = tuple  # whom it waits for now; nobody while it has something to do
+        self._is_untouched = True
+        self.max_live = 0  # most micro-batches between F and W, ever
+        self.max_in_flight = 0  # most micro-batches between F and B, ever
+
+    @property
+    def step(self) -> int:
+        """The step that was begun last."""
+        return self._runner.step
+
+    def untouched(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they were offered, if no step was applied: another try need not send them again."""
+        return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
+
+    async def run(self) -> None:
+        """Take walks until cancelled."""
+        while True:
+            with self._waiting(lambda: (OWNER,)):
+                walk = await self._inbox.walks.get()
+            if isinstance(walk, Collect):
+                await self._send_state(walk)
+            elif isinstance(walk, TakeSnapshot):
+                await self._snapshot(walk)
+            elif walk.forward_only:
+                await self._evaluate(walk)
+            else:
+                await self._train(walk)
+
+    async def _until_whole(self) -> None:
+        """What the optimizer has kept has a time-out of its own."""
+        with self._waiting(lambda: (OWNER,)):
+            await self.whole.wait()
+
+    async def _snapshot(self, wanted: TakeSnapshot) -> None:
+        await self._until_whole()
+        which = wanted.next_step, self._runner, wanted.since, wanted.besides
+        announced = await self._compute.run(self.held.take, *which)
+        if wanted.durable:
+            await self._owner.put(announced)
+        if wanted.buddy:
+            self._copied(wanted.next_step)
+
+    # -- one training step ---------------------------------------------------------------------------------------
+
+    async def _train(self, walk: Step) -> None:
+        runner = self._runner
+        self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
+        start_s = time.perf_counter()
+        self.spans.start(walk.trace)
+        runner.begin(walk.step)
+        with contextlib.ExitStack() as summing:
+            async with self.settlement.summing(walk) as self._wholes:
+                await self._walk(walk)
+                summed_s = time.perf_counter()
+                summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
+        self._waited(summed_s)
+        clip = await self.settlement.run(walk)
+        settled_s = time.perf_counter()
+        await self._until_whole()
+        self._waited(settled_s)
+        applied_s = time.perf_counter()
+        self._is_untouched = False
+        await self._compute.run(self._apply, walk, None if clip is None else torch.tensor(clip, dtype=torch.float64))
+        self.seconds["apply"] = time.perf_counter() - applied_s
+        self.spans.add("apply", -1, applied_s, time.perf_counter())
+        self._inbox.finish(walk.walk)
+        coding_s, codecs = self.coding.take()
+        seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
+        header = {
+            "walk": walk.walk,
+            "step": walk.step,
+            "norm": self.settlement.norm,
+            "seconds": seconds,
+            "codecs": codecs,
+            "links": self.links.seen(),
+            "fed": self._owner.stream.rates()[1],  # bytes per second, of what the owner has sent
+        }
+        await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
+
+    def _apply(self, walk: Step, clip: torch.Tensor | None) -> None:
+        """A norm that clips has been looked at. Without one each stage looks for itself: others may have applied the step, but
+        then it is never whole, so nobody is told of it, and no copy and no checkpoint has it."""
+        if clip is None and (name := self._runner.not_finite()) is not None:
+            raise NonFiniteLossError(
+                f"the gradient of {name!r} in step {walk.step + 1} is not finite, though its loss is; the step does not count. "
+                "Lower the learning rate, set clip_norm, or look at this batch"
+            )
+        self._runner.apply(clip, walk.hyper)
+
+    async def _walk(self, walk: Step) -> None:
+        """Every F, B and W of a step."""
+        place = self._place
+        f = b = w = 0
+        while w < walk.num_micro:
+            action = choose(self._view(walk, f, b, w))
+            if action is None:
+                await self._wait(partial(self._missing, walk, f, b, w))
+            elif action is Kind.F and place.is_last:
+                # Its gradient needs nobody: F and B in one visit to the compute thread.
+                await self._forward_and_back(walk, f)
+                f, b, w = f + 1, b + 1, w + place.fused
+                self.max_live, self.max_in_flight = max(self.max_live, f - w + place.fused), max(self.max_in_flight, 1)
+                await self._after_backward(walk, b)
+            elif action is Kind.F:
+                await self._forward(walk, f)
+                f += 1
+                self.max_live, self.max_in_flight = max(self.max_live, f - w), max(self.max_in_flight, f - b)
+            elif action is Kind.B:
+                await self._backward(walk, b)
+                b, w = b + 1, w + place.fused
+                await self._after_backward(walk, b)
+            else:
+                await self._weight_gradient(walk, w)
+                w += 1
+
+    def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
+        """What the local rule sees; each kind in micro order, so only the next of each matters."""
+        place, inbox, key = self._place, self._inbox, walk.walk
+        input_here = f < walk.num_micro and self._input_ready(key, f)
+        wanted = {piece.peer for piece in place.targets(place.micro_batch)}
+        gradient_here = b < f and wanted <= inbox.back.get((key, b), {}).keys()
+        if place.fused:
+            gradient_here = gradient_here and self._partials_ready(key, b)
+        return StageView(
+            num_micro=walk.num_micro,
+            forwards=f,
+            backwards=b,
+            weights=w,
+            input_here=input_here,
+            gradient_here=gradient_here,
+            weight_here=w < b and self._partials_ready(key, w),
+            window=place.stage.window,
+            live_cap=place.stage.live_cap,
+        )
+
+    def _missing(self, walk: Step, f: int, b: int, w: int) -> list[str]:
+        """Who has not sent what comes next of each kind."""
+        place, inbox, key = self._place, self._inbox, walk.walk
+        found: list[str] = []
+        if f < walk.num_micro:
+            found += self._absent(key, f, self._runner.spec, place.micro_batch)
+        if b < f and not place.is_last:
+            arrived = inbox.back.get((key, b), {})
+            found += [piece.peer for piece in place.targets(place.micro_batch) if piece.peer not in arrived]
+        return found + [peer for name, peer in place.partial_from if (name, peer) not in inbox.shared.get((key, w), {})]
+
+    def _absent(self, walk: int, micro: int, spec: StageSpec, samples: int) -> list[str]:
+        """Who has not sent what F of this micro-batch needs."""
+        arrived = self._inbox.forward.get((walk, micro), {})
+        found = [piece.peer for piece in self._place.sources(samples) if piece.peer not in arrived]
+        return found if not spec.raw_inputs or (walk, micro) in self._inbox.raw else [OWNER, *found]
+
+    def _input_ready(self, walk: int, micro: int) -> bool:
+        return not self._absent(walk, micro, self._runner.spec, self._place.micro_batch)
+
+    def _partials_ready(self, walk: int, micro: int) -> bool:
+        return self._place.partial_from <= self._inbox.shared.get((walk, micro), {}).keys()
+
+    async def _wait(self, wants: Callable[[], Iterable[str]]) -> None:
+        """For the next arrival; `wants` are those who have not sent what is missing."""
+        start_s = time.perf_counter()
+        self._inbox.changed.clear()
+        with self._waiting(wants):
+            await self._inbox.changed.wait()
+        self._waited(start_s)
+
+    @contextlib.contextmanager
+    def _waiting(self, wants: Callable[[], Iterable[str]]) -> Iterator[None]:
+        self.wants = lambda: tuple(dict.fromkeys(wants()))
+        try:
+            yield
+        finally:
+            self.wants = tuple
+
+    def _waited(self, start_s: float) -> None:
+        if "wait" in self.seconds:
+            self.seconds["wait"] += time.perf_counter() - start_s
+        self.spans.add("wait", -1, start_s, time.perf_counter())
+
+    async def _timed(self, kind: str, micro: int, call: Any, *args: Any) -> Any:
+        start_s = time.perf_counter()
+        work = sum(getattr(self._flops, letter) for letter in kind)
+        result = await self._compute.run(call, *args, flops=work)
+        self.seconds[kind[0]] += time.perf_counter() - start_s
+        self.spans.add(kind.upper(), micro, start_s, time.perf_counter())
+        return result
+
+    def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
+        """Raw inputs, and by source what it sent."""
+        return self._inbox.raw.pop((walk, micro), {}), self._inbox.forward.pop((walk, micro), {})
+
+    def _joined(self, walk: Step, micro: int, parts: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Any], Any]:
+        """What F receives, and the generator's state or, in the first stage, its seed."""
+        place = self._place
+        if place.is_first:
+            return (), seed_of(place.seed, walk.step, walk.first + micro)
+        size = place.micro_batch
+        return self._boundaries.before.join(parts, place.rows(size), place.sources(size))
+
+    async def _forward(self, walk: Step, micro: int) -> None:
+        raw, parts = self._arrived(walk.walk, micro)
+        place = self._place
+        targets = place.targets(place.micro_batch)
+
+        def work() -> list[list[Any]]:
+            sent, rng, _ = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
+            return self._boundaries.after.split(sent, rng, place.rows(place.micro_batch), targets)
+
+        await self._send_forward(targets, walk.walk, micro, self._runner.spec.sent, await self._timed("f", micro, work))
+
+    async def _forward_and_back(self, walk: Step, micro: int) -> None:
+        """On the last stage: F, the loss, then B (and W where they are fused)."""
+        raw, parts = self._arrived(walk.walk, micro)
+        weight, partials = walk.weights[micro], self._partials(walk.walk, micro)
+
+        def work() -> tuple[float, list[list[Any]], dict[str, torch.Tensor]]:
+            _, _, loss = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
+            assert loss is not None
+            value = float(loss)
+            if weight == 0 and len(self._place.group) > 1:
+                value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
+            if not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"the loss of step {walk.step + 1}, micro-batch {walk.first + micro + 1} is {value}; the step was not applied. "
+                    "Lower the learning rate, set clip_norm, or look at this batch"
+                )
+            if self._place.fused:
+                with self._finishing(walk, micro):
+                    received, onward = self._runner.backward(micro, (), weight, partials)
+            else:
+                received, onward = self._runner.backward_input(micro, (), weight), {}
+            return value, self._split_back(received), onward
+
+        value, received, onward = await self._timed("fbw" if self._place.fused else "fb", micro, work)
+        header = {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value}
+        await self._owner.put(Frame(messages.LOSS, header))
+        await self._send_back(walk.walk, micro, received, onward)
+
+    async def _backward(self, walk: Step, micro: int) -> None:
+        arrived = self._inbox.back.pop((walk.walk, micro), {})
+        place, weight = self._place, walk.weights[micro]
+        partials = self._partials(walk.walk, micro) if place.fused else {}
+
+        def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
+            gradients = self._boundaries.after.join_back(arrived, place.targets(place.micro_batch))
+            if place.fused:
+                with self._finishing(walk, micro):
+                    received, onward = self._runner.backward(micro, gradients, weight, partials)
+            else:
+                received, onward = self._runner.backward_input(micro, gradients, weight), {}
+            return self._split_back(received), onward
+
+        await self._send_back(walk.walk, micro, *await self._timed("bw" if place.fused else "b", micro, work))
+
+    def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
+        size = self._place.micro_batch
+        return self._boundaries.before.split_back(received, self._place.rows(size), self._place.sources(size))
+
+    async def _send_back(
+        self, walk: int, micro: int, received: Sequence[Sequence[Any]], onward: Mapping[str, torch.Tensor]
+    ) -> None:
+        await self._send(
+            self._place.sources(self._place.micro_batch),
+            messages.B,
+            walk,
+            micro,
+            received,
+            [True] * len(self._runner.spec.received),
+        )
+        if self._place.fused:
+            await self._send_partials(walk, micro, onward)
+
+    async def _after_backward(self, walk: Step, done: int) -> None:
+        """The first stage's last B is the commit point: every gradient of the step exists somewhere."""
+        if done == walk.num_micro and self._place.is_first and not self._place.votes:
+            await self.settlement.commit(walk.walk, None)
+
+    async def _weight_gradient(self, walk: Step, micro: int) -> None:
+        partials = self._partials(walk.walk, micro)
+
+        def work() -> dict[str, torch.Tensor]:
+            with self._finishing(walk, micro):
+                return self._runner.backward_weight(micro, partials)
+
+        await self._send_partials(walk.walk, micro, await self._timed("w", micro, work))
+
+    def _finishing(self, walk: Step, micro: int) -> contextlib.ExitStack[bool | None]:
+        """Around a W: the last one makes gradients whole, which sums wait for. An emulated device has all at its end."""
+        hearing = contextlib.ExitStack()
+        if micro + 1 == walk.num_micro and self._compute.pace is None:
+            for whole in self._wholes:
+                hearing.enter_context(whole.hear())
+        return hearing
+
+    async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
+        """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
+        for peer in sorted(set(self._place.partial_to.values())):
+            names = [name for name, to in self._place.partial_to.items() if to == peer]
+            values = [partials.get(n) for n in names]
+            header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "names": names}
+            await self.links.put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
+
+    def _partials(self, walk: int, micro: int) -> dict[str, torch.Tensor]:
+        """By parameter; where several members of a group send one, their sum in plan order."""
+        arrived = self._inbox.shared.pop((walk, micro), {})
+        found: dict[str, torch.Tensor] = {}
+        for peer in self._place.neighbours:
+            for (name, sender), tensor in arrived.items():
+                if sender == peer and tensor is not None:
+                    found[name] = found[name] + tensor if name in found else tensor
+        return found
+
+    # -- evaluation and state ----------------------------------------------------------------------------------------
+
+    async def _evaluate(self, walk: Step) -> None:
+        place, spec = self._place, self._runner.eval_spec or self._runner.spec
+        for micro in range(walk.num_micro):
+            size = walk.samples(micro, place.micro_batch)
+            rows, targets = place.rows(size), place.targets(size)
+            if rows[0] == rows[1]:
+                continue  # a last micro-batch that is too small for everyone
+            while absent := self._absent(walk.walk, micro, spec, size):
+                await self._wait(partial(list, absent))
+            raw, parts = self._arrived(walk.walk, micro)
+            sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
+            await self._send_forward(targets, walk.walk, micro, spec.sent, sent)
+            if place.is_last:
+                header = {"walk": walk.walk, "micro": micro}
+                await self._owner.put(self.coding.frame(messages.OUTPUT, header, outputs, (), walk.step))
+        self._inbox.finish(walk.walk)
+
+    def _evaluated(
+        self, raw: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int
+    ) -> tuple[list[list[Any]], list[torch.Tensor]]:
+        place, cut = self._place, self._eval_boundaries
+        received: Sequence[Any] = () if place.is_first else cut.before.join(parts, rows, place.sources(size))[0]
+        sent, outputs = self._runner.evaluate(raw, received)
+        return cut.after.split(sent, None, rows, place.targets(size)), outputs
+
+    async def _send_state(self, wanted: Collect) -> None:
+        """What training has changed; the owner has kept the rest. Nothing when nothing was trained."""
+        for frame in await self._compute.run(self._state_frames, wanted):
+            await self._owner.put(frame)
+
+    def _state_frames(self, wanted: Collect) -> list[Frame]:
+        spec, state = self._runner.spec, self._runner.state_dict()
+        changed = {name: state[name] for name in (*spec.trainable, *spec.mutated)}
+        if wanted.state or not wanted.hash:
+            return list(state_frames(changed if wanted.state else {}))
+        digests = {name: digest_of(tensor.detach().cpu().contiguous()) for name, tensor in changed.items()}
+        return [Frame(messages.STATE_END, {}, digests_of(digests, {}))]
+
+    async def _send_forward(
+        self, targets: Sequence[Piece], walk: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]
+    ) -> None:
+        # What carries no gradient is a mask, an angle, a count: few bytes, and not to be touched.
+        await self._send(targets, messages.F, walk, micro, frames, [value.requires_grad for value in sent])
+
+    async def _send(
+        self,
+        pieces: Sequence[Piece],
+        kind: str,
+        walk: int,
+        micro: int,
+        frames: Sequence[Sequence[Any]],
+        coded: Sequence[bool],
+    ) -> None:
+        """A frame for each neighbour that has rows in common with us."""
+        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro}
+        for piece, values in zip(pieces, frames, strict=True):
+            await self.links.put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))

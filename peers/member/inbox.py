@@ -1,0 +1,155 @@
+"""What has arrived at a stage and waits for its turn: raw inputs, activations, gradients, and word of the commit.
+
+The idea: readers of streams put, the executor takes; every arrival is checked against what the plan allows (who may
+send it, how many may wait, no duplicates), so a peer that misbehaves costs a ProtocolError and no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshcee.errors import ProtocolError
+from peers.wire import Step, besides_in, need
+
+__all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
+
+
+Key = tuple[int, int]  # (walk, micro)
+
+
+@dataclass(frozen=True)
+class Collect:
+    """The owner wants the stage's state once everything before it is applied; or only digests, of a member whose state
+    another one sends; or neither, after an evaluation, but to know that.
+    """
+
+    state: bool = True
+    hash: bool = True
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a buddy, or both.
+
+    Copies before step `since` are needed no more, but for those of the steps `besides`.
+    """
+
+    next_step: int
+    durable: bool = True
+    buddy: bool = False
+    since: int = 0
+    besides: tuple[int, ...] = ()
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
+        next_step, since = need(header, "next_step", int), need(header, "since", int)
+        return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, besides_in(header))
+
+
+@dataclass
+class Inbox:
+    """Arrivals of one stage. `limit` bounds each kind; `changed` wakes the executor.
+
+    walks    steps, evaluations, snapshots and collections in the owner's order
+    raw      (walk, micro) -> raw inputs by name, from the owner
+    forward  (walk, micro) -> by peer of the previous stage: the values of an F frame, the generator's state last
+    back     (walk, micro) -> by peer of the next stage: gradients of what was sent
+    shared   (walk, micro) -> by (parameter, peer): partial gradients of shared parameters, from later stages
+    totals   walk -> summed gradients of shared parameters, by name, from earlier stages
+    norms    walk -> by peer: (parameter index, norm) pairs of all stages that it speaks for
+    commits  walk -> what gradients are multiplied by, None when the job does not clip
+    """
+
+    limit: int
+    walks: asyncio.Queue[Step | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
+    raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    forward: dict[Key, dict[str, Sequence[Any]]] = field(default_factory=dict)
+    back: dict[Key, dict[str, Sequence[torch.Tensor | None]]] = field(default_factory=dict)
+    shared: dict[Key, dict[tuple[str, str], torch.Tensor | None]] = field(default_factory=dict)
+    totals: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    norms: dict[int, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
+    commits: dict[int, float | None] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    done: int = -1  # the last walk that this stage has finished; nothing for it may arrive any more
+
+    def _store(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        walk = key[0] if isinstance(key, tuple) else key
+        if walk <= self.done or walk > self.done + self.limit:
+            raise ProtocolError(f"a frame of walk {walk} arrived while walk {self.done + 1} is running")
+        if key in table:
+            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+        if len(table) >= self.limit:
+            raise ProtocolError(f"more than {self.limit} micro-batches are waiting; the sender ignores the window")
+        table[key] = value
+        self.changed.set()
+
+    def _add(self, table: dict[Any, dict[Any, Any]], key: Any, entries: Mapping[Any, Any]) -> None:
+        """Several peers may contribute to one entry, each only once."""
+        present = table.pop(key, {})
+        if present.keys() & entries.keys():
+            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+        self._store(table, key, {**present, **entries})
+
+    def put_raw(self, walk: int, micro: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._store(self.raw, (walk, micro), inputs)
+
+    def put_forward(self, walk: int, micro: int, peer: str, values: Sequence[Any]) -> None:
+        self._add(self.forward, (walk, micro), {peer: values})
+
+    def put_back(self, walk: int, micro: int, peer: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._add(self.back, (walk, micro), {peer: gradients})
+
+    def put_shared(self, walk: int, micro: int, peer: str, partials: Mapping[str, torch.Tensor | None]) -> None:
+        self._add(self.shared, (walk, micro), {(name, peer): partial for name, partial in partials.items()})
+
+    def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor | None]) -> None:
+        self._add(self.totals, walk, totals)
+
+    def put_norms(self, walk: int, peer: str, norms: list[tuple[int, float]]) -> None:
+        self._add(self.norms, walk, {peer: norms})
+
+    def put_commit(self, walk: int, clip: float | None) -> None:
+        self._store(self.commits, walk, clip)
+
+    def finish(self, walk: int) -> None:
+        """Forget a walk that is over."""
+        self.done = walk
+        for table in (self.raw, self.forward, self.back, self.shared):
+            for key in [k for k in table if k[0] <= walk]:
+                del table[key]
+        for once in (self.totals, self.norms, self.commits):
+            for ended in [w for w in once if w <= walk]:
+                del once[ended]
+
+
+def tensors_of(values: list[Any]) -> list[torch.Tensor | None]:
+    """The same; ProtocolError where there is something else."""
+    if not all(value is None or isinstance(value, torch.Tensor) for value in values):
+        raise ProtocolError("a gradient is a tensor or nothing")
+    return values
+
+
+def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
+    """(parameter's index, norm) pairs, from one tensor of each."""
+    indices, norms = values if len(values) == 2 else (None, None)
+    if not isinstance(indices, torch.Tensor) or not isinstance(norms, torch.Tensor) or indices.shape != norms.shape:
+        raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
+    if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
+        raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
+    known = [int(i) for i in indices]
+    if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
+        raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
+    return list(zip(known, norms.tolist()))
+
+
+def named_tensors(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
+    """By the names that its header gives."""
+    names = need(header, "names", list)
+    if len(names) != len(values):
+        raise ProtocolError("a frame of shared gradients needs one tensor for each name")
+    return dict(zip(names, tensors_of(values)))

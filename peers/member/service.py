@@ -1,0 +1,499 @@
+"""A peer's part in a job: takes the offer, builds its stage, links to its neighbours, runs until the owner is done.
+
+The idea: one session per epoch, one TaskGroup per session. Whatever goes wrong in it ends the session, tells the owner
+why, and leaves the peer ready for the next job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import structlog
+import torch
+
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
+from meshcee.stage import StageRunner, tensors
+from peers.device import Compute
+from peers.member.executor import Executor
+from peers.member.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
+from peers.state import Buddy, Moments, Remains, Taken, by_parameter, restore
+from peers.transport import Frame, Stream, StreamClosed, Transport
+from peers.wire import (
+    Bandwidth,
+    Crossed,
+    Doing,
+    Offer,
+    Outbox,
+    Step,
+    live,
+    messages,
+    micro_of,
+    most_telling,
+    need,
+    while_alive,
+    while_moving,
+)
+
+__all__ = ["Member", "Session"]
+
+log = structlog.get_logger()
+
+MOST_RUNS = 256  # whose newest epoch is remembered
+Epoch = tuple[int, str, int]  # of a run: the count of its owners' starts, the owner, the epoch's number
+
+
+class _OwnerDone(Exception):
+    """The owner closed the job's stream: the session is over."""
+
+
+class Session:
+    """One epoch of one job on this peer."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        runner: StageRunner,
+        stream: Stream,
+        transport: Transport,
+        compute: Compute,
+        timeouts: Timeouts,
+        buddy: Buddy,
+        crossed: Crossed,
+        bandwidth: Bandwidth,
+        moments: Moments,
+    ) -> None:
+        self.offer = offer
+        self._timeouts = timeouts
+        self.done = asyncio.Event()
+        self._stream = stream
+        self._transport = transport
+        self._compute = compute
+        self._place = offer.place
+        # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
+        self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
+        self._owner = Outbox(stream)
+        self._buddy = buddy
+        self._executor = Executor(
+            runner,
+            offer.place,
+            self._inbox,
+            compute,
+            self._owner,
+            offer.flops,
+            buddy.held,
+            *offer.boundaries,
+            copied=buddy.copied,
+            crossed=crossed,
+            bandwidth=bandwidth,
+        )
+        self._executor.whole.clear()
+        self._complete = partial(self._take_moments, moments, runner, compute)
+        self._group: asyncio.TaskGroup | None = None
+        self._linked = False
+        self.ending = False  # the owner has asked for the weights: from here on neighbours may close
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    async def run(self) -> None:
+        """Until the owner closes its stream; raises what went wrong otherwise."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                group.create_task(self._owner.run())
+                group.create_task(self._executor.run())
+                group.create_task(self._read_owner())
+                group.create_task(self._watch_owner())
+                group.create_task(self._buddy.run(self._owner))
+                group.create_task(self._complete())
+        except* _OwnerDone:
+            pass
+        except* StreamClosed as closed:
+            # Only the owner's outbox raises it bare: links name the stage that was lost.
+            log.info("the owner is gone", reason=str(closed.exceptions[0]))
+        finally:
+            self._group = None
+
+    async def _take_moments(self, moments: Moments, runner: StageRunner, compute: Compute) -> None:
+        """Load what the optimizer has kept, which may come behind the first step's micro-batches; or tell that it is nowhere."""
+        state = await moments.all()
+        if state is None:
+            self._owner.post(Frame(messages.AGAIN))
+            return
+        await compute.run(runner.load_optimizer_state, by_parameter(state))
+        self._executor.whole.set()
+
+    def leave(self) -> None:
+        """Ask the owner to go on without this peer."""
+        self._owner.post(Frame(messages.LEAVING))
+
+    def close(self) -> None:
+        """Drop the links to the other stages, after the owner has heard the cause."""
+        self.done.set()
+        self._executor.settlement.close()
+        for outbox in self._executor.links.outboxes.values():
+            outbox.stream.abort()
+
+    async def _watch_owner(self) -> None:
+        try:
+            await live(self._owner, self._timeouts, self._doing)
+        except StreamClosed as closed:
+            raise _OwnerDone from closed
+
+    def _doing(self) -> Frame:
+        streams = (self._stream, *(outbox.stream for outbox in self._executor.links.outboxes.values()))
+        moved_bytes = sum(stream.received_payload_bytes for stream in streams)
+        compute = self._compute
+        return Doing(compute.done, compute.running > 0, moved_bytes, self._executor.wants()).frame()
+
+    async def _read_owner(self) -> None:
+        while True:
+            try:
+                frame = await self._stream.recv()
+            except StreamClosed as closed:
+                raise _OwnerDone from closed
+            if frame.kind == messages.INPUT:
+                names = need(frame.header, "names", list)
+                values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+                if len(names) != len(values) or not all(isinstance(v, torch.Tensor) for v in values):
+                    raise ProtocolError("an input frame needs one tensor for each name")
+                inputs = dict(zip(names, values))
+                self._inbox.put_raw(need(frame.header, "walk", int), need(frame.header, "micro", int), inputs)
+            elif frame.kind in (messages.STEP, messages.EVALUATE):
+                await self._link()
+                evaluation = frame.kind == messages.EVALUATE
+                walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
+                await self._inbox.walks.put(walk)
+            elif frame.kind == messages.SNAPSHOT:
+                await self._inbox.walks.put(TakeSnapshot.from_header(frame.header))
+            elif frame.kind == messages.PONG:
+                continue  # the last of its offer
+            elif frame.kind == messages.PING:
+                self._owner.sign(self._doing())
+            elif frame.kind == messages.CLOCK:
+                asked_s = need(frame.header, "asked_s", float)
+                self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
+            elif frame.kind == messages.PULL:
+                self._owner.post(self._executor.held.read(frame.header))
+            elif frame.kind == messages.KEEP:
+                self._buddy.ask(frame)
+            elif frame.kind == messages.COLLECT:
+                self.ending = True
+                wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
+                await self._inbox.walks.put(Collect(*wanted))
+            else:
+                raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+    # -- links to other members --------------------------------------------------------------------------------------
+
+    async def _link(self) -> None:
+        """On the first walk: open a stream to each neighbour behind us in plan order; those before attach to us."""
+        if self._linked:
+            return
+        self._linked = True
+        for peer in self._place.links_to:
+            try:
+                stream = await self._transport.open(peer, "stage", self.offer.addresses.get(peer, ()))
+                stream.max_payload_bytes = self.offer.max_payload_bytes
+                async with asyncio.timeout(self._timeouts.join_s):
+                    await stream.send(Frame(messages.ATTACH, self.offer.attach_header()))
+                    reply = await stream.recv()
+            except (JoinError, StreamClosed, TimeoutError) as error:
+                raise self._lost(peer, error) from error
+            if reply.kind != messages.ATTACH:
+                raise ProtocolError(f"peer {peer} answered the attachment with {reply.kind!r}")
+            self._use(peer, stream)
+
+    def _use(self, peer: str, stream: Stream) -> Outbox:
+        assert self._group is not None
+        stream.max_payload_bytes = self.offer.max_payload_bytes
+        outbox = Outbox(stream, spans=self._executor.spans)
+        self._executor.links.add(peer, outbox)
+        for work in (outbox.run, partial(live, outbox, self._timeouts), partial(self._read_member, peer, stream)):
+            self._group.create_task(self._unless_lost(peer, work))
+        return outbox
+
+    async def attach(self, stream: Stream) -> None:
+        """A neighbour before us in plan order has opened a stream to us: serve it until the session ends."""
+        peer, place = stream.peer_id, self._place
+        if self._group is None or peer not in place.neighbours or peer in place.links_to:
+            raise ProtocolError(f"peer {peer} has nothing to say to stage {place.label_of(place.peer)} of this epoch")
+        if peer in self._executor.links.outboxes:
+            raise ProtocolError(f"peer {peer} is attached already")
+        await self._use(peer, stream).put(Frame(messages.ATTACH))
+        await self.done.wait()
+
+    async def _unless_lost(self, peer: str, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except StreamClosed as closed:
+            if not self.ending:
+                raise self._lost(peer, closed) from closed
+
+    async def _read_member(self, peer: str, stream: Stream) -> None:
+        while True:
+            try:
+                frame = await stream.recv()
+                if frame.kind == messages.PONG:
+                    continue  # that it has come is all
+                if frame.kind == messages.RATE:
+                    self._executor.links.hear(peer, frame.header)
+                    continue
+                now_s = time.perf_counter()
+                self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
+                await self._take(peer, frame)
+            except StreamClosed:
+                raise
+            except Exception as error:  # ours, or of who has sent it
+                error.add_note(peer)
+                raise
+
+    def _lost(self, peer: str, error: BaseException) -> PeerLostError:
+        lost = PeerLostError(f"stage {self._place.label_of(peer)} on peer {peer} is gone: {error}")
+        lost.add_note(peer)
+        return lost
+
+    async def _take(self, peer: str, frame: Frame) -> None:
+        """One frame from another member: its origin decides what it may be."""
+        place, inbox, header = self._place, self._inbox, frame.header
+        if frame.kind in messages.SUMS:
+            self._executor.settlement.take(peer, frame)
+            return
+        walk, apart = need(header, "walk", int), place.apart(peer)
+        if frame.kind == messages.COMMIT and peer == place.above:
+            clip = header.get("clip")
+            await self._executor.settlement.commit(walk, None if clip is None else need(header, "clip", float))
+            return
+        values = await self._executor.coding.values(frame)
+        if frame.kind == messages.F and apart == -1:
+            if not values or isinstance(values[-1], float):
+                raise ProtocolError("an activation frame ends with the generator's state")
+            inbox.put_forward(walk, need(header, "micro", int), peer, values)
+        elif frame.kind == messages.B and apart == 1:
+            inbox.put_back(walk, need(header, "micro", int), peer, tensors_of(values))
+        elif frame.kind == messages.NORMS and peer in place.below:
+            inbox.put_norms(walk, peer, norms_of(values, len(place.norm_order)))
+        elif frame.kind == messages.SHARED and apart > 0:
+            inbox.put_shared(walk, need(header, "micro", int), peer, named_tensors(header, values))
+        elif frame.kind == messages.TOTAL and apart < 0:
+            inbox.put_totals(walk, named_tensors(header, values))
+        else:
+            raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+
+class Member:
+    """Serves the streams `job` and `stage`; at most one session at a time."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        compute: Compute,
+        *,
+        memory_bytes: int,
+        timeouts: Timeouts,
+        limits: Limits,
+        accept: Callable[[str, tuple[int, str]], None],
+        begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
+        bandwidth: Bandwidth = lambda peer: math.inf,
+    ) -> None:
+        self._transport = transport
+        self._compute = compute
+        self._memory_bytes = memory_bytes
+        self._timeouts = timeouts
+        self._limits = limits
+        self._accept = accept  # (owner, term) -> raises NotPermittedError
+        self._begun = begun  # for each session: what is told of its steps
+        self._bandwidth = bandwidth  # of the link to a peer, in bytes per second, as far as is known
+        self.session: Session | None = None
+        self.max_live = 0  # of the last session: most micro-batches between F and W, ever
+        self.max_in_flight = 0  # between F and B
+        self._reserved = False
+        self.is_leaving = False
+        self._job: Stream | None = None  # of the owner that has reserved this peer
+        self._run_name = ""  # for which it has
+        self._epochs: dict[str, Epoch] = {}  # run -> the newest that was offered
+        self.remains = Remains(transport, timeouts)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.busy_changed = asyncio.Event()
+        transport.serve("job", self.serve_job)
+        transport.serve("stage", self.serve_stage)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._reserved
+
+    def leave(self) -> None:
+        """Take no further offer, and ask the owner of the running job, if any, to go on without this peer."""
+        self.is_leaving = True
+        if self.session is not None:
+            self.session.leave()
+        self.busy_changed.set()
+
+    async def wait_until_idle(self) -> None:
+        await self._idle.wait()
+
+    async def drop(self) -> None:
+        """End the running job here, if any: to its owner, this peer is lost."""
+        if self._job is not None:
+            self._job.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await self._idle.wait()
+
+    async def serve_job(self, stream: Stream) -> None:
+        stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
+        # Nobody keeps this peer busy by opening a stream and saying nothing.
+        received = lambda: stream.received_bytes  # noqa: E731
+        frame = await while_moving(stream.recv, received, self._timeouts.offer_s, self._timeouts)
+        try:
+            await self._make_room(stream, frame)
+        except MeshceeError as error:
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            await stream.aclose()
+            return
+        self._reserved, self._job, self._run_name = True, stream, messages.run_of(frame.header)
+        self._idle.clear()
+        self.busy_changed.set()
+        try:
+            await self._serve(stream, frame)
+        finally:
+            self._reserved, self._job = False, None
+            self.remains.over()
+            self.session = None
+            self._idle.set()
+            self.busy_changed.set()
+
+    async def _make_room(self, stream: Stream, frame: Frame) -> None:
+        """A run's new epoch ends its old one here; an old epoch, or another run, is refused while we are busy.
+
+        Two owners may believe that a run is theirs. Incarnations are ordered by their count, then by their owner, so one of
+        the two is newer for every member, and the other one hears so.
+        """
+        owner = stream.peer_id
+        if frame.kind != messages.OFFER:
+            raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        run, (incarnation, number) = messages.run_of(frame.header), messages.epoch_of(frame.header)
+        epoch, newest = (incarnation, owner, number), self._epochs.get(run)
+        if newest is not None and epoch <= newest:
+            since = "" if newest[1] == owner else f" by {newest[1]}, who owns the run now"
+            raise NotPermittedError(
+                f"epoch {incarnation}.{number} is over: {newest[0]}.{newest[2]} was offered since{since}"
+            )
+        if self.is_leaving:
+            raise PeerLostError("this peer is leaving the mesh; plan again without it")
+        self._epochs.pop(run, None)
+        self._epochs[run] = epoch
+        while len(self._epochs) > MOST_RUNS:
+            del self._epochs[next(iter(self._epochs))]
+        if self._job is not None and (self._job.peer_id == owner or self._run_name == run):
+            await self.drop()
+        if self._reserved:
+            raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
+
+    async def _serve(self, stream: Stream, frame: Frame) -> None:
+        taken = Taken(stream)
+
+        def moved() -> tuple[int, ...]:
+            return taken.moved, stream.received_bytes, self._compute.done
+
+        def sign() -> Frame:
+            return Frame(messages.PONG, {"moved": taken.moved + self._compute.done})
+
+        try:
+            prepare = partial(while_alive, partial(self._prepare, stream, frame, taken), stream, self._timeouts, sign)
+            self.session = await while_moving(prepare, moved, self._timeouts.offer_s, self._timeouts)
+        except TimeoutError:
+            log.warning("an offer was not completed in time", owner=stream.peer_id)
+            return
+        except StreamClosed as closed:
+            log.info("the owner left during its offer", reason=str(closed))
+            return
+        except Exception as error:
+            if not isinstance(error, MeshceeError):
+                log.exception("an offer met a bug of ours")
+            log.warning("offer refused", owner=stream.peer_id, error=str(error))
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            await stream.aclose()
+            return
+        finally:
+            if self.session is None:
+                self.remains.keep(taken.tensors)
+        if self.is_leaving:  # since the offer came
+            self.session.leave()
+        offer = self.session.offer
+        log.info("job accepted", job=offer.job, owner=stream.peer_id, stage=offer.place.index, blocks=offer.blocks)
+        try:
+            await self.session.run()
+            log.info("job over", job=offer.job)
+        except* Exception as failures:
+            cause = most_telling(failures)
+            log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._abort(self.session))  # first: what hangs in a sum holds the device
+                group.create_task(self._report(stream, cause))
+        finally:
+            try:
+                await self._abort(self.session)
+            finally:
+                self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
+                if not self.session.ending:
+                    self.remains.keep(self.session.executor.untouched())
+                self.session.close()
+
+    async def _abort(self, session: Session) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await session.executor.settlement.abort()
+
+    async def _report(self, stream: Stream, error: BaseException) -> None:
+        """Tell the owner before the links close, so that it hears the cause before its consequences."""
+        peer = getattr(error, "__notes__", [None])[0]
+        about = {"lost": peer} if isinstance(error, PeerLostError) else {"of": peer, "step": self._step}
+        try:
+            async with asyncio.timeout(self._timeouts.shutdown_s):
+                await stream.send(Frame(messages.FAILED, messages.error_header(error, **about)))
+                await stream.aclose()
+        except (StreamClosed, TimeoutError):
+            log.info("the owner did not hear of the failure", owner=stream.peer_id)
+
+    @property
+    def _step(self) -> int | None:
+        return self.session.executor.step if self.session is not None else None
+
+    async def _prepare(self, stream: Stream, frame: Frame, taken: Taken) -> Session:
+        # Decoding and hashing take seconds for a large model: not on the event loop.
+        offer = await asyncio.to_thread(Offer.from_frame, frame, self._transport.peer_id, stream.peer_id, self._limits)
+        self._accept(stream.peer_id, offer.term)
+        if offer.state_bytes > self._memory_bytes:
+            missing = offer.state_bytes - self._memory_bytes
+            raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
+        await self._compute.use_threads(offer.plan.threads)
+        held = self.remains.for_epoch(offer)
+        weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
+        held.offered = {}
+        runner = await self._compute.run(offer.build, weights.state, self._compute.device)
+        stream.max_payload_bytes = self._limits.payload_bytes
+        buddy = Buddy(offer, held, self._transport, self._timeouts, self._memory_bytes)
+        ours = self._transport, self._compute, self._timeouts
+        session = Session(offer, runner, stream, *ours, buddy, self._begun(), self._bandwidth, moments)
+        hashes = {"state": weights.hash, "optimizer": moments.hash}
+        header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
+        await stream.send(Frame(messages.READY, header))
+        return session
+
+    async def serve_stage(self, stream: Stream) -> None:
+        stream.max_payload_bytes = 0  # until it has said which stage it is
+        async with asyncio.timeout(self._timeouts.join_s):
+            frame = await stream.recv()
+        session = self.session
+        if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
+            raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")
+        await session.attach(stream)

@@ -1,0 +1,10 @@
+"""A peer as a whole: what runs in it, how it is put together, how it leaves, and the mesh as Python code sees it (`Mesh`).
+
+`Agent` owns every task in one TaskGroup; `assemble` hands it a transport and a store.
+"""
+
+from peers.node.assemble import JoinOptions, agent, join
+from peers.node.departure import Departure, ask_to_leave, find_peer
+from peers.node.mesh import Mesh, Result
+
+__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "agent", "ask_to_leave", "find_peer", "join"]

@@ -1,0 +1,333 @@
+"""Puts a peer together: over libp2p and the DHT on real machines, or many in one process for `--local`.
+
+The idea: one place knows which transport goes with which store; everything above takes an Agent or a Mesh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import structlog
+
+from dht import Identity, MemoryStore, MeshKey, SharedMemory, TermFile, Token, dialable
+from meshcee.capture import prepare
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError
+from meshcee.files import Home
+from peers.device import Compute, Pace, emulate, host_id
+from peers.node.agent import Agent, AgentOptions
+from peers.node.departure import Departure
+from peers.node.founding import Founding
+from peers.node.mesh import Mesh
+from peers.transport import MemoryNetwork, Shape, ShapedTransport, StreamClosed, Transport
+
+if TYPE_CHECKING:
+    from peers.transport.p2p import P2PDaemon
+
+__all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "agent", "join"]
+
+
+log = structlog.get_logger()
+
+GREETINGS = 3  # tries to shake hands with a seed
+QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """How to take part. `local` means that many peers inside this process instead of a mesh."""
+
+    token: str | None = None
+    local: int | None = None
+    name: str = "owner"
+    compute: bool = False
+    observes: bool = False
+    device: str = "cpu"
+    memory_bytes: int | None = None
+    region: str | None = None
+    listen: str = "0.0.0.0:0"
+    announce: str | None = None
+    direct_port: int = 0  # -1: none
+    identity: Path | None = None
+    open: bool = False
+    valid_s: float = 7 * 86400
+    shape: str | None = None
+    shape_device: str | None = None
+    jitter_s: float = 0.0
+    pace: Pace | None = None  # emulate the device only
+    regroup_s: float | None = None
+    leave_s: float | None = None
+    threads_said: bool = False  # by the user, who has set torch's number
+
+
+@asynccontextmanager
+async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
+    """A Mesh that may own jobs."""
+    if options.local is not None:
+        async with InProcess(options) as here:
+            for i in range(options.local):
+                await here.start(f"local-{i}")
+            yield await here.own(options.name, home)
+        return
+    home = home or Home()
+    async with AsyncExitStack() as stack:
+        lent: list[str] = []
+        if options.compute:
+            lending = replace(options, name=f"{options.name}-device")
+            lent.append(await stack.enter_async_context(_lender(lending, home, lent.clear)))
+        node = await stack.enter_async_context(agent(replace(options, compute=False), home))
+        await node.wait_for_peers(lent)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        yield Mesh(node, group, home, lent)
+
+
+@asynccontextmanager
+async def _lender(options: JoinOptions, home: Home, gone: Callable[[], None]) -> AsyncIterator[str]:
+    """The owner's device as a peer of its own, fed as every other is. It may be asked to leave before the owner ends, or fail
+    like any other; then `gone` is called. Yields its id."""
+    up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def lend() -> None:
+        try:
+            async with agent(options, home) as lender:
+                departure = Departure(lender)
+                up.set_result(lender.peer_id)
+                await departure.run()
+        except Exception as error:
+            if not up.done():
+                up.set_exception(error)
+            else:
+                log.error("this machine's device is lost to the mesh", error=repr(error))
+        finally:
+            gone()
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(lend())
+        await asyncio.wait([up])
+        if up.exception() is None:
+            try:
+                yield up.result()
+            finally:
+                task.cancel()
+    up.result()  # raises why it could not join
+
+
+class InProcess:
+    """Peers in this event loop: the same agents over memory instead of libp2p. Lifetime is `async with`.
+
+    On a loop of virtual time `clock` and `monotonic` are its own.
+    """
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        network: MemoryNetwork | None = None,
+        timeouts: Timeouts = QUICK,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.network = network or MemoryNetwork()
+        self.agents: dict[str, Agent] = {}
+        self.stores: dict[str, MemoryStore] = {}
+        self._options = options
+        self._timeouts = timeouts
+        self._clock, self._monotonic = clock, monotonic
+        self.memory = SharedMemory(clock)
+        self._key = MeshKey()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> InProcess:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def start(
+        self,
+        name: str,
+        *,
+        lends: bool = True,
+        identity: Identity | None = None,
+        terms: TermFile | None = None,
+        pace: Pace | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> Agent:
+        """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
+        own wall clock, where that differs from the mesh's."""
+        identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
+        compute = (
+            await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
+            if lends
+            else None
+        )
+        transport = await self._stack.enter_async_context(
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, clock=clock)
+        )
+        transport.addresses = ()
+        store = self.stores[name] = MemoryStore(self.memory)
+        options = AgentOptions(name, memory_bytes=self._options.memory_bytes)
+        made = Agent(
+            options,
+            identity,
+            self._key,
+            transport,
+            store,
+            compute,
+            timeouts=quick,
+            limits=Limits(),
+            terms=terms,
+            clock=clock,
+            monotonic=self._monotonic,
+        )
+        self.agents[name] = await self._stack.enter_async_context(made)
+        return made
+
+    async def own(self, name: str, home: Home | None, clock: Callable[[], float] | None = None) -> Mesh:
+        """A Mesh that may own jobs here."""
+        owner = await self.start(name, lends=False, clock=clock)
+        await owner.wait_for_devices(sum(agent.lends for agent in self.agents.values()))
+        return Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
+
+    def crash(self, name: str) -> None:
+        """As if its process had been killed: all that the others notice is that nothing comes any more."""
+        self.network.kill(self.agents[name].peer_id)
+        self.stores[name].reachable = False
+
+
+@asynccontextmanager
+async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
+    """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
+    from dht import KademliaStore
+    from peers.transport import Direct
+    from peers.transport.p2p import Libp2pTransport, P2PDaemon
+
+    timeouts, limits = Timeouts(), Limits()
+    if options.regroup_s is not None:
+        timeouts = replace(timeouts, regroup_s=options.regroup_s)
+    if options.leave_s is not None:
+        timeouts = replace(timeouts, leave_s=options.leave_s)
+    token = Token.parse(options.token, time.time()) if options.token else None
+    seeds = tuple(token.addresses) if token else ()
+    async with AsyncExitStack() as stack:
+        founding, listen, chosen = None, options.listen, options.identity
+        if token is None:
+            founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
+            key, listen, chosen = founding.key, founding.listen(listen), founding.identity
+        else:
+            key = token.mesh_key
+        file = stack.enter_context(home.identity_file(chosen))
+        identity = Identity.load_or_create(file)
+        daemon = await stack.enter_async_context(
+            P2PDaemon(
+                identity,
+                listen=[listen],
+                announce=[options.announce] if options.announce else [],
+                seeds=seeds,
+                timeouts=timeouts,
+            )
+        )
+        transport: Transport
+        pace, shape = options.pace, None
+        if options.shape and options.shape_device:
+            emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
+            pace, shape = emulated.pace, emulated.shape
+        real = Libp2pTransport(
+            daemon.p2p,
+            key.secret,
+            direct=Direct(daemon.listening, options.direct_port, timeouts) if options.direct_port >= 0 else None,
+            timeouts=timeouts,
+            limits=limits,
+        )
+        if shape is None:
+            transport = await stack.enter_async_context(real)
+        else:
+            transport = await stack.enter_async_context(ShapedTransport(real, shape, limits=limits))
+        real.addresses = daemon.addresses
+        await _greet(transport, daemon, seeds)
+        store = await stack.enter_async_context(
+            KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=not options.compute, timeouts=timeouts)
+        )
+        daemon.on_restart(real.rebind)
+        daemon.on_restart(store.rebind)
+        compute = None
+        if options.compute:
+            await asyncio.to_thread(prepare)
+            compute = await stack.enter_async_context(Compute(options.device, pace))
+        node = Node(
+            # Several peers of one machine must be told apart.
+            AgentOptions(
+                options.name or f"{socket.gethostname()}-{identity.peer_id[-4:]}",
+                options.region,
+                options.memory_bytes,
+                options.observes,
+                "" if pace is not None else host_id(key.secret),
+                options.threads_said,
+            ),
+            identity,
+            key,
+            transport,
+            store,
+            compute,
+            timeouts=timeouts,
+            limits=limits,
+            terms=TermFile(Path(f"{identity.path}.{key.fingerprint}.terms")),
+        )
+        await stack.enter_async_context(node)
+        if founding is not None:
+            founding.note(options.listen, daemon.listening[0], file, node.invite(options.valid_s))
+        if shape is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            naming = group.create_task(_name_peers(shape, node))
+            stack.callback(naming.cancel)
+        yield node
+
+
+async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]) -> None:
+    """Shake hands with one seed before anything else: a wrong key or version is told now, and in words.
+
+    libp2p drops one of two connections that were dialled at the same moment, and the streams on it: hence the tries.
+    """
+    problem: Exception | None = None
+    for attempt in range(GREETINGS):
+        for peer_id in sorted(daemon.reached):
+            try:
+                stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
+            except (JoinError, StreamClosed) as error:
+                problem = error
+            else:
+                await stream.aclose()
+                return
+        await asyncio.sleep(0.2 * (attempt + 1))
+    if problem is not None:
+        raise problem
+
+
+async def _name_peers(shape: Shape, node: Agent) -> None:
+    """A shape speaks of devices by name: tell it which peer id each name has, as they appear."""
+    while True:
+        for peer_id, name in node.names().items():
+            shape.alias(peer_id, name)
+        await node.directory.wait_for_change()
+
+
+class Node(Agent):
+    """An Agent on a real network; knows how to invite others."""
+
+    def invite(self, valid_s: float) -> str:
+        """A token for other machines (for this one only, when nothing but loopback is listened on)."""
+        return Token(tuple(self.transport.addresses)[:8], self.mesh_key, time.time() + valid_s).encode()
+
+    @property
+    def reachable_from_elsewhere(self) -> bool:
+        return bool(dialable(self.transport.addresses))

@@ -1,0 +1,107 @@
+"""The mesh that this machine has founded, and founds again: its key, identity and port outlive the peer.
+
+The idea: a token names a key and an address, so a first machine that comes back with other ones has left its own mesh. What it
+was is kept in a file beside its identities. Who holds the file's lock is the first peer; another one that is started in the same
+way would found a second mesh by mistake, and is told how to join instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dht import MeshKey
+from meshcee.errors import JoinError, UsageError
+from meshcee.files import Home, disk, dumps
+from peers.transport.p2p import reserve
+
+__all__ = ["Founding"]
+
+log = structlog.get_logger()
+
+
+class Founding:
+    """What is known of it; made by `of`."""
+
+    def __init__(self, home: Home, file: Path, key: MeshKey, kept: dict[str, Any], chosen: Path | None) -> None:
+        self.key = key
+        self._home = home
+        self._file = file
+        self._kept = kept
+        self.identity = chosen or (Path(kept["identity"]) if "identity" in kept else None)
+
+    @classmethod
+    @contextmanager
+    def of(cls, home: Home, identity: Path | None, *, is_open: bool) -> Iterator[Founding]:
+        """Of who starts a mesh, with or without a key, and with this identity if one was chosen: each is a mesh of its own.
+
+        UsageError where its first peer runs already.
+        """
+        base = identity or home.folder / "mesh"
+        with home.writable():
+            disk.make_folder(base.parent)
+        file = base.with_name(base.name + (".open.json" if is_open else ".founded.json"))
+        with open(f"{file}.lock", "ab") as lock:
+            kept = _read(file)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(_runs_already(kept)) from None
+            key = MeshKey() if is_open else MeshKey.load_or_create(base.with_name(base.name + ".mesh-key"))
+            yield cls(home, file, key, kept, identity)
+
+    def listen(self, where: str) -> str:
+        """Where to listen when the user says this: on the port of the last time, if any is left to us."""
+        kept = self._kept.get("listening", {}).get(where)
+        if kept is None:
+            return where
+        try:
+            _, sockets = reserve([kept])
+        except JoinError as error:
+            log.warning("this mesh has another port now, so its old tokens do not lead here", error=str(error))
+            return where
+        for held in sockets:
+            held.close()
+        return str(kept)
+
+    def note(self, where: str, listening: str, identity: Path, token: str) -> None:
+        """The peer is up."""
+        data = {
+            "identity": str(identity.absolute()),
+            "listening": {**self._kept.get("listening", {}), where: listening},
+            "mesh": self.key.fingerprint,
+            "token": token,
+        }
+        with self._home.writable():
+            disk.write_whole(self._file, dumps(data, indent=1).encode())  # mode 0600: it holds the key
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(file.read_text())
+        if not all(isinstance(kept.get(name, kind()), kind) for name, kind in (("identity", str), ("listening", dict))):
+            raise ValueError("its entries are of other kinds")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{file}, which says what this machine's mesh is, cannot be read ({error}): restore it, or remove it and old tokens "
+            "lead nowhere"
+        ) from error
+    return dict(kept)
+
+
+def _runs_already(kept: dict[str, Any]) -> str:
+    token = kept.get("token")
+    if token is None:
+        return "another `meshcee peer` is starting a mesh on this machine at this moment: try again"
+    return (
+        f"the first peer of mesh {kept.get('mesh')} runs on this machine already; to join that mesh:\n\n"
+        f"  meshcee peer --join {token}\n\nto found another one beside it, set another MESHCEE_HOME"
+    )

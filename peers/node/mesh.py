@@ -1,0 +1,205 @@
+"""A mesh as Python code sees it: who is there, and `train`.
+
+The idea: `async with meshcee.join(...) as mesh` gives an agent that may own jobs. Training a job is: capture, ask the
+coordinator for a plan, offer it, feed it; reports come back as an async iterator, and `mesh.result` holds the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshcee.capture import Capture, capture
+from meshcee.errors import MeshceeError, StaleTermError, UsageError
+from meshcee.files import Home
+from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.sampling import unrepeatable
+from peers.measure import Trace
+from peers.node.agent import Agent
+from peers.owner import (
+    REPLANS,
+    EvaluationFeed,
+    Predictions,
+    Report,
+    Result,
+    Training,
+    next_incarnation,
+    own,
+    stand_by,
+    with_state,
+)
+from peers.planning import Planned, ask_plan, given_plan, question
+from peers.state import check_same
+
+__all__ = ["Mesh", "Result"]
+
+
+class Mesh:
+    """A joined mesh. Made by `meshcee.join`, which also ends it."""
+
+    def __init__(
+        self, agent: Agent, group: asyncio.TaskGroup, home: Home | None = None, lent: Collection[str] = ()
+    ) -> None:
+        self.agent = agent
+        self.result = Result()
+        self._group = group
+        self._home = home
+        self._lent = lent  # peers that this process has added to the mesh for its own jobs, and that have not left
+        self._training: Training | None = None
+
+    def stop(self) -> bool:
+        """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
+        return self._training is not None and self._training.stop()
+
+    async def plan(self, job: Job, captured: Capture, stages: int | None = None, given: Plan | None = None) -> Planned:
+        """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given.
+
+        A plan that is `given` is only checked; its peers may be named by their names.
+        """
+        if given is not None:
+            return await given_plan(self.agent, given, job, captured)
+        return await ask_plan(self.agent, await question(self.agent, job, captured, stages, tuple(self._lent)))
+
+    async def evaluate(
+        self,
+        job: Job,
+        data: Any = None,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        captured: Capture | None = None,
+        stages: int | None = None,
+    ) -> dict[str, float]:
+        """The loss and the job's metrics over `data` (default: the job's eval_data), in the model's eval mode.
+
+        `state` holds other weights than the model's, e.g. a trained `result.state_dict`.
+        """
+        metrics, _ = await self._walk_once(job, data, state, captured, stages, predicts=False)
+        return metrics
+
+    async def predict(
+        self,
+        job: Job,
+        data: Any = None,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        captured: Capture | None = None,
+        stages: int | None = None,
+    ) -> Any:
+        """What the model returns for `data`, as one output in the order of the samples; otherwise as `evaluate`.
+
+        Samples are pairs (x, y), as in training: the captured graph includes the loss.
+        """
+        _, output = await self._walk_once(replace(job, metrics={}), data, state, captured, stages, predicts=True)
+        return output
+
+    async def _walk_once(
+        self,
+        job: Job,
+        data: Any,
+        state: Mapping[str, torch.Tensor] | None,
+        captured: Capture | None,
+        stages: int | None,
+        *,
+        predicts: bool,
+    ) -> tuple[dict[str, float], Any]:
+        """Plan, offer, evaluate; again when the coordinator has changed in between."""
+        job = replace(job, eval_data=job.eval_data if data is None else data)
+        if job.eval_data is None:
+            raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
+        if captured is None or captured.evaluate is None:
+            captured = await asyncio.to_thread(capture, job, evaluate=True)
+        captured = with_state(captured, state)
+        predictions = Predictions(captured) if predicts else None
+        for attempt in range(REPLANS + 1):
+            plan, term, _ = await self.plan(job, captured, stages)
+            epoch = (next_incarnation(self._home), 1)
+            owner = own(self.agent, job, captured, plan, term, epoch)
+            feed = EvaluationFeed(job, captured, plan.micro_batch)
+            try:
+                metrics = await owner.evaluate(feed, predictions.hear if predictions else None)
+            except StaleTermError:
+                if attempt == REPLANS:
+                    raise
+                await self.agent.later_than(term)
+            else:
+                break
+        return metrics, predictions.output() if predictions else None
+
+    async def stand_by(
+        self, job: Job, captured: Capture, *, tell: Callable[[str], None] = lambda text: None
+    ) -> tuple[str, str] | None:
+        """Follow this job's run on another machine until its owner is gone: (run, owner), for `train(resume=run, after=owner)`.
+
+        None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
+        is of another job of that name, or when this machine could not feed its steps again as they were fed.
+        """
+        if self._home is None:
+            raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
+        if (index := await asyncio.to_thread(unrepeatable, job)) is not None:
+            raise UsageError(
+                f"data[{index}] is another sample when it is read again, and what the run was fed lies on its owner's disk only: "
+                "a standby could not compute a step again. Let data draw from `random`, `numpy.random` or torch's own generator "
+                "only, or leave --standby out"
+            )
+        check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
+        return await stand_by(self.agent, self._home, job.name, check, tell)
+
+    async def train(
+        self,
+        job: Job,
+        *,
+        captured: Capture | None = None,
+        stages: int | None = None,
+        plan: Plan | None = None,
+        codec: str | None = None,
+        resume: str | None = None,
+        on_plan: Callable[[Plan, Mapping[str, str]], None] | None = None,
+        trace: Trace | None = None,
+        wait: bool = True,
+        on_wait: Callable[[str], None] | None = None,
+        after: str = "",
+    ) -> AsyncIterator[Report]:
+        """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
+
+        `plan` takes the place of the coordinator's: its members may be peer ids or names. `codec` takes the place of the job's.
+        `trace` hears what peers did in a few
+        steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
+        `wait` False it begins at once, on the peers that are idle, if they can hold it.
+        It also hears, once a minute, where the job's data is when a read of it does not return.
+        `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
+        Raises the cause of a failure; leaving the loop early aborts the job.
+        """
+        if codec is not None:
+            job = replace(job, codec=codec)
+        reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
+        training = Training(
+            self.agent,
+            self._home,
+            tuple(self._lent),
+            job,
+            captured,
+            stages=stages,
+            plan=plan,
+            resume=resume,
+            on_plan=on_plan,
+            reports=reports,
+            on_wait=(on_wait or (lambda text: None)) if wait else None,
+            on_stall=on_wait,
+            trace=trace,
+            after=after,
+        )
+        self._training, self.result = training, training.result
+        task = self._group.create_task(training.run())
+        try:
+            while (item := await reports.get()) is not None:
+                if isinstance(item, MeshceeError):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+            await asyncio.wait([task])

@@ -1,0 +1,360 @@
+"""A running job's own figures, and what they make it do: the adapter's rule on a live mesh.
+
+The idea: every step tells, for free, how long its members computed and how fast its large frames crossed each link. What
+has shifted for several steps on end is put in the place of what the plan was made from, and devices that have come meanwhile
+are put beside it; plans are searched and priced under that, by the same code as the first one, and the work function
+(meshcee/adapt/rule.py) says when to go over.
+
+Devices that come while the job runs are profiled beside the training before they are put beside it (`Newcomers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import structlog
+
+from meshcee.adapt import HELD, SETTLING_STEPS, Adapter, Decision, Feeding, Paces, Pair, Senses, as_shown
+from meshcee.errors import MeshceeError, PlanError
+from meshcee.figures import BlockTimes, Cluster, LinkProfile, Measured
+from meshcee.plan import Plan
+from meshcee.planner import choose, situation
+from meshcee.simulator import period_s
+from peers.measure import sound
+from peers.mesh_view import MeshView, named
+from peers.owner.answers import Report
+from peers.planning import PlanRequest
+
+__all__ = ["Adaptation", "Change", "Newcomers"]
+
+log = structlog.get_logger()
+
+LINKS_S = 20.0  # that a device may take to measure its links to the members; then it is planned with what there is
+
+Ask = Callable[[], Awaitable[Mapping[str, BlockTimes]]]
+
+
+class Newcomers:
+    """One job's. `times` are all profiles so far, by peer; `ask` gets those of the devices that are idle now."""
+
+    def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
+        self.times = dict(times)
+        self._agent = agent
+        self._ask = ask
+        self._known = set(times)
+        self._seen_s: dict[str, float] = {}  # when each of the others was seen first
+        self._asked: set[str] = set()
+        self._asking: asyncio.Task[None] | None = None
+
+    def look(self, members: Collection[str]) -> list[str]:
+        """Devices that can be planned with since the last look, in words with peer ids. Called with every step."""
+        present = self._agent.devices(members).keys()
+        self._known = self._known & self._agent.directory.peers.keys() | {*members}
+        now_s = self._agent.monotonic()
+        self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known}
+        if self._asking is None:
+            if self._seen_s and (found := self._due(members)):
+                self._asked = found
+                self._asking = self._agent.beside(self._profile())
+            return []
+        if not self._asking.done():
+            return []
+        self._asking = None
+        self._known |= self._asked
+        return [f"{peer} has joined" for peer in sorted(self._asked & present)]
+
+    def _due(self, members: Collection[str]) -> set[str]:
+        """Of those who are new: whose links to all members are known, or who has had long enough to measure them."""
+        links, now_s = self._agent.links(members), self._agent.monotonic()
+        return {
+            peer
+            for peer, since_s in self._seen_s.items()
+            if now_s - since_s >= LINKS_S or all({(peer, m), (m, peer)} <= links.keys() for m in members)
+        }
+
+    async def _profile(self) -> None:
+        with contextlib.suppress(MeshceeError):  # its claimed speed stands in
+            self.times |= await self._ask()
+        log.info("devices have come while the job runs", peers=sorted(self._asked))
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+LATE = HELD // 2  # steps that a shift has been there before the one that tells it
+PROBES_EVERY_S = 1.0  # between two looks at what others have probed
+SOUND_STEPS, SOUND_S = 2, 3.0  # at least, between two times that peers are asked to probe links that have sagged
+MOST_SOUNDED = 6  # links at a time
+SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
+CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
+RUNNERS_UP = 2  # kept of each search
+RECENT = 1000  # steps whose seconds count for what one usually takes
+SHOWN = 5  # alternatives, best first, in a line of the log
+
+
+@dataclass
+class Change:
+    """Of the plan of a running job, because something else had changed."""
+
+    step: int  # the last one under the old plan
+    cause: tuple[str, ...]
+    level: str  # as meshcee.adapt.rule.Level
+    alternatives: int  # plans that were priced
+    gain: float  # old step over new, as priced
+    before_s: float  # a step under the old plan, after the cause
+    after_s: float | None = None  # and under the new one, once it has run some steps
+
+
+class Adaptation:
+    """One job's: make it when its plan begins, call `hear` with every step, `moved` when another plan begins.
+
+    What it changes is written to `changes`. `check` raises PlanError for a plan that cannot run on such kinds of devices.
+    """
+
+    def __init__(
+        self,
+        agent: MeshView,
+        request: PlanRequest,
+        plan: Plan,
+        changes: list[Change],
+        newcomers: Newcomers,
+        check: Callable[[Plan, Mapping[str, str]], None],
+    ) -> None:
+        self._agent = agent
+        self._changes = changes
+        self._newcomers = newcomers
+        self._check = check
+        self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
+        self._senses = Senses.of(agent.links(plan.peers))
+        self._feeding = Feeding(request.feeds)
+        self._paces = Paces()
+        self._plan = plan
+        self._adapter: Adapter | None = None  # none is needed while nothing has changed
+        self._shifts: list[str] = []
+        self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
+        self._cluster: Cluster | None = None
+        self._crossed: set[Pair] = set()  # by the last step
+        self._probed_at: dict[Pair, float] = {}  # of the last figure that was heard, by the clock of records
+        self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
+        self._cause: list[str] = []  # of the last search
+        self._vetoed: Plan | None = None  # would pay, but not before the job ends
+        self._begin(None)
+
+    def _begin(self, since_s: float | None) -> None:
+        self._began_at, self._began_s = self._agent.clock(), since_s or self._agent.monotonic()
+        self._pauses = 2 if since_s is None else 1  # with none seen, an end is taken to last as long
+        self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the running plan
+        self._mesh = self._measured()  # under which it begins
+        self._calm_s: float | None = None  # a step of it until something shifted
+        self._shifted = False
+        self._changing_s = 0.0  # what ending an epoch and beginning another takes
+
+    def moved(self, plan: Plan, since_s: float | None = None) -> bool:
+        """This plan begins; False when it is not the one that was chosen here. `since_s`: when the last step was reported."""
+        if self._adapter is None or self._adapter.plan is not plan:
+            return False
+        self._plan = plan
+        self._begin(since_s)
+        self._senses.restart()
+        self._feeding.restart()
+        return True
+
+    async def hear(self, report: Report) -> Plan | None:
+        """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
+        if not self._steps_s:
+            self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
+        self._steps_s.append(report.step_s)
+        recent_s = median([*self._steps_s][-HELD:])
+        if len(self._steps_s) == HELD and self._pauses == 1:
+            # Moments that came behind its micro-batches held the first one up.
+            self._changing_s += max(0.0, self._steps_s[0] - recent_s)
+        if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:
+            change = self._changes[-1]
+            change.after_s = recent_s
+            log.info("since the plan changed", gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
+        left_s = (report.steps - report.step - 1) * recent_s
+        try:
+            decision = await self._decide(report, left_s)
+        except MeshceeError as error:  # the job runs; a mesh that cannot be judged is no reason to end it
+            log.warning("no other plan was looked for", error=str(error))
+            return None
+        if decision is None:
+            return None
+        if left_s * (1 - 1 / decision.gain) <= decision.moving_s:
+            if decision.plan is not self._vetoed:
+                self._vetoed = decision.plan
+                log.info("the plan stays: the job ends before a change would pay", **self._told(decision))
+            return None
+        told = self._told(decision)
+        self._changes.append(
+            Change(report.step, told["cause"], told["level"], len(decision.step_s), decision.gain, recent_s)
+        )
+        log.warning("the plan changes", **told)
+        return decision.plan
+
+    def _told(self, decision: Decision) -> dict[str, Any]:
+        """Of a decision, for the log: its cause, what it gains, and what a step takes now and would under other plans."""
+        names = self._agent.names()
+        others = sorted(seconds for p, seconds in enumerate(decision.step_s) if p != decision.before)
+        return {
+            "cause": tuple(named(text, names) for text in self._cause),
+            "level": decision.level.name.lower(),
+            "gain": round(decision.gain, 2),
+            "takes_s": round(decision.moving_s, 1),
+            "step_s": round(decision.step_s[decision.before], 3),
+            "alternatives": len(others),
+            "alternatives_s": [round(seconds, 3) for seconds in others[:SHOWN]],
+        }
+
+    async def _decide(self, report: Report, left_s: float) -> Decision | None:
+        observed, steps = report.observed, 1
+        told = self._senses.hear(observed) + self._feeding.hear(observed.fed, report.step_s)
+        self._crossed = set(observed.rates)
+        if self._cluster is None:
+            self._place(self._agent.measured(self._plan.peers))
+        self._sound(report.step)
+        if self._agent.monotonic() >= self._probes_at_s:
+            self._probes_at_s = self._agent.monotonic() + PROBES_EVERY_S
+            links = self._agent.links(self._plan.peers).items()
+            idle = {pair: link for pair, link in links if self._is_free(pair)}
+            fresh = {p: k for p, k in idle.items() if k.measured_at > self._probed_at.get(p, self._began_at)}
+            self._probed_at |= {p: k.measured_at for p, k in fresh.items()}
+            told += self._senses.probed({p: k.bandwidth_bytes_per_s for p, k in fresh.items()})
+        if told:
+            self._shifted_at = self._agent.clock()
+            steps += LATE
+            calm_s = [*self._steps_s][1:-HELD]  # what is told of now began HELD steps ago at most
+            if not self._shifted and len(calm_s) >= HELD:
+                self._calm_s = median(calm_s)
+            self._shifted = True
+        told += self._newcomers.look(self._plan.peers)
+        self._shifts += told
+        pays = self._changing_s < CHANGE_SHARE * left_s
+        searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s
+        looks = searches or (bool(told) and self._adapter is not None)
+        if looks:
+            self._cause = list(self._shifts)
+            known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
+            calm = None if self._calm_s is None else (self._mesh, self._calm_s)
+            self._calm_s = None
+            began_s = self._agent.monotonic()
+            await asyncio.to_thread(self._look, *known, calm, search=searches)
+            if searches:
+                self._shifts = []
+                now_s = self._agent.monotonic()
+                self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
+        if self._adapter is None:
+            return None
+        decision = self._adapter.observe(steps)
+        if decision.plan is not self._plan:
+            return decision
+        if looks:
+            log.info("the plan stays", **self._told(decision))
+        return None
+
+    def _place(self, mesh: Measured) -> None:
+        self._cluster, _ = situation(mesh, self._request.job)
+
+    def _line(self, pair: Pair) -> tuple[str, str] | None:
+        """What a link shares with others, where its ends are in two regions."""
+        return self._cluster.shared_line(*pair) if self._cluster is not None else None
+
+    def _is_free(self, pair: Pair) -> bool:
+        """Whether a probe of this link shows all that it has: no step crosses it, nor another one on the same line."""
+        line = self._line(pair)
+        return pair not in self._crossed and (line is None or line not in map(self._line, self._crossed))
+
+    def _doubtful(self) -> list[Pair]:
+        """Links that only a probe can tell of: of those that share a line one, as they would share what it has."""
+        found: list[Pair] = []
+        for pair in sorted(filter(self._is_free, self._senses.doubtful | {*self._agent.parted()})):
+            if (line := self._line(pair)) is None or line not in map(self._line, found):
+                found.append(pair)
+        return found
+
+    def _sound(self, step: int) -> None:
+        """Have links measured that no step crosses and that have sagged, or have recovered lately and may sag again."""
+        doubtful, now_s = self._doubtful(), self._agent.monotonic()
+        if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
+            self._sound_at_s = now_s + SOUND_S
+            self._agent.beside(sound(self._agent, doubtful[:MOST_SOUNDED]))  # the report of this step waits for nobody
+
+    def _measured(self) -> Measured:
+        """What is known of the mesh, with what this job has seen of it in the place of older figures."""
+        mesh = self._agent.measured(self._plan.peers)
+        times = {p: t for p, t in self._newcomers.times.items() if p in mesh.devices}
+        return replace(mesh, links=self._links(mesh), times=times, feeds=dict(self._feeding.links))
+
+    def _links(self, mesh: Measured) -> dict[Pair, LinkProfile]:
+        """Steps and soundings show some links. The others that share a line with them go the same way, and have sagged as much,
+        unless they were probed since."""
+        self._place(mesh)
+        seen = self._crossed | set(self._doubtful())
+        shares: dict[tuple[str | None, str | None], list[float]] = defaultdict(list)
+        for pair in seen:
+            if (line := self._line(pair)) is not None:
+                shares[line].append(self._senses.share(pair))
+        links = {}
+        for pair, link in mesh.links.items():
+            line = self._line(pair)
+            if pair not in seen and line in shares and link.measured_at < self._shifted_at:
+                rate = median(shares[line]) * self._senses.best(pair, link.bandwidth_bytes_per_s)
+                self._senses.assume(pair, rate)
+            links[pair] = as_shown(link, self._senses.rates[pair]) if pair in self._senses.rates else link
+        return links
+
+    def _look(
+        self,
+        mesh: Measured,
+        compute_s: Mapping[str, float],
+        slow: Mapping[str, float],
+        calm: tuple[Measured, float] | None,
+        *,
+        search: bool,
+    ) -> None:
+        """Price everything anew under the present figures, and, if asked, search for what is better.
+
+        calm  the mesh before anything shifted under this plan, and seconds of a step then
+        """
+        found: list[Plan] = []
+        try:
+            with contextlib.suppress(PlanError):  # a member has gone
+                self._paces.hear(self._plan, *situation(mesh, self._request.job), compute_s, slow)
+                if calm is not None:
+                    then = situation(self._paces.applied(calm[0], {}), self._request.job)
+                    self._paces.ran(self._plan, calm[1], period_s(self._plan, *then))
+            mesh = self._paces.applied(mesh, slow)
+            if search:
+                choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
+                found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
+            else:
+                cluster, workload = situation(mesh, self._request.job)
+        except PlanError as error:  # it runs, so go on
+            log.info("no other plan", error=str(error))
+            return
+
+        def price(plan: Plan) -> float:
+            try:
+                seconds = period_s(plan, cluster, workload) * self._paces.share(plan)
+                self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
+                return seconds
+            except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
+                return math.inf
+
+        if self._adapter is None:
+            # Settling is reckoned in steps before the change of weather. What the beginning of an epoch took beyond that
+            # went into moving state.
+            undisturbed_s = self._plan.predicted.step_s if self._plan.predicted is not None else price(self._plan)
+            settle_s = SETTLING_STEPS * undisturbed_s
+            self._adapter = Adapter(
+                self._plan, price, lambda a, b: max(0.0, self._changing_s - settle_s), settle_s=settle_s
+            )
+        self._adapter.weather(price, found)

@@ -1,0 +1,199 @@
+"""What has come back of one step or evaluation, and what is told of it.
+
+The idea: the owner fills a Walk as answers arrive in any order; a Report is made once it is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from meshcee.codec import Measured
+from meshcee.errors import ProtocolError, UsageError
+from meshcee.figures import Observed
+from meshcee.plan import Plan
+from meshcee.role import Place
+from peers.owner.feed import Portion
+from peers.wire import Step, messages, need
+
+__all__ = ["CodecNews", "Report", "Walk"]
+
+log = structlog.get_logger()
+
+SHOWN_BYTES = 100_000  # in a queue: fewer hold nobody up
+BUSY = 0.7  # of a step: who is busy for so long bounds it
+
+
+@dataclass(frozen=True)
+class Report:
+    """One committed step. They count from 0, as `range(steps)` does. `loss` is the weighted sum over micro-batches in order."""
+
+    step: int
+    steps: int
+    loss: float
+    step_s: float
+    samples_per_s: float
+    eta_s: float
+    limit: str  # what bounds the speed, in words
+    norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
+    observed: Observed = field(default_factory=Observed)
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        data = {name: value for name, value in vars(self).items() if name != "observed"}
+        data["metrics"] = dict(self.metrics)
+        data["codecs"] = {boundary: measured.to_json() for boundary, measured in self.codecs.items()}
+        return data
+
+
+@dataclass
+class Walk:
+    """What has come back of one step or evaluation, of all its pipelines' portions. Micro-batches count through all of them."""
+
+    spec: Step
+    members: int
+    portions: Sequence[Portion]
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
+    parts: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
+    applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
+    outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
+    data_s: float = 0.0  # that the user's data took
+    fed_bytes: dict[str, int] = field(default_factory=dict)  # by peer: inputs that the owner sent it
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        # By micro-batch: what the loss of each member of the last stage counts for.
+        self._shares: list[tuple[float, ...]] = [
+            row for portion in self.portions for row in zip(*portion.shares, strict=True)
+        ]
+
+    def new(self, place: Place, header: Mapping[str, Any]) -> int:
+        """The micro-batch that a member of a last stage answers for, of which nothing has come back yet from it."""
+        own, portion = need(header, "micro", int), self.portions[place.pipeline].step
+        micro, member = portion.first + own, place.member
+        heard = (micro, member) in self.losses or micro in self.outputs or member in self.parts.get(micro, {})
+        if not 0 <= own < portion.num_micro or heard:
+            raise ProtocolError(f"it answered for micro-batch {own} of walk {self.spec.walk}, which is not awaited")
+        return micro
+
+    def apply(self, place: Place, header: Mapping[str, Any]) -> None:
+        """A member has applied the step; what it measured is checked."""
+        stage, *others = (place.plan.label(place.pipeline, place.index + n) for n in (0, 1, -1))
+        for kind, target in zip((messages.F, messages.B), others):
+            measured = need(header, "codecs", dict).get(kind)
+            if measured is not None:
+                try:
+                    found = Measured.from_json(measured)
+                except UsageError as error:
+                    raise ProtocolError(f"it applied a step: {error}") from error
+                known = self.codecs.get((stage, target))  # of another member of the group
+                self.codecs[stage, target] = found if known is None else known + found
+        if header.get("norm") is not None:
+            need(header, "norm", float)
+        figures = list(need(header, "seconds", dict).values())
+        for seen in need(header, "links", dict).values():
+            if type(seen) is not list or len(seen) != 3:
+                raise ProtocolError("a link has three figures: rates out and in, and what waited")
+            figures += [figure for figure in seen if figure is not None]
+        if (fed := header.get("fed")) is not None:
+            figures.append(need(header, "fed", float))
+            if not fed > 0:
+                raise ProtocolError("what the owner sends comes at some rate")
+        if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
+            raise ProtocolError("what it measured of a step is not finite and positive")
+        self.applied[place.peer] = header
+
+    def observed(self) -> Observed:
+        """Once it is complete."""
+        compute_s: dict[str, float] = {}
+        rates: dict[tuple[str, str], float] = {}
+        depths: dict[tuple[str, str], float] = {}
+        for peer, header in self.applied.items():
+            compute_s[peer] = sum(float(header["seconds"].get(kind, 0.0)) for kind in ("f", "b", "w"))
+            for other, (out, into, depth) in header["links"].items():
+                if other in self.applied:
+                    if depth is not None:
+                        depths[peer, other] = depth
+                    # Of two ends that saw one direction, the slower view: the other saw a buffer fill.
+                    for pair, rate in (((peer, other), out), ((other, peer), into)):
+                        if rate:
+                            rates[pair] = min(rate, rates.get(pair, rate))
+        fed = {p: (size, rate) for p, size in self.fed_bytes.items() if (rate := self.applied[p].get("fed"))}
+        return Observed(compute_s, rates, depths, fed)
+
+    def heard_of(self, micro: int) -> bool:
+        """Whether every member of its last stage has told its loss of this micro-batch."""
+        return all((micro, k) in self.losses for k in range(len(self._shares[micro])))
+
+    def check(self) -> None:
+        if self.spec.forward_only:
+            done = len(self.outputs) == self.spec.num_micro
+        else:
+            done = len(self.losses) == sum(map(len, self._shares)) and len(self.applied) == self.members
+        if done:
+            self.complete.set()
+
+    def loss(self) -> float:
+        return sum(self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
+
+    def limit(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str:
+        """What bounded the step: the busiest member, or what the owner feeds, or that none is busy; then links or the window do."""
+        found = []
+        for peer in plan.peers:
+            seconds = self.applied[peer].get("seconds", {})
+            total = float(seconds.get("total", 0)) or 1.0
+            found.append((1 - float(seconds.get("wait", 0)) / total, peer))
+        busy, peer = max(found, key=lambda one: one[0])
+        label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
+        if busy >= BUSY:
+            return f"compute of {name} (stage {label}, {busy:.0%} busy)"
+        if (fed := self._fed(plan, names, step_s)) is not None:
+            return fed
+        told = f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
+        depths = self.observed().depths
+        if (fullest := max(depths, key=depths.__getitem__, default=None)) is None or depths[fullest] < SHOWN_BYTES:
+            return told
+        a, b = (names.get(end) or end[-6:] for end in fullest)
+        return f"{told}; up to {depths[fullest] / 1e6:.1f} MB queue from {a} to {b}"
+
+    def feeds_s(self) -> dict[str, float]:
+        """What the inputs of this step were on the way from the owner to each member, as those saw them come."""
+        return {peer: size / rate for peer, (size, rate) in self.observed().fed.items()}
+
+    def _fed(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str | None:
+        """That the owner was busy for most of the step: reading the user's data, or sending it."""
+        feeds_s = self.feeds_s()
+        peer = max(feeds_s, key=feeds_s.__getitem__, default="")
+        sent_s = feeds_s.get(peer, 0.0)
+        if max(sent_s, self.data_s) < BUSY * step_s:
+            return None
+        if self.data_s >= sent_s:
+            return f"data: {plan.micro_batch * self.spec.num_micro} samples take {self.data_s:.2g} s"
+        sent = f"{self.fed_bytes[peer] / 1e6:.2g} MB of inputs a step take {sent_s:.2g} s"
+        return f"the owner's link to {names.get(peer) or peer[-6:]}: {sent}"
+
+
+class CodecNews:
+    """A guard that has stepped back is told once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._known: dict[tuple[str, str], str] = {}  # (stage, target) -> the codec in use, as last heard
+        for i, pipeline in enumerate(plan.pipelines):
+            for j, of in enumerate(pipeline.stages):
+                before, here, behind = (plan.label(i, j + n) for n in (-1, 0, 1))
+                self._known |= {(here, behind): of.codec_out, (here, before): of.codec_back}
+
+    def hear(self, walk: Walk) -> None:
+        for where, found in walk.codecs.items():
+            if (left := self._known[where]) != found.codec:
+                at = {"step": walk.spec.step, "stage": where[0], "target": where[1]}
+                log.warning("a codec was too far off and has been left", **at, left=left, now=found.codec)
+                self._known[where] = found.codec

@@ -1,0 +1,132 @@
+"""What the owner writes into its run's folder while it trains: run.json, a line for every step, and how it ended.
+
+The idea: a disk that is full or cannot be written does not end a run. What it refuses is kept here, and brought to it before what
+comes next. A checkpoint relies on the lines of the steps before it, so they reach the disk first (`sync`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from meshcee.files import Run, Trouble, disk, dumps
+from peers.state import RETRY_S
+
+__all__ = ["Diary", "Told"]
+
+
+class Told:
+    """A mapping from steps to finite losses that only grows."""
+
+    def __init__(self) -> None:
+        self._losses = array("d")  # NaN where nothing was told
+
+    def __contains__(self, step: int) -> bool:
+        return step < len(self._losses) and not math.isnan(self._losses[step])
+
+    def __getitem__(self, step: int) -> float:
+        """NaN for a step that was not told of."""
+        return self._losses[step] if step < len(self._losses) else math.nan
+
+    def __setitem__(self, step: int, loss: float) -> None:
+        self._losses.extend([math.nan] * (step + 1 - len(self._losses)))
+        self._losses[step] = loss
+
+
+LINES, ABOUT, RESULT = "the run's reports", "the run's description", "the run's result"
+
+
+class Diary:
+    """Of the run that this process owns, from now until `close`; UsageError while another process owns it."""
+
+    def __init__(self, run: Run, trouble: Trouble) -> None:
+        self.run = run
+        self._trouble = trouble
+        self._lock = threading.Lock()  # lines are told by the event loop, and wanted on the disk by threads
+        self._waiting: list[bytes] = []  # lines that are not in the file
+        self._file = run.report_file
+        self._info = run.info
+        self._is_noted = True
+        self.is_begun = False
+        self._retry_s = 0.0  # on the monotonic clock
+        self._held = run.hold()
+        if self._is_torn():
+            self._waiting.append(b"\n")  # what is left of the last line stands alone, and is none
+
+    def _is_torn(self) -> bool:
+        try:
+            with self._file.open("rb") as file:
+                return file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
+        except OSError:
+            return False
+
+    def begin(self, **info: Any) -> None:
+        """The run goes on, or begins, with this process: no result counts any more. Raises what the disk refuses."""
+        me = psutil.Process()
+        self._info |= {"started": self._info.get("started", time.time()), "pid": me.pid, **info}
+        disk.write_whole(self.run.folder / "run.json", dumps(self._info).encode())
+        disk.remove(self.run.folder / "result.json")
+        disk.sync_folder(self.run.folder)
+        disk.append(self._file, b"".join(self._waiting))
+        self._waiting.clear()
+        self.is_begun = True
+
+    def note(self, **info: Any) -> None:
+        """What has become of it since."""
+        self._info |= info
+        self._is_noted = False
+        self._write_info()
+
+    def _write_info(self) -> None:
+        data = dumps(self._info).encode()
+        try:
+            disk.write_whole(self.run.folder / "run.json", data)
+        except OSError as error:
+            self._trouble.tell(ABOUT, error, len(data))
+        else:
+            self._is_noted = True
+            self._trouble.over(ABOUT)
+
+    def report(self, line: Mapping[str, Any]) -> None:
+        """One step has been told of."""
+        with self._lock:
+            self._waiting.append(dumps(line).encode() + b"\n")
+            if self._trouble.monotonic() < self._retry_s:
+                return
+            try:
+                self._append()
+            except OSError as error:
+                self._retry_s = self._trouble.monotonic() + RETRY_S
+                self._trouble.tell(LINES, error, sum(map(len, self._waiting)))
+
+    def _append(self) -> None:
+        if self._waiting:
+            disk.append(self._file, b"".join(self._waiting))
+            self._waiting.clear()
+            self._trouble.over(LINES)
+
+    def sync(self) -> None:
+        """Every line that was told survives a power cut. Raises what the disk refuses."""
+        with self._lock:
+            self._append()
+        disk.sync_file(self._file)
+        if not self._is_noted:
+            self._write_info()
+
+    def end(self, state: str, **more: Any) -> None:
+        data = dumps({"state": state, "ended": time.time(), **more}).encode()
+        try:
+            self.sync()
+            disk.write_whole(self.run.folder / "result.json", data)
+        except OSError as error:
+            self._trouble.tell(RESULT, error, len(data))
+
+    def close(self) -> None:
+        """Somebody else may go on with it."""
+        self._held.close()

@@ -1,0 +1,517 @@
+"""The owner's side of a job: offers the plan, feeds samples, hears losses, collects the weights.
+
+The idea: the owner computes nothing. It holds the data and the only log that activates a plan; members hold the
+model. Feeding runs ahead of the losses by a bounded number of micro-batches, so steps follow one another without a
+barrier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import ChainMap
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from meshcee.capture import Capture
+from meshcee.config import Limits, Timeouts
+from meshcee.equality import check_sharing
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
+from meshcee.files import large_apart
+from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.stage import tensors
+from peers.measure import Trace
+from peers.owner.answers import CodecNews, Report, Walk
+from peers.owner.evaluation import Outputs, averaged
+from peers.owner.feed import Feed, Portion, Stalls
+from peers.owner.offering import Offering
+from peers.state import Keeping, Kept
+from peers.transport import Frame, StreamClosed, Transport
+from peers.wire import (
+    LOST_HERE,
+    MOST_RUN_CHARACTERS,
+    SILENT,
+    Failures,
+    Fault,
+    Link,
+    Offer,
+    ReplicaReceiver,
+    StateReceiver,
+    Terms,
+    Watch,
+    beat,
+    check_replicas,
+    is_own,
+    messages,
+    need,
+    reported,
+    unless_silent,
+    while_moving,
+)
+
+__all__ = ["Owner", "Report"]
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
+    first = group.exceptions[0]
+    return _leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
+    """What it returns, and the seconds that it took."""
+    began_s = time.perf_counter()
+    return call(*args), time.perf_counter() - began_s
+
+
+class _EpochFailed(Exception):
+    """Some member failed; the group of the epoch ends."""
+
+
+class Owner:
+    """One epoch of one job."""
+
+    def __init__(
+        self,
+        job: Job,
+        capture: Capture,
+        plan: Plan,
+        term: tuple[int, str],
+        epoch: tuple[int, int],
+        transport: Transport,
+        *,
+        addresses: Mapping[str, tuple[str, ...]],
+        names: Mapping[str, str],
+        timeouts: Timeouts,
+        limits: Limits,
+        kept: Kept | None = None,
+        trace: Trace | None = None,
+        run: str = "",
+        stalls: Stalls | None = None,
+    ) -> None:
+        self._job = job
+        self._capture = capture
+        self.plan = plan
+        self._term = term
+        self._epoch = epoch
+        self._transport = transport
+        self._addresses = addresses
+        self._names = names
+        self._timeouts = timeouts
+        self._limits = limits
+        self._kept = kept or Kept()
+        self._trace = trace
+        self._run_name = run or f"{transport.peer_id}/{job.name}"[:MOST_RUN_CHARACTERS]
+        self._offering = Offering(capture, self._kept, limits, timeouts)
+        self._keeping: Keeping | None = None
+        self._links: list[Link] = []
+        self._source: Feed | None = None
+        # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
+        self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._stalls = stalls or Stalls(log.warning)
+        self._outputs: Outputs | None = None
+        self._walks: dict[int, Walk] = {}
+        # What the stages may have begun, and a window on its way; any more would delay a change of plan.
+        ahead = [max(stage.live_cap + stage.window for stage in pipeline.stages) + 4 for pipeline in plan.pipelines]
+        self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all walks
+        self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
+        self._codecs = CodecNews(plan)
+        self.failures = Failures()
+        self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
+        self.leaving: set[str] = set()  # members that have asked to be left out
+        self.stopped = self._hands_over = False
+        self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
+        self._watch: Watch
+        self._step = 0  # the first step that is not yet complete, for errors
+
+    def stop(self, *, hand_over: bool = False) -> None:
+        """Finish the steps that are fed, then collect and end: the first Ctrl-C. `hand_over`: another plan goes on from here."""
+        self.stopped, self._hands_over = True, hand_over
+
+    async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> Mapping[str, torch.Tensor]:
+        """Run the job to its end; returns the weights and buffers by name, those on disk read when they are asked for.
+
+        Raises the cause of a failure.
+        """
+        state: Mapping[str, torch.Tensor] = {}
+
+        async def body() -> None:
+            nonlocal state
+            await self._report_all(feed, report)
+            state = await self._collect(wanted=not self.handed_over)
+
+        await self._run(feed, body)
+        return state
+
+    async def evaluate(
+        self, feed: Feed, hear_outputs: Callable[[int, list[Any]], None] | None = None
+    ) -> dict[str, float]:
+        """Run the one evaluation of this feed; returns its metrics. `hear_outputs` gets (micro, [loss, *outputs])."""
+        metrics: dict[str, float] = {}
+
+        async def body() -> None:
+            walk = await self._order.get()
+            assert walk is not None
+            await self._until(walk.complete)
+            metrics.update(averaged(feed, walk))
+            await self._collect(wanted=False)
+
+        await self._run(feed, body, hear_outputs)
+        return metrics
+
+    async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]], hear_outputs: Any = None) -> None:
+        """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
+        self._source = feed
+        self._outputs = Outputs(self._job, self._capture, feed, self._in_users_thread, hear_outputs)
+        beside: list[asyncio.Task[None]] = []  # ended when all is done
+        try:
+            async with asyncio.TaskGroup() as group:
+                beside.append(group.create_task(self._watch_failures()))
+                await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
+                with large_apart():
+                    beside += await self._offer_all(group)
+                self.ready_s = asyncio.get_running_loop().time()
+                if self._keeping is not None:
+                    beside.append(group.create_task(self._keeping.run()))
+                group.create_task(self._feed(feed))
+                await body()
+                for link in self._links:
+                    link.closing = True
+                    await link.outbox.finish()
+                    await link.stream.aclose()
+                for task in beside:
+                    task.cancel()
+        except* _EpochFailed:
+            pass
+        except* MeshceeError as group:  # of our own: the user's data or metrics
+            self.failures.add(0, _leaf(group))
+        finally:
+            self._users.shutdown(wait=False, cancel_futures=True)
+            for link in self._links:
+                link.stream.abort()
+            if self._keeping is not None:
+                self._keeping.close()
+        if self.failures.cause is not None:
+            raise self.failures.cause
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    async def _watch_failures(self) -> None:
+        await self.failures.enough()
+        raise _EpochFailed
+
+    def _describe(self, peer_id: str) -> str:
+        stage = f", stage {self.plan.label(*self.plan.where(peer_id))}" if peer_id in self.plan.peers else ""
+        return f"{self._names.get(peer_id, '')} ({peer_id}{stage})".strip()
+
+    def _own_fault(
+        self, peer_id: str, text: str, error: MeshceeError, step: int | None = None, of: object = None
+    ) -> None:
+        """An error that ends the epoch, and is this member's own; `of` is the member whose frame it could not take, if any."""
+        pipeline, index = self.plan.where(peer_id)
+        stage = self.plan.pipelines[pipeline].stages[index]
+        suspects = frozenset(peer for peer in self.plan.peers if peer in (peer_id, of))
+        self.failures.faults.append(Fault(peer_id, error, text, (stage.first, stage.end), step, suspects))
+        self.failures.add(0, error)
+
+    # -- offering ------------------------------------------------------------------------------------------------------
+
+    async def _offer_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Until all are READY; returns the tasks that ask for signs of life, from each as soon as it is."""
+        beats: list[asyncio.Task[None]] = []
+
+        async def offer_to(offer: Offer) -> None:
+            link = await self._offer(offer)
+            if self.failures.cause is not None:  # of one that was ready before: the group of the epoch is ending
+                raise _EpochFailed
+            for task in (self._send(link), self._read(link)):
+                group.create_task(task)
+            beats.append(group.create_task(beat(link.outbox, self._timeouts, partial(self._gone, link, SILENT))))
+
+        terms = Terms.of(self._job, self._capture, self._timeouts.regroup_s)
+        same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
+        ours = (), self._run_name, self._transport.peer_id
+        offered = [Offer(terms, self.plan, self._epoch, self._term, peer, *same, *ours) for peer in self.plan.peers]
+        state_bytes = max(offer.state_bytes for offer in offered)
+        self._watch = Watch(self.plan, self._timeouts, state_bytes, self._received_bytes)
+        async with asyncio.TaskGroup() as offers:
+            for offer in offered:
+                offers.create_task(offer_to(offer))
+        self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
+        if self._source is not None and (self._kept.store is not None or self._kept.copies is not None):
+            self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)
+        return beats
+
+    def _received_bytes(self) -> int:
+        return sum(link.stream.received_payload_bytes for link in self._links)
+
+    async def _offer(self, offer: Offer) -> Link:
+        """The link to a member that is READY."""
+        peer_id = offer.peer_id
+        limit_s = self._timeouts.offer_s
+        try:
+            async with asyncio.timeout(limit_s):
+                stream = await self._transport.open(peer_id, "job", self._addresses.get(peer_id, ()))
+            stream.max_payload_bytes = 0  # READY has none
+            link = Link(offer, stream)
+            self._links.append(link)
+            sending = partial(unless_silent, partial(self._offering.send, stream, offer), stream, self._timeouts)
+            moved = partial(self._offering.moved, stream)
+            reply = await while_moving(sending, moved, limit_s, self._timeouts)
+        except (JoinError, StreamClosed, TimeoutError) as error:
+            why = str(error) or f"it has not got on with its offer for {limit_s:.0f} s"
+            if isinstance(error, TimeoutError):
+                self.failures.stuck.add(peer_id)
+            lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")
+            self.failures.add(LOST_HERE, lost)
+            raise _EpochFailed from error
+        except ProtocolError as error:
+            self._own_fault(peer_id, str(error), ProtocolError(f"peer {self._describe(peer_id)}: {error}"))
+            raise _EpochFailed from error
+        except MeshceeError as error:
+            self.failures.add(LOST_HERE, error)
+            raise _EpochFailed from error
+        if reply.kind != messages.READY:
+            refused = messages.error_from(reply.header)
+            if is_own(refused):
+                self._own_fault(peer_id, str(refused), refused)
+            else:
+                if isinstance(refused, PlanError):  # it has no room, or is taken
+                    self.failures.stuck.add(peer_id)
+                self.failures.add(0, refused)
+            raise _EpochFailed
+        outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
+        output_bytes = sum(value.nbytes(self.plan.micro_batch) for value in outputs)
+        stream.max_payload_bytes = max(link.receiver.max_payload_bytes, output_bytes) + self._limits.chunk_bytes
+        return link
+
+    # -- feeding -------------------------------------------------------------------------------------------------------
+
+    async def _in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await self._stalls.watch(asyncio.get_running_loop().run_in_executor(self._users, call, *args))
+
+    async def _feed(self, feed: Feed) -> None:
+        next_step, walks = feed.start, feed.walks()
+        while (spec := await self._in_users_thread(next, walks, None)) is not None:
+            if not spec.forward_only:
+                if self.stopped and spec.step >= self._kept.least:
+                    break
+                if self._keeping is not None and spec.step > feed.start:
+                    await self._keeping.at(spec.step)
+                next_step = spec.step + 1
+            if self._trace is not None and not spec.forward_only:
+                spec = await self._trace.ask(spec, [link.outbox for link in self._links])
+            walk = Walk(spec, len(self._links), await self._in_users_thread(feed.portions, spec, self.plan))
+            self._walks[spec.walk] = walk
+            await self._order.put(walk)
+            async with asyncio.TaskGroup() as group:
+                for k, portion in enumerate(walk.portions):
+                    if portion.step.num_micro:  # an evaluation may be too small for all
+                        links = [link for link in self._links if link.place.pipeline == k]
+                        group.create_task(self._feed_pipeline(feed, walk, portion, links, self._ahead[k]))
+        if self._keeping is not None:
+            hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
+            self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
+        await self._order.put(None)
+
+    async def _feed_pipeline(
+        self, feed: Feed, walk: Walk, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
+    ) -> None:
+        """One pipeline's micro-batches of a walk, in its own time."""
+        spec = walk.spec
+        kind = messages.EVALUATE if spec.forward_only else messages.STEP
+        for link in links:
+            member = link.place.member if link.place.is_last else 0
+            await link.outbox.put(Frame(kind, replace(portion.step, weights=portion.shares[member]).header()))
+        for own in range(portion.step.num_micro):
+            await ahead.acquire()
+            micro = portion.step.first + own
+            inputs, took_s = await self._in_users_thread(_timed, feed.inputs, spec, micro)
+            walk.data_s += took_s
+            for link in links:
+                names = link.offer.raw_inputs(forward_only=spec.forward_only)
+                first, end = link.place.rows(feed.size(spec, micro))
+                if names and first < end:
+                    meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
+                    header = {"walk": spec.walk, "micro": own, "names": list(names), "tensors": meta}
+                    frame = Frame(messages.INPUT, header, payloads)
+                    walk.fed_bytes[link.peer_id] = walk.fed_bytes.get(link.peer_id, 0) + frame.payload_bytes
+                    await link.outbox.put(frame)
+
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
+    async def _send(self, link: Link) -> None:
+        with contextlib.suppress(StreamClosed):  # the reader tells of it, after what the member itself has said
+            await link.outbox.run()
+
+    async def _read(self, link: Link) -> None:
+        try:
+            while True:
+                frame = await link.stream.recv()
+                if frame.kind != messages.PONG:
+                    self._watch.progress()
+                if self._keeping is not None and await self._keeping.hear(link, frame):
+                    continue
+                if frame.kind == messages.PONG:
+                    self._watch.hear(link.peer_id, frame.header)
+                elif frame.kind not in (messages.STATE, messages.STATE_END):
+                    await self._take(link, frame)
+                elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
+                    link.collected.set()
+        except StreamClosed as closed:
+            if not link.closing:
+                self._gone(link, closed)
+        except ProtocolError as error:
+            told = ProtocolError(f"peer {self._describe(link.peer_id)}: {error}")
+            self._own_fault(link.peer_id, str(error), told, self._step)
+
+    def _gone(self, link: Link, closed: StreamClosed | str) -> None:
+        self.failures.missed.add(link.peer_id)
+        self.failures.add(
+            LOST_HERE,
+            PeerLostError(
+                f"peer {self._describe(link.peer_id)} was lost in step {self._step + 1}, before it was applied: {closed}"
+            ),
+        )
+
+    async def _take(self, link: Link, frame: Frame) -> None:
+        header = frame.header
+        if frame.kind == messages.FAILED:
+            link.closing = True  # its end of file is a consequence
+            at = header["step"] if type(header.get("step")) is int else self._step
+            rank, failure, lost = reported(header, link.peer_id, at, self._describe)
+            self.failures.blame(link.peer_id, lost)
+            if is_own(failure):
+                self._own_fault(link.peer_id, need(header, "message", str), failure, at, header.get("of"))
+            else:
+                self.failures.add(rank, failure)
+            return
+        if frame.kind == messages.CLOCK and self._trace is not None:
+            self._trace.hear_clock(link.peer_id, header)
+            return
+        if frame.kind == messages.LEAVING:
+            self.leaving.add(link.peer_id)
+            return
+        if frame.kind == messages.AGAIN:
+            self.failures.add(LOST_HERE, self._offering.missed())
+            return
+        if frame.kind not in messages.ANSWERS:
+            raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
+        walk = self._walks.get(need(header, "walk", int))
+        if walk is None:
+            raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
+        is_last = link.place.is_last
+        if frame.kind == messages.APPLIED:
+            walk.apply(link.place, header)
+            if walk.spec.trace and self._trace is not None:
+                self._trace.hear(link.peer_id, walk.spec.step, frame.payloads)
+        elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
+            micro = walk.new(link.place, header)
+            walk.losses[micro, link.place.member] = need(header, "loss", float)
+            if walk.heard_of(micro):
+                self._ahead[link.place.pipeline].release()
+        elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
+            assert self._outputs is not None
+            if await self._outputs.take(walk, link.place, frame):
+                self._ahead[link.place.pipeline].release()
+        else:
+            raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
+        walk.check()
+
+    async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
+        """One report a step, in order; the metrics of an evaluation go with the step before it."""
+        started_s = last_s = time.perf_counter()
+        held: Report | None = None
+        while (walk := await self._order.get()) is not None:
+            self._step = walk.spec.step
+            await self._until(walk.complete)
+            del self._walks[walk.spec.walk]
+            if walk.spec.forward_only:
+                assert held is not None
+                await self._tell(report, replace(held, metrics=averaged(feed, walk)))
+                last_s = time.perf_counter()
+                continue
+            now_s = time.perf_counter()
+            step_s, last_s = now_s - last_s, now_s
+            self._watch.stepped(step_s)
+            mean_s = (now_s - started_s) / (walk.spec.step + 1 - feed.start)
+            held = Report(
+                step=walk.spec.step,
+                steps=self._job.steps,
+                loss=walk.loss(),
+                step_s=step_s,
+                samples_per_s=self._job.batch_size / step_s,
+                eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
+                limit=walk.limit(self.plan, self._names, step_s),
+                norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
+                codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
+                observed=walk.observed(),
+            )
+            self._codecs.hear(walk)
+            if not feed.evaluates_after(walk.spec.step):
+                await self._tell(report, held)
+
+    async def _tell(self, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
+        await report(what)
+        if self._keeping is not None:
+            self._keeping.reported(what.step)
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Wait for members, but not forever: one whose device hangs still says that it lives."""
+        while not await self._watch.until(event):
+            for_s, stuck, parted = self._watch.idle_s, self._watch.stuck(), self._watch.parted()
+            self.failures.stuck.update(stuck)
+            for a, b in parted:
+                self.failures.blame(a, [b])
+            who = " and ".join(map(self._describe, stuck or [a for a, _ in parted]))
+            why = "it has all that it needs" if stuck else "they wait for each other" if parted else "nobody says why"
+            told = f"{who or 'no peer'} has not got on with step {self._step + 1} for {for_s:.0f} s: {why}"
+            self.failures.add(LOST_HERE, PeerLostError(told))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """Until the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
+        keeping = self._keeping
+        assert keeping is not None
+        assert keeping.snapshots is not None
+        await self._until(keeping.snapshots.settled)
+        while not self._hands_over and await keeping.again():
+            await self._until(keeping.snapshots.settled)
+
+    async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
+        """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
+        saved = self._keeping is not None and self._keeping.snapshots is not None
+        if saved and wanted:
+            await self._save()
+        for link in self._links:
+            if not wanted or (saved and not link.place.has_replicas):
+                link.receiver = StateReceiver({})
+            elif saved or not link.leads:
+                link.receiver = ReplicaReceiver(link.offer.changed_state)
+            asked = {"state": wanted and not saved and link.leads, "hash": wanted and link.place.has_replicas}
+            await link.outbox.put(Frame(messages.COLLECT, asked))
+        trained: dict[str, torch.Tensor] = {}
+        for link in self._links:
+            await self._until(link.collected)
+            trained.update(link.receiver.state)
+        if not wanted:
+            if self.handed_over and self._keeping is not None and self._keeping.copying is not None:
+                await self._until(self._keeping.copying.handed_over)
+            return {}
+        check_replicas(self._links, self._describe)
+        kept: Mapping[str, torch.Tensor] = {}
+        if saved and self._keeping is not None and (last := self._keeping.latest) is not None:
+            kept = await asyncio.to_thread(last.weights, last.names)
+        return self._capture.state_dict(ChainMap(trained, kept, self._capture.state))  # type: ignore[arg-type]

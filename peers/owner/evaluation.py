@@ -1,0 +1,169 @@
+"""Evaluation: what the owner feeds when nothing is trained, with which weights, and what is made of what comes back.
+
+The idea: one forward-only walk over the same offers, links and stages as training, so that it needs no machinery of
+its own: only a feed of one walk, and a place for the outputs.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshcee.capture import Batch, Capture
+from meshcee.capture.graph import divided
+from meshcee.errors import ProtocolError, UsageError
+from meshcee.job import Job
+from meshcee.role import Place, rows_of
+from meshcee.stage import tensors
+from meshcee.user_code import calling
+from peers.owner.answers import Walk
+from peers.owner.feed import Feed
+from peers.transport import Frame
+from peers.wire import Step, need
+
+__all__ = ["EvaluationFeed", "Outputs", "Predictions", "averaged", "with_state"]
+
+
+class EvaluationFeed(Feed):
+    """One walk over the whole of `job.eval_data`, in its order."""
+
+    def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
+        super().__init__(job, capture, micro_batch)
+        if job.eval_data is None:
+            raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
+
+    def walks(self) -> Iterator[Step]:
+        yield self._evaluation(0, 0)
+
+
+class Outputs:
+    """The outputs of evaluations as they arrive, measured once all rows of a micro-batch are here; none is kept.
+
+    `in_users_thread` runs what is the user's: metrics, and reading targets. `hear` gets (micro, [loss, *outputs]).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        captured: Capture,
+        feed: Feed,
+        in_users_thread: Callable[..., Awaitable[Any]],
+        hear: Callable[[int, list[Any]], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._captured = captured
+        self._feed = feed
+        self._in_users_thread = in_users_thread
+        self._hear = hear
+
+    async def take(self, walk: Walk, place: Place, frame: Frame) -> bool:
+        """What one member of the last stage has of a micro-batch; whether that was the last of it."""
+        micro = walk.new(place, frame.header)
+        parts = walk.parts.setdefault(micro, {})
+        parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+        rows = rows_of(place.stage, self._feed.size(walk.spec, micro))
+        if len(parts) < sum(first < end for first, end in rows):
+            return False
+        values, walk.outputs[micro] = await self._in_users_thread(self._measured, walk.spec, micro, parts, rows)
+        del walk.parts[micro]
+        if self._hear is not None:
+            self._hear(micro, values)
+        return True
+
+    def _measured(
+        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+    ) -> tuple[list[Any], dict[str, float]]:
+        """[loss, *outputs] of the micro-batch, its loss and the job's own metrics."""
+        values = self._joined(spec, micro, parts, rows)
+        if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
+            raise ProtocolError("what an evaluation returns begins with the loss")
+        found = {"loss": float(values[0])}
+        if not self._job.metrics:
+            return values, found
+        output = self._captured.output_of(values[1:])
+        _, target = self._feed.samples(spec, micro)
+        for name, metric in self._job.metrics.items():
+            with calling(f"metric {name!r}"):
+                found[name] = float(metric(output, target))
+        return values, found
+
+    def _joined(
+        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+    ) -> list[Any]:
+        """Of the whole micro-batch, from those of the members of a group that have rows of it."""
+        if len(rows) == 1:
+            return list(parts[0])
+        assert self._captured.evaluate is not None
+        program = self._captured.evaluate
+        cuts = divided(program, program.outputs[1:])
+        columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
+        if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for c in columns for v in c):
+            raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
+        shares = self._feed.parts(spec, micro, rows)
+        # The loss of a part without targets is 0 / 0.
+        loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
+        whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]
+        return [torch.as_tensor(loss), *whole]
+
+
+def averaged(feed: Feed, walk: Walk) -> dict[str, float]:
+    """Each metric averaged over the evaluation's samples; "loss" is always there."""
+    totals: dict[str, float] = {}
+    count = 0
+    for micro in range(walk.spec.num_micro):
+        size = feed.size(walk.spec, micro)
+        count += size
+        for name, value in walk.outputs[micro].items():
+            totals[name] = totals.get(name, 0.0) + value * size
+    return {name: value / count for name, value in totals.items()}
+
+
+def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> Capture:
+    """The same graphs over these weights, as a `state_dict` names them; None keeps those of the model."""
+    if state is None:
+        return captured
+    found: dict[str, torch.Tensor] = {}
+    for name in captured.persistent:
+        if name not in state:
+            raise UsageError(f"the state has no entry {name!r}; give a whole state_dict of this model")
+        given, (dtype, shape) = state[name].detach(), captured.layout[name]
+        if given.dtype != dtype or tuple(given.shape) != shape:
+            raise UsageError(
+                f"{name!r} is {given.dtype}{tuple(given.shape)} in the state and {dtype}{shape} in the "
+                "model; give a state_dict of this model"
+            )
+        found[name] = given
+    return replace(captured, state=ChainMap(found, captured.state))  # type: ignore[arg-type]
+
+
+class Predictions:
+    """The model's outputs of each micro-batch as they arrive, and all of them as one."""
+
+    def __init__(self, captured: Capture) -> None:
+        assert captured.evaluate is not None
+        program = captured.evaluate
+        for value in map(program.value, program.outputs[1:]):
+            if value.shape[:1] != (Batch(1),):
+                raise UsageError(
+                    f"the model's output {value.name!r} has no first dimension of samples; return one row for each"
+                )
+        self._captured = captured
+        self._parts: dict[int, list[torch.Tensor]] = {}
+
+    def hear(self, micro: int, values: list[Any]) -> None:
+        """Loss and outputs of one micro-batch."""
+        self._parts[micro] = values[1:]
+
+    def output(self) -> Any:
+        """What the model would return for all samples at once, in their order."""
+        columns = zip(*(self._parts[micro] for micro in sorted(self._parts)), strict=True)
+        try:
+            return self._captured.output_of([torch.cat(column) for column in columns])
+        except RuntimeError as error:
+            raise UsageError(
+                f"outputs of different sizes cannot be one tensor: {error}; predict samples of one size at a time"
+            ) from error

@@ -1,0 +1,192 @@
+"""What the owner feeds: the walks of a job in order, and the raw inputs of each micro-batch.
+
+The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch; of data that is
+not the same when it is read again, what was fed is (meshcee/sampling/fed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from meshcee.capture import Capture, stack
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.plan import Plan, Stage
+from meshcee.role import loss_shares, rows_of
+from meshcee.sampling import NO_STEP, Fed, HyperSchedule, draw, inputs_of, read, rebuild
+from meshcee.user_code import calling, under_way
+from peers.wire import Step
+
+__all__ = ["EVERY_S", "Feed", "Portion", "Stalls"]
+
+
+class Portion(NamedTuple):
+    """What one pipeline walks. `shares[k][m]` is what the loss that member k of its last stage has of micro-batch m counts for."""
+
+    step: Step
+    shares: tuple[tuple[float, ...], ...]
+
+
+class Feed:
+    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
+    be read twice; `hyper`: the run's.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        capture: Capture,
+        micro_batch: int,
+        start: int = 0,
+        fed: Fed | None = None,
+        hyper: HyperSchedule | None = None,
+    ) -> None:
+        if job.batch_size % micro_batch:
+            raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
+        if job.eval_data is not None and not len(job.eval_data):
+            raise UsageError("eval_data is empty; give it samples or leave it out")
+        self._job = job
+        self._capture = capture
+        self._micro_batch = micro_batch
+        self.start = start
+        self._fed = fed
+        self._current: tuple[int, list[tuple[Any, Any]]] = (-1, [])  # of `fed`: the last step, its micro-batches
+        self._hyper = hyper or HyperSchedule(job.optimizer, job.schedule)
+
+    def evaluates_after(self, step: int) -> bool:
+        every = self._job.eval_every
+        return self._job.eval_data is not None and (
+            step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0)
+        )
+
+    def walks(self) -> Iterator[Step]:
+        """Steps, and after some of them an evaluation over the whole of `eval_data`."""
+        walk = 0
+        for step in range(self.start, self._job.steps):
+            yield Step(walk, step, self._weights(step), self._hyper.at(step))
+            walk += 1
+            if self.evaluates_after(step):
+                yield self._evaluation(walk, step)
+                walk += 1
+
+    def _evaluation(self, walk: int, step: int) -> Step:
+        samples = len(self._job.eval_data)
+        count, tail = -(-samples // self._micro_batch), samples % self._micro_batch
+        return Step(walk, step, (1.0,) * count, forward_only=True, tail=tail or None)
+
+    def size(self, spec: Step, micro: int) -> int:
+        """Samples in a micro-batch: the last one of an evaluation may be smaller."""
+        return spec.samples(micro, self._micro_batch)
+
+    def samples(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
+        """The stacked (x, y) of one micro-batch, or of some of its rows."""
+        if self._fed is not None and not spec.forward_only:
+            return self._kept(self._fed, spec.step, micro, rows)
+        return self._read(spec, micro, rows)
+
+    def _kept(self, fed: Fed, step: int, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
+        """Of samples that are read once, all of the step at a time."""
+        spec = Step(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
+        if self._current[0] != step:
+            found = fed.batches(step, lambda: [inputs_of(self._read(spec, m)) for m in range(spec.num_micro)])
+            x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
+            self._current = step, [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in found]
+        batch = self._current[1][micro]
+        if rows is None:
+            return batch
+        part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
+        return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
+
+    def _read(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
+        size = self._micro_batch
+        if spec.forward_only:
+            data: Any = self._job.eval_data
+            indices: Sequence[int] = range(micro * size, min((micro + 1) * size, len(data)))
+        else:
+            data = self._job.data
+            indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[
+                micro * size : (micro + 1) * size
+            ]
+        if rows is not None:
+            indices = indices[rows[0] : rows[1]]
+        name, step = ("eval_data", NO_STEP) if spec.forward_only else ("data", spec.step)
+        found = read(data, indices, self._job.seed, step, name=name)
+        try:
+            return stack(found)
+        except UsageError as error:
+            when = "" if spec.forward_only else f" of step {spec.step + 1}"
+            raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
+
+    def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
+        """The raw inputs of one micro-batch by the names that the graph gives them."""
+        return self._capture.inputs_of(self.samples(spec, micro))
+
+    def portions(self, spec: Step, plan: Plan) -> tuple[Portion, ...]:
+        """For each pipeline its part of the walk."""
+        found = []
+        for pipeline, (first, end) in zip(plan.pipelines, plan.shares_of(spec.num_micro)):
+            found.append(Portion(spec.part(first, end), self._shares(spec, pipeline.stages[-1], first, end)))
+        return tuple(found)
+
+    def _shares(self, spec: Step, stage: Stage, first: int, end: int) -> tuple[tuple[float, ...], ...]:
+        """For each member of a last stage, what the loss of its rows of each of these micro-batches counts for."""
+        if len(stage.members) == 1:
+            return (spec.weights[first:end],)
+        columns = []
+        for micro in range(first, end):
+            rows = rows_of(stage, self.size(spec, micro))
+            columns.append([spec.weights[micro] * share for share in self.parts(spec, micro, rows)])
+        return tuple(zip(*columns, strict=True))
+
+    def parts(self, spec: Step, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
+        """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
+        return loss_shares(self._job, rows, lambda *part: self.samples(spec, micro, part)[1])
+
+    def _weights(self, step: int) -> tuple[float, ...]:
+        """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""
+        count = self._job.batch_size // self._micro_batch
+        if self._job.reduction == "sum":
+            return (1.0,) * count
+        if self._job.weight is None:
+            return (self._micro_batch / self._job.batch_size,) * count
+        spec = Step(0, step, (1.0,) * count)
+        targets = [self.samples(spec, m)[1] for m in range(count)]
+        with calling(f"Job.weight of step {step + 1}"):
+            own = [float(self._job.weight(target)) for target in targets]
+        total = sum(own)
+        if not total > 0:
+            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
+        return tuple(w / total for w in own)
+
+
+T = TypeVar("T")
+
+EVERY_S = 60.0
+
+
+class Stalls:
+    """Of one run. `tell` hears of a call that takes longer than `EVERY_S`, once in that time, however many wait for it."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._quiet_until_s = 0.0  # by the loop's clock
+
+    async def watch(self, future: asyncio.Future[T]) -> T:
+        """What it gives; it is cancelled with whoever waits."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            while not (await asyncio.wait({future}, timeout=EVERY_S))[0]:
+                if loop.time() >= self._quiet_until_s:
+                    self._quiet_until_s = loop.time() + EVERY_S / 2
+                    self._tell(
+                        f"training waits for {under_way() or 'code of the job'}, which has not returned for "
+                        f"{loop.time() - began_s:.0f} s; Ctrl-C twice ends the run"
+                    )
+            return future.result()
+        finally:
+            future.cancel()

@@ -1,0 +1,61 @@
+"""What a job leaves to whoever ran it.
+
+The idea: plain values; weights are in memory only if somebody asks for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from meshcee.plan import Plan
+from peers.owner.adaptation import Change
+
+__all__ = ["Result"]
+
+
+@dataclass(repr=False)
+class Result:
+    """What a job leaves: one loss a step, evaluations by step, counted from 0, the trained weights under their original names."""
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
+    plan: Plan | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
+    run: str | None = None  # its folder under MESHCEE_HOME, where there is one
+    notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
+    steps_s: deque[float] = field(default_factory=partial(deque, maxlen=1000))  # of the running plan's last steps
+    changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
+
+    def __repr__(self) -> str:
+        """In one line: a notebook shows this."""
+        told = f", loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}" if self.losses else ""
+        told += "".join(
+            f", eval {name} {value:.4f}" for name, value in (self.metrics[-1][1] if self.metrics else {}).items()
+        )
+        told += (", stopped" if self.stopped else "") + (f", run {self.run}" if self.run else "")
+        return f"Result({len(self.losses)} steps{told})"
+
+    @property
+    def step_s(self) -> float | None:
+        """The median step, without the first, in which the pipeline fills and kernels warm up."""
+        return statistics.median([*self.steps_s][1:]) if len(self.steps_s) > 1 else None
+
+    @property
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The trained weights and buffers, all in memory from now on."""
+        if not isinstance(self.state, dict):
+            self.state = dict(self.state)
+        return self.state
+
+    @property
+    def micro_batch_size(self) -> int:
+        assert self.plan is not None
+        return self.plan.micro_batch

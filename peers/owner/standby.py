@@ -1,0 +1,146 @@
+"""A second owner in waiting: follows a run on another machine, and says when its owner is gone.
+
+The idea: a standby takes over when it cannot reach the owner and the mesh has heard nothing of the owner either. It may be wrong,
+where the mesh itself is cut in two. Then both go on; the members follow the one of the later incarnation (peers/member/service.py),
+which is the standby's, and refuse the other. So nobody has to agree on who is dead, and some seconds of silence are enough.
+A run whose owner died before there was a standby, or told peers more than this one, goes on from what they keep of its journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError
+from meshcee.files import Home, Run, Trouble
+from peers.mesh_view import MeshView
+from peers.state import Mirror, seek, take
+from peers.transport import StreamClosed
+
+__all__ = ["lives", "stand_by"]
+
+log = structlog.get_logger()
+
+RETURNS_S = 4.0  # in which an owner of whom nobody has heard any more may come back
+AGAIN_S = 0.5
+WHAT = "the run that is followed"
+
+
+async def stand_by(
+    agent: MeshView, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+) -> tuple[str, str] | None:
+    """Follow the run of this job: its id and its owner once that is gone, or None when it has ended by itself.
+
+    `check` is given what the run is, and raises where this machine could not go on with it.
+    """
+    loop = asyncio.get_running_loop()
+    trouble = Trouble(loop.time)
+    mirror: Mirror | None = None
+    owner, lost_s = "", -1.0
+    told: list[str] = []
+
+    def told_once(text: str) -> None:
+        if text not in told:
+            told.append(text)
+            tell(text)
+
+    while True:
+        if mirror is None or mirror.run is None:
+            if (running := await _owner_of(agent, job)) is None:
+                told_once(f"standing by: no run of {job!r} in this mesh yet")
+                try:
+                    if (left := await _orphan(agent, home, job, check, told_once)) is not None:
+                        return left
+                except OSError as error:
+                    trouble.tell(WHAT, error)
+                continue
+            owner = running
+            mirror, lost_s = Mirror(home, owner, check), -1.0
+        elif (other := _running(agent, job, but=owner)) is not None:
+            owner = other  # it was resumed elsewhere, or another standby was quicker
+            mirror, lost_s = Mirror(home, owner, check), -1.0
+        try:
+            stream = await agent.transport.open(owner, "follow", agent.addresses_of([owner]).get(owner, ()))
+            lost_s = -1.0
+            tell(f"standing by: following {job!r} of {agent.names().get(owner, owner)}")
+            await mirror.follow(stream, job, agent.timeouts)
+            return None
+        except (JoinError, NotPermittedError, StreamClosed, TimeoutError) as error:
+            log.info("the run's owner does not answer", owner=owner, error=str(error))
+        except OSError as error:  # of this machine's disk; all is read anew
+            trouble.tell(WHAT, error)
+        run = mirror.run
+        if lives(agent, owner):
+            if run is not None and owner not in agent.directory.runs:
+                return None  # its last word was lost: the run is over
+            lost_s = loop.time()
+        elif lost_s < 0:
+            lost_s = loop.time()
+        elif run is not None and loop.time() - lost_s > RETURNS_S:
+            try:
+                owner = await _caught_up(agent, home, job, mirror) or owner
+            except OSError as error:  # what is here already has to do
+                trouble.tell(WHAT, error)
+            tell(f"the owner of run {run.id} is gone: this machine goes on with it")
+            return run.id, owner
+        await asyncio.sleep(AGAIN_S)
+
+
+def lives(agent: MeshView, peer: str) -> bool:
+    """Whether the mesh still hears of a peer; its record expires some seconds after it has died."""
+    return peer in agent.directory.peers
+
+
+async def _owner_of(agent: MeshView, job: str) -> str | None:
+    """The peer that runs this job; None where there is none for a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RETURNS_S):
+            while (owner := _running(agent, job)) is None:
+                await agent.directory.wait_for_change()
+            return owner
+    return None
+
+
+async def _orphan(
+    agent: MeshView, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+) -> tuple[str, str] | None:
+    """A run of this job of which the mesh has a journal and no owner, taken up: its id and its owner."""
+    found = await seek(agent, job)
+    dead = {f.seal.owner for f in found if f.seal.owner == agent.peer_id or not lives(agent, f.seal.owner)}
+    heard = {f.seal.run for f in found if f.is_live or f.seal.owner not in dead}
+    for run_id in dict.fromkeys(f.seal.run for f in found if f.seal.run not in heard):
+        if Run(home.folder / "runs" / run_id).result:
+            continue  # it has ended, on this machine
+        mirror = Mirror(home, "", check)
+        try:
+            seal = await take(agent, home, mirror, [f for f in found if f.seal.run == run_id])
+        except MeshceeError as error:  # of another job of this name
+            tell(f"run {run_id}, whose owner is gone, is left alone: {error}")
+            continue
+        if seal is not None:
+            tell(f"the owner of run {run_id} is gone: this machine goes on with it, from the journal that a peer keeps")
+            return run_id, seal.owner
+    return None
+
+
+async def _caught_up(agent: MeshView, home: Home, job: str, mirror: Mirror) -> str | None:
+    """Let the mirror of a run whose owner is gone have what peers know of it and this machine does not; its owner then."""
+    assert mirror.run is not None
+    run_id, standing = mirror.run.id, mirror.standing
+    found = [f for f in await seek(agent, job) if f.seal.run == run_id and f.seal.standing > standing]
+    seal = await take(agent, home, mirror, found)
+    return seal.owner if seal is not None else None
+
+
+def _running(agent: MeshView, job: str, but: str = "") -> str | None:
+    """The owner of the newest run of this job that is not of the peer `but`, nor ours."""
+    found = [
+        record
+        for peer, record in agent.directory.runs.items()
+        if record.job == job[:100] and record.state == "running" and peer not in (agent.peer_id, but)
+    ]
+    return max(found, key=lambda record: record.since).peer_id if found else None

@@ -1,0 +1,20 @@
+"""Asking for a plan and answering: what the owner finds out about its job, the coordinator's service, plans that users give."""
+
+from peers.planning.asking import ask_plan, question
+from peers.planning.coordinator import Planned, PlanRequest, PlanService, answer, request_plan
+from peers.planning.given_plan import given_plan, read_plan
+from peers.planning.job_costs import costs_of, profile
+
+__all__ = [
+    "PlanRequest",
+    "PlanService",
+    "Planned",
+    "answer",
+    "ask_plan",
+    "costs_of",
+    "given_plan",
+    "profile",
+    "question",
+    "read_plan",
+    "request_plan",
+]

@@ -1,0 +1,72 @@
+"""An owner asks for a plan: what it must find out first, and the answer.
+
+The idea: what the coordinator knows is the mesh; what it cannot know is the job, so the owner tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import structlog
+
+from meshcee.capture import Capture
+from meshcee.equality import why_not_shared
+from meshcee.errors import MeshceeError
+from meshcee.figures import JobCosts, LinkProfile, threads_of
+from meshcee.job import Job
+from peers.measure import LIGHT_S, probe_link
+from peers.mesh_view import MeshView
+from peers.planning.coordinator import Planned, PlanRequest, request_plan
+from peers.planning.job_costs import costs_of, look, profile
+from peers.transport import StreamClosed
+
+__all__ = ["ask_plan", "question"]
+
+log = structlog.get_logger()
+
+LEAST_FED_BYTES = 256 * 1024  # a step's inputs: fewer take no time to speak of where anybody would train
+FEEDS_WITHIN_S = 10.0
+
+
+async def ask_plan(agent: MeshView, request: PlanRequest) -> Planned:
+    """The coordinator's plan, whose peers are all known here."""
+    planned = await request_plan(agent, request)
+    await agent.wait_for_peers(planned.plan.peers)
+    return planned
+
+
+async def question(
+    agent: MeshView, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
+) -> PlanRequest:
+    """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
+    await agent.see_the_mesh(lent)
+    costs = await asyncio.to_thread(costs_of, job, captured)
+    costs = replace(costs, threads=costs.threads or threads_of(agent.lent()))
+    if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
+        log.warning("no stage will be shared by a group", why=why)
+        costs = replace(costs, groups=False)
+    most, data_s = await asyncio.to_thread(look, job, captured)
+    costs = replace(costs, data_s=data_s)
+    async with asyncio.TaskGroup() as group:
+        profiling = group.create_task(profile(agent, job, captured, costs, most))
+        feeding = group.create_task(_feeds(agent, costs))
+    return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
+
+
+async def _feeds(agent: MeshView, costs: JobCosts) -> dict[str, LinkProfile]:
+    """This peer's own links to idle devices, where a step's inputs are so many bytes that these may matter."""
+    found: dict[str, LinkProfile] = {}
+    if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:
+        return found
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FEEDS_WITHIN_S):
+            for peer in [
+                peer for peer in agent.devices() if peer != agent.peer_id
+            ]:  # one at a time: they share its port
+                where = agent.transport, peer, agent.addresses_of([peer]).get(peer, ())
+                with contextlib.suppress(MeshceeError, StreamClosed):
+                    probed = await probe_link(*where, agent.clock(), clock=agent.monotonic, target_s=LIGHT_S)
+                    found[peer] = probed.link
+    return found

@@ -1,0 +1,193 @@
+"""What the owner finds out about its job before it asks for a plan: costs of blocks, and how fast each device runs them.
+
+The idea: the owner alone has the graph, so it asks every idle device for a profile of the distinct blocks, all at once; a
+device that does not answer in time is planned for by its claimed speed, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import time
+from collections.abc import Mapping
+
+import structlog
+import torch
+
+from meshcee.capture import Capture, encode_program
+from meshcee.capture.graph import alike, tied
+from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run, fitting
+from meshcee.job import Job
+from meshcee.sampling import data as data_rules
+from meshcee.sampling import read
+from peers.device import versions
+from peers.measure import BUDGET_S, LONGEST, ProfileRequest
+from peers.mesh_view import MeshView
+from peers.transport import Frame, StreamClosed
+from peers.wire import SLOWEST_BYTES_PER_S, messages
+
+__all__ = ["costs_of", "look", "profile"]
+
+log = structlog.get_logger()
+
+FRAME_BYTES = 256  # header and meta of a message between stages, about
+PROFILE_BYTES = 8 << 20
+AT_ONCE = 16  # devices asked at the same time
+ASKED = 32  # devices; of more, one of each kind is asked
+SAMPLES = 16  # looked at for the largest integer of each input, and for how long it takes to read one
+ALIKE = 1.1  # speeds within this factor are one kind
+
+
+def costs_of(job: Job, captured: Capture) -> JobCosts:
+    """Everything about the job that a planner must know, and that the owner can tell without a device."""
+    program = captured.train
+    state = torch.Generator().get_state().nbytes if program.uses_random else 0  # travels with every activation
+    return JobCosts(
+        blocks=captured.costs,
+        batch_size=job.batch_size,
+        micro_batch=job.micro_batch_size,
+        recompute=job.recompute,
+        element_bytes=2 if job.precision == "bf16" else 4,
+        message_bytes=(FRAME_BYTES + state, FRAME_BYTES),
+        alike=alike(program),
+        tied=tied(program),
+        codec=job.codec,
+        groups=job.groups,
+        direct_sums=job.direct_sums,
+        clips=job.clip_norm is not None,
+        mix=job.mix,
+        versions=versions(),
+        threads=job.threads or 0,
+        feeds=_feeds(captured),
+    )
+
+
+def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of each raw input the bytes of a sample, and the blocks that read it."""
+    readers: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for block in range(captured.train.num_blocks):
+        for value in captured.train.slice(block, block + 1).raw_inputs:
+            readers.setdefault(value.name, []).append(block)
+            sizes[value.name] = value.nbytes(1)
+    return tuple((sizes[name], tuple(blocks)) for name, blocks in readers.items())
+
+
+async def profile(
+    agent: MeshView, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
+) -> dict[str, BlockTimes]:
+    """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
+    devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
+    asked = _asked(devices)
+    data = await asyncio.to_thread(encode_program, captured.train)
+    largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
+    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
+    found: dict[str, BlockTimes] = {}
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(peer: str) -> None:
+        limit_s = 2 * agent.timeouts.join_s + LONGEST * BUDGET_S + len(data) / SLOWEST_BYTES_PER_S
+        try:
+            async with gate, asyncio.timeout(limit_s):
+                found[peer] = await _ask(agent, peer, questions[peer], data)
+        except (MeshceeError, StreamClosed, TimeoutError) as error:
+            name = agent.names().get(peer, peer)
+            log.warning("no profile; its claimed speed stands in", peer=name, error=str(error) or type(error).__name__)
+
+    async with asyncio.TaskGroup() as group:
+        for peer in asked:
+            group.create_task(one(peer))
+    return {peer: found[of] for of, peers in asked.items() if of in found for peer in peers}
+
+
+async def _ask(agent: MeshView, peer: str, request: ProfileRequest, data: bytes) -> BlockTimes:
+    stream = await agent.transport.open(peer, "profile", agent.addresses_of([peer]).get(peer, ()))
+    stream.max_payload_bytes = PROFILE_BYTES
+    try:
+        graph = hashlib.sha256(data).hexdigest()
+        await stream.send(Frame(messages.PROFILE, {"graph": graph}, [request.pack()]))
+        reply = await stream.recv()
+        if reply.kind == messages.WANTED:
+            await stream.send(Frame(messages.GRAPH, {}, [data]))
+            reply = await stream.recv()
+    finally:
+        await stream.aclose()
+    if reply.kind == messages.REFUSED:
+        raise messages.error_from(reply.header)
+    if reply.kind != messages.PROFILED or len(reply.payloads) != 1:
+        raise ProtocolError(f"it answered with a frame of kind {reply.kind!r}")
+    times = BlockTimes.from_json(messages.body_of(reply.payloads[0], "its profile"))
+    if times.blocks != request.blocks or times.sizes != request.sizes:
+        raise ProtocolError("its profile is of other blocks or sizes than were asked for")
+    return times
+
+
+def _request(
+    job: Job, captured: Capture, costs: JobCosts, memory_bytes: int, most: Mapping[str, int]
+) -> ProfileRequest:
+    blocks = tuple(sorted(set(costs.alike)))
+    pair = next((a for a, b in zip(costs.alike, costs.alike[1:]) if a == b), None)
+    place = next((k for k in range(len(costs.alike) - 1) if costs.alike[k] == costs.alike[k + 1] == k), None)
+    return ProfileRequest(
+        blocks=blocks,
+        pair=pair if pair == place else None,
+        sizes=sizes_of(job, costs, memory_bytes),
+        flops=tuple(captured.costs[k].flops for k in blocks),
+        threads=costs.threads,
+        precision=job.precision,
+        optimizer=job.optimizer,
+        most=most,
+    )
+
+
+def sizes_of(job: Job, costs: JobCosts, memory_bytes: int) -> tuple[int, ...]:
+    """Micro-batch sizes worth measuring: the job's own and what members of a group may take of it, or divisors of the batch,
+    about a factor of two apart."""
+    if (own := job.micro_batch_size) is not None:
+        return tuple(sorted({1, own // 4, own // 2, own} - {0})) if costs.groups else (own,)
+    batch = job.batch_size
+    each = max((c.activation_bytes for c in costs.blocks), default=0)
+    fitting = [m for m in range(1, batch + 1) if batch % m == 0 and (m == 1 or m * each <= memory_bytes)]
+    if len(fitting) <= MAX_SIZES:
+        return tuple(fitting)
+    wanted = [(fitting[-1]) ** (k / (MAX_SIZES - 1)) for k in range(MAX_SIZES)]
+    return tuple(sorted({min(fitting, key=lambda m: abs(m - x)) for x in wanted}))
+
+
+def look(job: Job, captured: Capture) -> tuple[dict[str, int], float]:
+    """Of a few samples the largest integer of each input, which random ids must stay under, and the seconds that reading one
+    usually takes. Once for all devices: the samples are the user's, and may take long.
+    """
+    found: dict[str, int] = {}
+    seconds = []
+    for i in range(SAMPLES):
+        began_s = time.perf_counter()
+        (sample,) = read(job.data, [i * len(job.data) // SAMPLES], job.seed)
+        seconds.append(time.perf_counter() - began_s)
+        for name, tensor in captured.inputs_of(data_rules.stack([sample])).items():
+            if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
+                found[name] = max(found.get(name, 0), int(tensor.max()))
+    return found, statistics.median(seconds)
+
+
+def _asked(devices: Mapping[str, DeviceProfile]) -> dict[str, list[str]]:
+    """Whom to ask -> for whom it speaks: itself and the CPUs of its host, which are the same; of many devices, one of each kind."""
+    found: dict[str, list[str]] = {}
+    if len(devices) <= ASKED:
+        hosts: dict[str, str] = {}
+        for peer, device in sorted(devices.items()):
+            of = hosts.setdefault(device.host, peer) if device.host and device.kind == "cpu" else peer
+            found.setdefault(of, []).append(peer)
+        return found
+    for peer, device in sorted(devices.items(), key=lambda x: (x[1].speed_flops_per_s, x[0])):
+        for of, peers in found.items():
+            first = devices[of]
+            same = (device.kind, device.name, device.threads) == (first.kind, first.name, first.threads)
+            if same and device.speed_flops_per_s <= ALIKE * first.speed_flops_per_s:
+                peers.append(peer)
+                break
+        else:
+            found[peer] = [peer]
+    return found

@@ -1,0 +1,368 @@
+"""Checkpoints on the owner's disk: the model and its optimizer by name, and where the run stood, whatever the plan was.
+
+The idea: a checkpoint is a folder of safetensors and a manifest with their hashes; it is written beside its place and
+renamed there once everything has reached the disk, and renamed away before it is removed, so a folder with a manifest is
+whole or damaged, never half, wherever its owner is killed. Two are kept: while one is written the one before stays.
+
+    checkpoints/step-00000040/manifest.json     next_step, job, micro_batch, names, hashes
+                              model-0.safetensors, optimizer-0.safetensors, ...   one pair for each stage that wrote it
+                              frozen.safetensors     what training does not change
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from meshcee.capture import Capture
+from meshcee.errors import CheckpointError, UsageError
+from meshcee.files import disk, dumps, hugging_face
+from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
+from meshcee.job import Job
+
+__all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
+
+FORMAT = 1
+KEPT = 2
+MANIFEST = "manifest.json"
+FROZEN = "frozen.safetensors"
+BEFORE = ".before"  # of a checkpoint that is written once more
+
+
+def description(job: Job, captured: Capture) -> dict[str, Any]:
+    """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
+    tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
+    return {
+        "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
+        "optimizer": job.optimizer.to_json(),
+        "schedule": None if job.schedule is None else [job.schedule.name, repr(sorted(job.schedule.options.items()))],
+        "batch_size": job.batch_size,
+        "samples": len(job.data),
+        "seed": job.seed,
+        "clip_norm": job.clip_norm,
+        "reduction": job.reduction,
+        "precision": job.precision,
+    }
+
+
+def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
+    """Raises UsageError naming what this job and a run with that `description` do not have in common."""
+    for key, value in json.loads(dumps(description(job, captured))).items():
+        if value != run.get(key):
+            what = "another model" if key == "model" else f"{key} {run.get(key)!r}, the job says {value!r}"
+            raise UsageError(
+                f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
+            )
+    if job.micro_batch_size is not None and job.micro_batch_size != micro_batch:
+        raise UsageError(
+            f"the run has micro-batches of {micro_batch}, the job says {job.micro_batch_size}: "
+            "leave micro_batch_size as it was"
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: the state before `next_step`."""
+
+    folder: Path
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise CheckpointError(f"{path} has format {data['format']}: use the version of meshcee that wrote it")
+            int(data["next_step"]), int(data["micro_batch"]), dict(data["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(f"its manifest cannot be read ({error})") from error
+        return data
+
+    @property
+    def next_step(self) -> int:
+        return int(self.manifest["next_step"])
+
+    @property
+    def micro_batch(self) -> int:
+        return int(self.manifest["micro_batch"])
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self.folder} is damaged: {why}; resume from the one before it, "
+            "`--resume RUN@STEP`, which `meshcee runs` shows"
+        )
+
+    def verify(self) -> None:
+        """Read every file and compare its hash; raises CheckpointError."""
+        for name, entry in self.manifest["files"].items():
+            path = self.folder / name
+            try:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise self._damaged(f"{name} cannot be read ({error})") from error
+            if found != entry["sha256"]:
+                raise self._damaged(f"{name} is not what was written")
+
+    def check(self, job: Job, captured: Capture) -> None:
+        """Whether this job may go on from here; raises UsageError naming what is different."""
+        check_same(job, captured, self.manifest["job"], self.micro_batch)
+
+    @cached_property
+    def _model_files(self) -> dict[str, str]:
+        return self._index("model-", FROZEN)
+
+    @cached_property
+    def _optimizer_files(self) -> dict[str, str]:
+        return self._index("optimizer-")
+
+    def _index(self, *beginnings: str) -> dict[str, str]:
+        """Which file holds each name; a shared parameter lies in several, alike."""
+        found: dict[str, str] = {}
+        for name in self.manifest["files"]:
+            if name.startswith(beginnings):
+                with self._open(name) as file:
+                    found.update(dict.fromkeys(file.keys(), name))
+        return found
+
+    def _open(self, name: str) -> Any:
+        try:
+            return safetensors.safe_open(self.folder / name, "pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise self._damaged(f"{name}: {error}") from error
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._model_files)
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """The names that training may have changed."""
+        return frozenset(name for name, file in self._model_files.items() if file != FROZEN)
+
+    def weights(self, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """Parameters (masters) and buffers, each read when it is asked for."""
+        return self._read(self._model_files, names)
+
+    def optimizer(self, parameters: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """What the optimizer keeps for these parameters, as "<parameter>/<key>"; read as `weights` are."""
+        wanted = set(parameters)
+        return self._read(self._optimizer_files, (n for n in self._optimizer_files if n.rpartition("/")[0] in wanted))
+
+    def _read(self, files: Mapping[str, str], names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        wanted = list(names)
+        for name in wanted:
+            if name not in files:
+                raise self._damaged(f"{name!r} is missing")
+
+        def read(name: str) -> torch.Tensor:
+            with self._open(files[name]) as file:
+                tensor: torch.Tensor = file.get_tensor(name).clone()  # the file may be removed while it is in use
+            return tensor
+
+        return OnDemand(wanted, read)
+
+
+class Draft:
+    """A checkpoint that is being written, in a folder beside its place."""
+
+    def __init__(self, store: CheckpointStore, next_step: int) -> None:
+        self.next_step = next_step
+        self._store = store
+        self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}.{next(_drafts)}"
+        disk.remove_tree(self.folder)
+        disk.make_folder(self.folder)
+        self.refused: OSError | None = None  # by the disk: nothing is written any more
+        self._files: dict[str, dict[str, Any]] = {}
+
+    def to_disk(self, call: Callable[[], object]) -> None:
+        """One piece of it; what the disk refuses ends this draft, not the work of who writes it."""
+        if self.refused is None:
+            try:
+                call()
+            except OSError as error:
+                self.refused = error
+
+    def create(self, name: str, header: bytes | memoryview) -> Writer:
+        writer = Writer(disk.File(self.folder / name), self._files, name)
+        try:
+            writer.write(header)
+        except OSError:
+            writer.abort()
+            raise
+        return writer
+
+    def _frozen(self, state: Mapping[str, torch.Tensor], layout: Layout) -> None:
+        """What training does not change is written once; later checkpoints link to it."""
+        before = next(iter(self._store.list_complete()), None)
+        if before is not None and FROZEN in before.manifest["files"]:
+            disk.link(before.folder / FROZEN, self.folder / FROZEN)
+            self._files[FROZEN] = before.manifest["files"][FROZEN]
+            return
+        header, starts, _ = head_of(layout)
+        writer = self.create(FROZEN, header)
+        try:
+            for name in starts:  # in the order of their places
+                tensor = state[name].detach().cpu().contiguous()
+                if tensor.numel():
+                    writer.write(byte_view(tensor))
+            writer.close()
+        finally:
+            writer.abort()
+
+    def finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, **about: Any) -> Checkpoint:
+        """Add what training does not change, make it durable, put it in its place, forget the oldest."""
+        with self._store.lock:
+            return self._finish(state, frozen, about)
+
+    def _finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, about: Mapping[str, Any]) -> Checkpoint:
+        if frozen:
+            self._frozen(state, frozen)
+        data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
+        self._store.rely()
+        disk.write_whole(self.folder / MANIFEST, dumps(data, indent=1).encode())  # and the names of the files before it
+        place = self._store.folder / f"step-{self.next_step:08d}"
+        before = place.with_name(place.name + BEFORE)
+        if place.exists():  # written by an epoch that was lost; it counts until this one is in its place
+            if before.exists():
+                _remove(before)
+            disk.move(place, before)
+        disk.move(self.folder, place)
+        disk.sync_folder(self._store.folder)
+        if before.exists():
+            _remove(before)
+        for old in self._store.list_complete()[KEPT:]:
+            _remove(old.folder)
+        return Checkpoint(place)
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # a disk that cannot be written; whoever resumes the run clears it away
+            disk.remove_tree(self.folder)
+
+
+class Writer:
+    """One file of a draft; hashed as it is written."""
+
+    def __init__(self, file: disk.File, files: dict[str, dict[str, Any]], name: str) -> None:
+        self._file = file
+        self._files = files
+        self._name = name
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        self._files[self._name] = {"sha256": self._digest.hexdigest(), "bytes": self._bytes}
+
+    def abort(self) -> None:
+        self._file.abort()
+
+
+class CheckpointStore:
+    """The checkpoints of one run. `about` goes into every manifest: the job, the names of the model. `rely` brings to the disk
+    what one is worth nothing without.
+    """
+
+    def __init__(
+        self, folder: Path, about: Mapping[str, Any] | None = None, rely: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder = folder
+        self.about = dict(about or {})
+        self.rely = rely
+        self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        job: Job,
+        captured: Capture,
+        micro_batch: int,
+        devices: Sequence[Sequence[Any]] = (),
+        before: CheckpointStore | None = None,
+        rely: Callable[[], None] = lambda: None,
+    ) -> CheckpointStore:
+        """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads).
+        `before`: with which an earlier epoch wrote, and may be completing its last checkpoint.
+        """
+        for left in folder.glob(".step-*") if before is None else ():  # by an owner that died
+            disk.remove_tree(left)
+        about = {
+            "job": description(job, captured),
+            "name": job.name,
+            "micro_batch": micro_batch,
+            "devices": [list(device) for device in devices],
+            "persistent": list(captured.persistent),
+            "aliases": captured.aliases,
+            **hugging_face.described(job.model),
+            "torch": torch.__version__,
+        }
+        store = cls(folder, about, rely)
+        if before is not None:
+            store.lock = before.lock
+        return store
+
+    def complete(self) -> list[Checkpoint]:
+        """Newest first."""
+        with self.lock:
+            return self.list_complete()
+
+    def list_complete(self) -> list[Checkpoint]:
+        """As `complete`, for who holds the lock."""
+        found = [f for f in self.folder.glob("step-*") if (f / MANIFEST).exists()] if self.folder.exists() else []
+        return [Checkpoint(f) for f in sorted(found, key=_age)]
+
+    def find(self, step: str, run: str) -> Checkpoint:
+        """The newest, or that before this step; UsageError when there is none. `run` is its id, for people."""
+        found = [c for c in self.complete() if step in ("", str(c.next_step))]
+        if not found:
+            raise UsageError(
+                f"run {run} has no checkpoint{' after ' + step + ' steps' if step else ''}; `meshcee runs` shows what there is"
+            )
+        return found[0]
+
+    def forget_after(self, next_step: int) -> None:
+        """A run goes on from here: what was written later will be written again."""
+        with self.lock:
+            for later in self.list_complete():
+                if later.next_step > next_step:
+                    _remove(later.folder)
+
+    def draft(self, next_step: int) -> Draft:
+        with self.lock:
+            return Draft(self, next_step)
+
+
+_drafts = itertools.count()
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    """Sorts the newest first; of one step, what was written last."""
+    step = folder.name.removeprefix("step-").removesuffix(BEFORE)
+    return -int(step) if step.isdecimal() else 0, folder.name
+
+
+def _remove(folder: Path) -> None:
+    """Under its name it is whole until it is gone."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    disk.remove_tree(aside)
+    disk.move(folder, aside)
+    disk.sync_folder(folder.parent)  # or a power cut might bring the name back, and not the files
+    disk.remove_tree(aside)

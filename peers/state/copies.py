@@ -1,0 +1,198 @@
+"""Which copies of a job's state there are and who holds them, as its owner knows it.
+
+The idea: the owner never sees a copy, only what it is: a digest for each tensor, from the member that made it, and word from
+the buddy that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
+are all that is kept. So it is with far copies, which count when every stage has one that outlives its region. What one plan
+hands over to the next is a copy that only its makers hold: older ones are kept beside it.
+
+The owner's disk has the same table (`Ledger`), so a run whose owner has died goes on where its peers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshcee.files import Trouble, disk, dumps
+from peers.mesh_view import MeshView
+from peers.state.policy import Cadence, FarCadence
+from peers.state.shelf import COPIES
+
+__all__ = ["Copied", "Copies", "Ledger", "StageCopy", "noted"]
+
+TRIES = 2  # epochs that may begin with copies which are not found
+
+
+@dataclass
+class StageCopy:
+    """What a stage was before a step, by name, and the members that hold these bits."""
+
+    weights: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, str] = field(default_factory=dict)
+    holders: set[str] = field(default_factory=set)
+
+    def clashes(self, weights: Mapping[str, str], optimizer: Mapping[str, str]) -> bool:
+        """Whether it is other bits of what these are too."""
+        own = ((self.weights, weights), (self.optimizer, optimizer))
+        return any(name in mine and mine[name] != digest for mine, theirs in own for name, digest in theirs.items())
+
+
+@dataclass
+class Copied:
+    """The state before a step, of which members hold copies, stage by stage of the plan that made it: of all pipelines."""
+
+    next_step: int
+    stages: tuple[StageCopy, ...]
+    missed: int = 0  # epochs that did not find all of it: a link may have failed, or it is gone
+    far: bool = False  # whether it outlived the loss of any one region when it was made
+    handed: bool = False  # from one plan to the next, which has no copies of its own yet: its makers alone hold it
+
+    @property
+    def holders(self) -> set[str]:
+        return set().union(*(stage.holders for stage in self.stages))
+
+    @property
+    def keepers(self) -> list[list[str]]:
+        """Of every tensor those who hold it, in order and each set of them once: stages may share tensors, or have none."""
+        found: dict[tuple[int, str], set[str]] = {}
+        for stage in self.stages:
+            for kind, names in enumerate((stage.weights, stage.optimizer)):
+                for name in names:
+                    found.setdefault((kind, name), set()).update(stage.holders)
+        return [list(peers) for peers in sorted({tuple(sorted(peers)) for peers in found.values()})]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody holds everything."""
+        return all(self.keepers)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an epoch may begin with it."""
+        return self.missed < TRIES and self.is_whole
+
+    def digests(self, names: Collection[str], trainable: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Of these weights, as far as training changes them, and of what the optimizer keeps for these parameters."""
+        mine = set(trainable)
+        weights = {n: d for stage in self.stages for n, d in stage.weights.items() if n in names}
+        kept = {n: d for stage in self.stages for n, d in stage.optimizer.items() if n.rpartition("/")[0] in mine}
+        return weights, kept
+
+    def to_json(self) -> dict[str, Any]:
+        stages = [[dict(s.weights), dict(s.optimizer), sorted(s.holders)] for s in self.stages]
+        return {"next_step": self.next_step, "stages": stages, "far": self.far, "handed": self.handed}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Copied:
+        """What `to_json` gave; ValueError, KeyError or TypeError for anything else."""
+        stages = [StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
+        kind = {name: bool(data.get(name, False)) for name in ("far", "handed")}
+        return cls(int(data["next_step"]), tuple(stages), **kind)
+
+    def sources(self, names: Collection[str]) -> tuple[str, ...]:
+        """Who holds some of these weights."""
+        return tuple(sorted({p for s in self.stages if any(n in names for n in s.weights) for p in s.holders}))
+
+
+class Copies:
+    """All that there are of one job, over its epochs. `tell` is called with those that count when there are others."""
+
+    def __init__(self, tell: Callable[[Sequence[Copied]], None] = lambda found: None) -> None:
+        self.cadence, self.far_cadence = Cadence(), FarCadence()
+        self._found: list[Copied] = []  # whole ones, oldest first
+        self._tell = tell
+
+    def add(self, copied: Copied) -> None:
+        """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported."""
+        others = [c for c in self._found if c.far != copied.far]
+        older = [c for c in self._found if c.far == copied.far and c.next_step < copied.next_step]
+        self._found = sorted([*others, *older[-1:], copied], key=lambda c: (c.next_step, not c.far))
+        self._tell(self._found)
+
+    @property
+    def far_steps(self) -> list[int]:
+        """Of those that count if a whole region is lost."""
+        return [copied.next_step for copied in self._found if copied.far]
+
+    def begin(self, start: int) -> None:
+        """An epoch does, at this step; far copies of later ones are of steps that nobody was told of."""
+        self._found = [c for c in self._found if not c.far or c.next_step <= start]
+
+    def stay_with(self, members: Collection[str]) -> None:
+        """Nearer copies of these members' plan are whole: whoever has no part in it need not keep older far ones any more."""
+        for copied in self._found:
+            for stage in copied.stages if copied.far else ():
+                stage.holders.intersection_update(members)
+        self._found = [c for c in self._found if not c.far or c.is_whole]
+
+    def restore(self, found: Sequence[Copied], alive: Collection[str]) -> None:
+        """What an owner that has died knew; of its holders these are there."""
+        self._found = list(found)
+        self.newest(0, set().union(*(copied.holders for copied in found)).difference(alive))
+
+    @property
+    def were_handed(self) -> bool:
+        """Whether the newest near ones were handed over to a plan that has none of its own yet."""
+        return next((c.handed for c in reversed(self._found) if not c.far), False)
+
+    def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> Copied | None:
+        """The newest of no step after `done`, of which these who are gone do not hold the last copies.
+
+        Who is gone has lost its copies, even if it comes back. `handed`: what was handed over counts.
+        """
+        for copied in self._found:
+            for stage in copied.stages:
+                stage.holders.difference_update(gone)
+        usable = (c for c in reversed(self._found) if c.is_usable and (handed or not c.handed))
+        return next((c for c in usable if c.next_step <= done), None)
+
+    def forget_before(self, step: int, on_disk: int = 0) -> None:
+        """Members are about to. Far ones count until there is another, or as new a state is on the disk."""
+        known = [c.next_step for c in self._found if c.far and c.is_usable and c.next_step <= step]
+        least = max([on_disk + 1, *known])
+        self._found = [c for c in self._found if c.next_step >= (least if c.far else step)]
+
+
+WHAT = "the list of copies that peers hold"
+
+
+class Ledger:
+    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
+
+    def __init__(self, agent: MeshView, trouble: Trouble) -> None:
+        self.run = ""  # the name by which members know it
+        self.folder: Path | None = None  # of the run; without one nothing is written
+        self._agent = agent
+        self._trouble = trouble
+        self._next: dict[str, Any] | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def note(self, found: Sequence[Copied]) -> None:
+        self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
+        if self.folder is not None and (self._writing is None or self._writing.done()):
+            self._writing = self._agent.beside(self._write(self.folder))
+
+    async def _write(self, folder: Path) -> None:
+        while (what := self._next) is not None:
+            self._next = None
+            data = dumps(what).encode()
+            try:
+                await asyncio.to_thread(disk.write_whole, folder / COPIES, data)
+            except OSError as error:  # the run goes on; only a resumed one would go back further
+                self._trouble.tell(WHAT, error, len(data))
+            else:
+                self._trouble.over(WHAT)
+
+
+def noted(folder: Path, run: str, after: int, done: int) -> list[Copied]:
+    """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
+    try:
+        data = json.loads((folder / COPIES).read_text())
+        found = [Copied.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [copied for copied in found if after < copied.next_step <= done]

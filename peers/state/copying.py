@@ -1,0 +1,246 @@
+"""One epoch's copies: asked for, described by those who made them, kept by buddies, and then by far ones.
+
+The idea: every member copies its stage between the same two steps; from there on each copy is a few messages, and none is
+waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from meshcee.errors import ProtocolError
+from peers.state.buddy import layouts_of
+from peers.state.copies import Copied, Copies, StageCopy
+from peers.state.policy import Buddies
+from peers.transport import Frame
+from peers.wire import Link, digests_in, digests_of, messages, need
+
+__all__ = ["Copying", "FarCopying"]
+
+log = structlog.get_logger()
+
+UNASKED = "it told of a copy that nobody asked for"
+
+
+class Copying:
+    """One epoch's copies. `hear` is called by the tasks that read from members."""
+
+    def __init__(self, copies: Copies, links: Sequence[Link], chosen: Buddies, start: int) -> None:
+        self._copies = copies
+        self._links = {link.peer_id: link for link in links}
+        self._buddies = dict(chosen.near)
+        self._replicas = any(link.place.has_replicas for link in links)
+        self._stages = 1 + max(link.place.number for link in links)
+        self._making: Copied | None = None
+        self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
+        self._dropped: set[tuple[str, str]] = set()  # what was awaited of the copies that a hand-over has ended
+        self._took_s = self._read_s = 0.0
+        self.handed_over = asyncio.Event()  # all members have told what they hand over
+        self._since = 0 if copies.were_handed else start  # what was handed over dies with any of its makers
+        self.reported = start  # steps before this one have been
+        copies.begin(start)
+        copies.cadence.start(start, _now_s())
+        self._far = FarCopying(copies, self._links, chosen.far, start)
+
+    def is_due(self, next_step: int) -> bool:
+        """Not before the last is whole and its steps are reported: until then the one before it is needed."""
+        if not self._buddies and not self._replicas:
+            return False  # all have refused
+        found = self._copies.newest(next_step)
+        known = found is None or found.next_step <= self.reported
+        return self._making is None and known and self._copies.cadence.is_due(next_step, _now_s())
+
+    def forget_before(self, step: int, on_disk: int) -> None:
+        self._copies.forget_before(step, on_disk)
+
+    def begin(self, next_step: int) -> None:
+        """Every member is asked for a copy."""
+        self._copies.cadence.begun(next_step, _now_s())
+        log.debug("copies are asked for", next_step=next_step)
+        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages))))
+
+    @property
+    def is_first_to_copy(self) -> bool:
+        """Whether this plan was handed what it began with, and will have copies of its own, but has none yet."""
+        return self._copies.were_handed and (self._replicas or bool(self._buddies))
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Not twice in a row: members would have to hold on to more copies than the plan has room for."""
+        return not self._copies.were_handed
+
+    def hand_over(self, next_step: int) -> None:
+        """Nothing is trained from here on, and another plan goes on from this step: every member is asked for a copy, which no
+        buddy keeps. One in the making is dropped; who was asked for it may still answer.
+        """
+        self._dropped, self._buddies = self._awaited, {}
+        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages)), handed=True))
+
+    def _await(self, making: Copied) -> None:
+        self._making = making
+        self._awaited = {(messages.COPIED, peer) for peer in self._links}
+        self._took_s = self._read_s = 0.0
+
+    @property
+    def besides(self) -> list[int]:
+        """The steps of those that are under way, and of far ones."""
+        return sorted({*self._far.steps, *([] if self._making is None else [self._making.next_step])})
+
+    @property
+    def since(self) -> int:
+        """The step of the copies that this epoch may have to go back to."""
+        found = self._copies.newest(self.reported, handed=False)
+        return max(self._since, found.next_step if found is not None else 0)
+
+    def hear(self, link: Link, frame: Frame) -> None:
+        """COPIED from a holder, or KEPT from a buddy."""
+        if frame.kind == messages.KEPT and need(frame.header, "far", bool):
+            self._far.hear(link, frame)
+            return
+        making = self._making
+        source = link.peer_id if frame.kind == messages.COPIED else need(frame.header, "source", str)
+        if making is not None and making.handed and need(frame.header, "next_step", int) != making.next_step:
+            if (frame.kind, source) not in self._dropped:
+                raise ProtocolError(UNASKED)
+            self._dropped.remove((frame.kind, source))
+            return
+        expected = (frame.kind, source) in self._awaited
+        if frame.kind == messages.KEPT:
+            expected = expected and self._buddies.get(source) == link.peer_id
+        if making is None or not expected or need(frame.header, "next_step", int) != making.next_step:
+            raise ProtocolError(UNASKED)
+        stage = making.stages[self._links[source].place.number]
+        if frame.kind == messages.COPIED:
+            self._copied(link, frame, making, stage)
+        else:
+            self._kept(link, frame, source, stage)
+        self._awaited.remove((frame.kind, source))
+        if not self._awaited and making.handed:
+            self._copies.add(making)
+            log.debug("copies are handed over", next_step=making.next_step, keepers=making.keepers)
+            self.handed_over.set()
+        elif not self._awaited:
+            self._making = None
+            self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
+            self._copies.stay_with(self._links if self._far.chosen else ())
+            self._copies.add(making)
+            holders = [sorted(stage.holders) for stage in making.stages]
+            far = bool(self._far.chosen)
+            log.debug("copies", next_step=making.next_step, holders=holders, keepers=making.keepers, far=far)
+            self._far.take_up(making)
+
+    def _copied(self, link: Link, frame: Frame, making: Copied, stage: StageCopy) -> None:
+        weights, optimizer = digests_in(frame, layouts_of(link.offer))
+        if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
+            raise ProtocolError("it holds another state than the other members of its group")
+        elsewhere = {o.place.number for o in self._links.values() if o.place.pipeline != link.place.pipeline}
+        if any(making.stages[at].clashes(weights, optimizer) for at in elsewhere):
+            raise ProtocolError("it holds another state than the other pipelines")
+        stage.weights, stage.optimizer = weights, optimizer
+        stage.holders.add(link.peer_id)
+        self._took_s = max(self._took_s, _seconds(frame, "took_s"))
+        if (buddy := self._buddies.get(link.peer_id)) is not None:
+            header = {"next_step": making.next_step, "source": link.peer_id, "far": False}
+            header |= {"since": self.since, "besides": self._far.steps}
+            self._links[buddy].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
+            self._awaited.add((messages.KEPT, link.peer_id))
+
+    def _kept(self, link: Link, frame: Frame, source: str, stage: StageCopy) -> None:
+        self._read_s = max(self._read_s, _seconds(frame, "read_s"))
+        if need(frame.header, "kept", bool):
+            stage.holders.add(link.peer_id)
+        elif (missing := need(frame.header, "missing_bytes", int)) > 0:
+            del self._buddies[source]
+            log.warning("a stage has no buddy: the peer has no memory for its copies", peer=link.peer_id, bytes=missing)
+        else:
+            log.info("a copy did not reach its buddy", holder=source, buddy=link.peer_id)
+
+
+class FarCopying:
+    """One epoch's copies in other regions. What near buddies have just made whole is copied on, so members copy and hash nothing
+    for it: one stage after the other, each as gently as a reader in another region is.
+    """
+
+    def __init__(self, copies: Copies, links: Mapping[str, Link], chosen: Mapping[str, str], start: int) -> None:
+        self.chosen = dict(chosen)  # none: there is no such tier, or a far buddy has refused
+        self._copies = copies
+        self._links = links
+        self._making: Copied | None = None
+        self._left: list[str] = []  # members whose stages are to be kept, the one that is being read first
+        self._read_s = 0.0
+        copies.far_cadence.start(start, _now_s())
+
+    @property
+    def steps(self) -> list[int]:
+        """Of whole ones and of the one in the making."""
+        return sorted({*self._copies.far_steps, *([] if self._making is None else [self._making.next_step])})
+
+    def take_up(self, copied: Copied) -> None:
+        """These copies are whole: have them kept in other regions too, if that is due."""
+        if (
+            not self.chosen
+            or self._making is not None
+            or not self._copies.far_cadence.is_due(copied.next_step, _now_s())
+        ):
+            return
+        self._copies.far_cadence.begun(copied.next_step, _now_s())
+        members: list[set[str]] = [set() for _ in copied.stages]  # a near buddy keeps newer ones
+        for peer, link in self._links.items():
+            members[link.place.number].add(peer)
+        stages = [
+            StageCopy(s.weights, s.optimizer, s.holders & own) for s, own in zip(copied.stages, members, strict=True)
+        ]
+        self._making = Copied(copied.next_step, tuple(stages), far=True)
+        self._left, self._read_s = list(self.chosen), 0.0
+        self._ask(self._making)
+
+    def _ask(self, making: Copied) -> None:
+        source = self._left[0]
+        stage = making.stages[self._links[source].place.number]
+        header = {"next_step": making.next_step, "source": source, "far": True, "since": 0, "besides": self.steps}
+        buddy = self._links[self.chosen[source]]
+        buddy.outbox.post(Frame(messages.KEEP, header, digests_of(stage.weights, stage.optimizer)))
+
+    def hear(self, link: Link, frame: Frame) -> None:
+        """KEPT from a far buddy."""
+        making, source = self._making, need(frame.header, "source", str)
+        asked = making is not None and source == self._left[0] and self.chosen[source] == link.peer_id
+        if making is None or not asked or need(frame.header, "next_step", int) != making.next_step:
+            raise ProtocolError(UNASKED)
+        self._read_s += _seconds(frame, "read_s")
+        if need(frame.header, "kept", bool):
+            making.stages[self._links[source].place.number].holders.add(link.peer_id)
+            del self._left[0]
+            if self._left:
+                self._ask(making)
+            else:
+                self._whole(making)
+            return
+        self._making = None  # the last ones count on
+        if (missing := need(frame.header, "missing_bytes", int)) > 0:
+            self.chosen.clear()
+            log.warning("no copies in other regions: the peer has no memory for them", peer=link.peer_id, bytes=missing)
+        else:
+            log.info("a copy did not reach its far buddy", holder=source, buddy=link.peer_id)
+
+    def _whole(self, making: Copied) -> None:
+        self._making = None
+        self._copies.far_cadence.ended(read_s=self._read_s, made_s=0.0)
+        self._copies.add(making)
+        holders = [sorted(stage.holders) for stage in making.stages]
+        log.debug("far copies", next_step=making.next_step, holders=holders, keepers=making.keepers)
+
+
+def _seconds(frame: Frame, name: str) -> float:
+    value = need(frame.header, name, float)
+    if not 0 <= value < math.inf:
+        raise ProtocolError(f"header field {name!r} must be seconds, got {value!r}")
+    return value
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

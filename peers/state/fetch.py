@@ -1,0 +1,273 @@
+"""Tensors from peers that hold a copy of them, asked for by the hash of their bits: both ends of the stream "copies".
+
+The idea: a digest names bits, whoever holds them and from whatever plan they are. So a buddy and a joiner read alike: ask
+each source what it has, share the tensors out, read them chunk by chunk, check each against its digest. A source that dies
+or sends other bits is left out, and what it owed is shared out again among the rest; what had arrived of a tensor stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+
+from meshcee.config import Timeouts
+from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.files.tensor_files import byte_view
+from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
+from peers.state.snapshot import CORES
+from peers.transport import Frame, Stream, StreamClosed
+from peers.wire import DIGEST_BYTES, digest_of, messages, need, unless_silent
+
+__all__ = ["Fetch", "Shape", "serve"]
+
+log = structlog.get_logger()
+
+
+MOST = 1 << 16  # tensors that one stream may ask for
+MOST_RANGES = 1024  # in one PULL, for its header
+
+Range = tuple[int, int, int]  # which tensor, in the order of the SEEK; its first byte, how many
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+
+async def serve(
+    stream: Stream, find: Callable[[Mapping[str, Any], str], torch.Tensor | None], timeouts: Timeouts
+) -> None:
+    """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK.
+
+    Who knows a digest has it from the owner, or had the bits: so nobody learns here what was kept from him.
+    """
+    stream.max_payload_bytes = MOST * DIGEST_BYTES
+    with contextlib.suppress(StreamClosed, TimeoutError):
+        async with asyncio.timeout(timeouts.join_s):
+            frame = await stream.recv()
+        if frame.kind != messages.SEEK or len(frame.payloads) != 1 or len(frame.payloads[0]) % DIGEST_BYTES:
+            raise ProtocolError(f"expected digests, got a frame of kind {frame.kind!r}")
+        raw = bytes(frame.payloads[0])
+        digests = [raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES)]
+        held = [find(frame.header, digest) for digest in digests]  # kept in memory for as long as they are read
+        await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
+        stream.max_payload_bytes = 0
+        views = [None if tensor is None else byte_view(tensor) for tensor in held]
+        while True:
+            async with asyncio.timeout(timeouts.offer_s):
+                frame = await stream.recv()
+            await stream.send(Frame(messages.PART, {}, [_cut(views, frame)]))
+
+
+def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:
+    """The bytes that a PULL asks for."""
+    found, left = [], CHUNK_BYTES
+    for entry in need(frame.header, "ranges", list):
+        if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(type(x) is int and x >= 0 for x in entry):
+            raise ProtocolError("a range is a tensor's number, its first byte and a count")
+        which, first, count = entry
+        view = views[which] if which < len(views) else None
+        left -= count
+        if view is None or first + count > len(view) or left < 0:
+            raise ProtocolError("it asked for bytes that are not here, or for too many at once")
+        found.append(view[first : first + count])
+    return b"".join(found)
+
+
+@dataclass
+class _Tensor:
+    """One that is wanted: where its bytes go, how many are here, and who sent them."""
+
+    shape: Shape
+    data: torch.Tensor | None = None  # allocated when its first bytes are asked for
+    got: int = 0
+    senders: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        return self.shape[0].itemsize * math.prod(self.shape[1])
+
+
+@dataclass
+class _Source:
+    stream: Stream
+    has: frozenset[str]
+
+
+class Fetch:
+    """What is wanted, by digest. `found` holds what is here and checked; `run` may leave some that nobody has.
+
+    `gently`: parts that delay a step's tensors little, and between them, unless it is `urgent`, rests on a link that the training
+    needs, longer ones if that is `far`; else some whole chunks are under way from each source. `about` tells a source whose job it
+    is.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[str, Shape],
+        open_stream: Callable[[str], Awaitable[Stream]],
+        about: Mapping[str, Any],
+        timeouts: Timeouts,
+        *,
+        gently: bool = False,
+        far: bool = False,
+        urgent: bool = False,
+    ) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.read_s = 0.0  # in which a link was used that had no rest since, or the device
+        self._left = {digest: _Tensor(shape) for digest, shape in wanted.items()}
+        self._order = list(wanted)
+        self._number = {digest: i for i, digest in enumerate(wanted)}
+        self._open = open_stream
+        self._about = about
+        self._timeouts = timeouts
+        self._gently = gently
+        self._far = far
+        self._urgent = urgent
+        self._sources: dict[str, _Source] = {}
+
+    @property
+    def missing(self) -> set[str]:
+        return set(self._left)
+
+    async def run(self, sources: Iterable[str]) -> None:
+        """Read from these peers until all is here or nobody is left who has it; never raises for what they do."""
+        if not self._left or len(self._left) > MOST:
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for peer in sources:
+                    group.create_task(self._unless_lost(peer, partial(self._greet, peer)))
+            while shares := self._shares():
+                async with asyncio.TaskGroup() as group:
+                    for peer, digests in shares.items():
+                        group.create_task(self._unless_lost(peer, partial(self._read, peer, digests)))
+        finally:
+            for source in self._sources.values():
+                source.stream.abort()
+
+    async def _unless_lost(self, peer: str, work: Callable[[], Awaitable[None]]) -> None:
+        """A source that fails is a source no more."""
+        try:
+            await work()
+        except (MeshceeError, StreamClosed, TimeoutError) as error:
+            log.info("a source of copies is left out", peer=peer, error=str(error))
+            if (source := self._sources.pop(peer, None)) is not None:
+                source.stream.abort()
+
+    async def _greet(self, peer: str) -> None:
+        stream = await self._open(peer)
+        self._sources[peer] = source = _Source(stream, frozenset())
+        stream.max_payload_bytes = MOST
+        await stream.send(Frame(messages.SEEK, self._about, [b"".join(bytes.fromhex(d) for d in self._order)]))
+        frame = await unless_silent(stream.recv, stream, self._timeouts)
+        if frame.kind != messages.FOUND or len(frame.payloads) != 1 or len(frame.payloads[0]) != len(self._order):
+            raise ProtocolError(f"expected what it has of {len(self._order)} tensors, got {frame.kind!r}")
+        stream.max_payload_bytes = CHUNK_BYTES
+        source.has = frozenset(d for d, here in zip(self._order, bytes(frame.payloads[0])) if here)
+
+    def _shares(self) -> dict[str, list[str]]:
+        """What each source is to send: large tensors first, each to the one of those who have it that has least to do."""
+        shares: dict[str, list[str]] = {}
+        load = dict.fromkeys(self._sources, 0)
+        for digest in sorted(self._left, key=lambda d: -self._left[d].size):
+            have = [peer for peer, source in self._sources.items() if digest in source.has]
+            if have:
+                peer = min(have, key=load.__getitem__)
+                shares.setdefault(peer, []).append(digest)
+                load[peer] += self._left[digest].size - self._left[digest].got
+        return shares
+
+    async def _read(self, peer: str, digests: Sequence[str]) -> None:
+        stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
+        stride = Stride(far=self._far)
+        if not self._gently:
+            stride.bytes = CHUNK_BYTES
+        requests, asked = self._requests(digests, stride), deque[list[Range]]()
+        while True:
+            ahead = AHEAD if not self._gently or (self._urgent and stride.is_fast) else 1
+            while len(asked) < ahead and (ranges := next(requests, None)) is not None:
+                asked.append(ranges)
+                await stream.send(Frame(messages.PULL, {"ranges": ranges}))
+            if not asked:
+                return
+            began_s = loop.time()
+            frame = await unless_silent(stream.recv, stream, self._timeouts)
+            part_s = loop.time() - began_s
+            ranges = asked.popleft()
+            await self._take(peer, ranges, frame)
+            if self._gently:
+                stride.took(part_s, sum(count for _, _, count in ranges))
+            if stride.rest_s and not self._urgent:
+                await asyncio.sleep(stride.rest_s)
+            else:
+                self.read_s += part_s
+
+    def _requests(self, digests: Sequence[str], stride: Stride) -> Iterator[list[Range]]:
+        """Ranges of at most a stride together, one behind the other."""
+        ranges: list[Range] = []
+        room = stride.bytes
+        for digest in digests:
+            wanted = self._left[digest]
+            first = wanted.got
+            while True:
+                count = min(wanted.size - first, room)
+                ranges.append((self._number[digest], first, count))
+                first, room = first + count, room - count
+                if room == 0 or len(ranges) == MOST_RANGES:
+                    yield ranges
+                    ranges, room = [], stride.bytes
+                if first == wanted.size:
+                    break
+        if ranges:
+            yield ranges
+
+    async def _take(self, peer: str, ranges: Sequence[Range], frame: Frame) -> None:
+        """A PART: its bytes go to their places; tensors that are whole are checked."""
+        if frame.kind != messages.PART or len(frame.payloads) != 1:
+            raise ProtocolError(f"expected a part of a copy, got a frame of kind {frame.kind!r}")
+        data = memoryview(frame.payloads[0]).cast("B")
+        if len(data) != sum(count for _, _, count in ranges):
+            raise ProtocolError("it sent a part of a copy of the wrong size")
+        whole = []
+        for which, first, count in ranges:
+            digest = self._order[which]
+            wanted = self._left[digest]
+            if wanted.data is None:
+                wanted.data = torch.empty(wanted.shape[1], dtype=wanted.shape[0])
+            if count:
+                byte_view(wanted.data)[first : first + count] = data[:count]
+                data = data[count:]
+            wanted.senders.add(peer)
+            wanted.got = first + count
+            if wanted.got == wanted.size:
+                whole.append(digest)
+        other = await asyncio.to_thread(self._check, whole)
+        if any(self._left[digest].senders == {peer} for digest in other):
+            self._begin_anew(other)
+            raise ProtocolError("it sent other bits than those that were asked for")
+        self._begin_anew(other)
+
+    def _check(self, digests: Sequence[str]) -> list[str]:
+        """Those whose bits are others; the rest is found. Hashing takes a second for a gigabyte: in a thread."""
+        other, began_s = [], time.perf_counter()
+        for digest in digests:
+            data = self._left[digest].data
+            assert data is not None
+            if digest_of(data) != digest:
+                other.append(digest)
+                continue
+            self.found[digest] = data
+            del self._left[digest]
+        self.read_s += (time.perf_counter() - began_s) / CORES
+        return other
+
+    def _begin_anew(self, digests: Iterable[str]) -> None:
+        for digest in digests:
+            self._left[digest] = _Tensor(self._left[digest].shape)

@@ -1,0 +1,204 @@
+"""How a member comes by the state that its stage begins with: what it is sent, makes by recipe, or holds already.
+
+The idea: the owner says what the bits must be; where they come from does not matter, and only what is nowhere nearer is
+sent. Micro-batches need weights alone, so what the optimizer has kept may come from peers behind those of the first step.
+
+What is left on a member of an epoch that is over (`Remains`) are copies that the next one may begin with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import ChainMap, Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgpack
+import structlog
+import torch
+
+from meshcee.config import Timeouts
+from peers.state.fetch import Fetch, serve
+from peers.state.snapshot import Held
+from peers.transport import Frame, Stream, Transport
+from peers.wire import Offer, StateReceiver, messages, unless_closed, while_moving
+
+__all__ = ["Moments", "Remains", "Taken", "restore"]
+
+log = structlog.get_logger()
+
+
+class Taken:
+    """What has come of an offer: bytes, and tensors that are checked. It grows as long as the offer gets on."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._streams = [stream]
+        self._receivers: list[StateReceiver] = []
+
+    def watch(self, stream: Stream) -> Stream:
+        """Count what comes over this stream, too."""
+        self._streams.append(stream)
+        return stream
+
+    def hold(self, *receivers: StateReceiver) -> None:
+        self._receivers += receivers
+
+    @property
+    def moved(self) -> int:
+        return self.moved_bytes + sum(len(receiver.digests) for receiver in self._receivers)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(stream.received_payload_bytes for stream in self._streams)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What is checked already, for another try."""
+        return ChainMap({}, *(receiver.state for receiver in self._receivers))
+
+
+class Moments:
+    """What a stage's optimizer has kept before the first step, with the peers that have what is not here."""
+
+    def __init__(self, receiver: StateReceiver, copies: _Copies, taken: Taken, timeouts: Timeouts) -> None:
+        self._taken = taken
+        self._receiver = receiver
+        self._copies = copies
+        self._timeouts = timeouts
+
+    @property
+    def hash(self) -> str:
+        """Of all of it, whether it is here or not."""
+        return self._receiver.hash
+
+    async def all(self) -> Mapping[str, torch.Tensor] | None:
+        """It, by "<parameter>/<key>", once it is here and checked, to be had once; None when some of it is with no peer, or does
+        not come in time."""
+        fill = partial(self._copies.fill, self._receiver, gently=True)
+        with contextlib.suppress(TimeoutError):
+            await while_moving(fill, lambda: self._taken.moved_bytes, self._timeouts.offer_s, self._timeouts)
+        if self._receiver.unequal:
+            return None
+        state, self._receiver.state = self._receiver.state, {}
+        return state
+
+
+async def restore(
+    stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, taken: Taken
+) -> tuple[StateReceiver, Moments]:
+    """The weights, whole and checked, and what the optimizer has kept (nothing when the job begins)."""
+    copies = _Copies(offer, transport, timeouts, taken)
+    late = bool(offer.sources)
+    weights = StateReceiver(offer.expected_state, recipes=True, held=held.values)
+    optimizer = StateReceiver(offer.expected_optimizer, partial=True, recipes=True, held=held.values, late=late)
+    stream.max_payload_bytes = weights.max_payload_bytes
+    receivers = (weights, optimizer) if offer.resumes else (weights,)
+    taken.hold(*receivers)
+    for receiver in receivers:
+        await _receive(stream, receiver)
+    if late:
+        await unless_closed(partial(copies.fill, weights), stream, timeouts)
+    asked = [set() if late and receiver is optimizer else receiver.unequal for receiver in receivers]
+    if unequal := sum(map(len, asked)):
+        log.info("weights that are not here, or come out differently, are sent", tensors=unequal)
+        await stream.send(Frame(messages.AGAIN, {}, [msgpack.packb(sorted(names)) for names in asked]))
+        for receiver in receivers:
+            await _receive(stream, receiver)
+    return weights, Moments(optimizer, copies, taken, timeouts)
+
+
+class _Copies:
+    """What peers hold of a stage's state."""
+
+    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts, taken: Taken) -> None:
+        self._offer = offer
+        self._taken = taken
+        self._about = {"run": offer.run}
+        self._transport = transport
+        self._timeouts = timeouts
+
+    async def fill(self, receiver: StateReceiver, *, gently: bool = False) -> None:
+        """Read what it lacks, from several at once; `gently` beside a step."""
+        lacking = list(receiver.lacking.values())
+        if not lacking:
+            return
+        uses = Counter(digest for digest, _ in lacking)  # equal tensors, as counts of steps are, come once
+
+        def find(digest: str) -> torch.Tensor | None:
+            uses[digest] -= 1
+            tensor = fetch.found.get(digest)
+            return tensor.clone() if tensor is not None and uses[digest] else tensor
+
+        fetch = Fetch(dict(lacking), self._open, self._about, self._timeouts, gently=gently, urgent=True)
+        await fetch.run(peer for peer in self._offer.sources if peer != self._offer.peer_id)
+        receiver.fill(find)
+        log.info("state from copies", tensors=len(fetch.found), missing=len(fetch.missing))
+
+    async def _open(self, peer: str) -> Stream:
+        stream = await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
+        return self._taken.watch(stream)
+
+
+async def _receive(stream: Stream, receiver: StateReceiver) -> None:
+    while (frame := await stream.recv()).kind == messages.PONG or not await asyncio.to_thread(receiver.take, frame):
+        pass
+
+
+class Remains:
+    """Serves the stream `copies`."""
+
+    def __init__(self, transport: Transport, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self.held = Held()
+        self.of = ""  # the run
+        self._keep_s = timeouts.regroup_s  # as the owner of that run says
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._readers = 0
+        transport.serve("copies", self._serve)
+
+    def for_epoch(self, offer: Offer) -> Held:
+        """What is left of the last epoch of the same run; anything else is forgotten."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+        if not offer.resumes or self.of != offer.run:
+            offered = self.held.offered if self.of == offer.run else {}
+            self.held = Held()
+            self.held.offered = offered
+        self.of, self._keep_s = offer.run, offer.terms.regroup_s
+        return self.held
+
+    def keep(self, offered: Mapping[str, torch.Tensor]) -> None:
+        """What has come of an offer that led nowhere, in the place of what is kept of an earlier one."""
+        if offered:
+            self.held.offered = dict(offered)
+
+    def over(self) -> None:
+        """No epoch is running here; after an offer that was refused nothing changes."""
+        if self._forgetting is None:
+            self._forgetting = asyncio.get_running_loop().call_later(self._keep_s, self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        if self._readers:
+            self.over()
+        else:
+            self.held = Held()
+
+    async def _serve(self, stream: Stream) -> None:
+        """For whoever has a stage of the same run to restore, or to keep."""
+        self._readers += 1
+        try:
+            await serve(stream, self._find, self._timeouts)
+        finally:
+            self._readers -= 1
+            if self._forgetting is not None:
+                self._forgetting.cancel()
+                self._forgetting = None
+                self.over()
+
+    def _find(self, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
+        same = self.of == messages.run_of(header)
+        return self.held.find(digest) if same else None

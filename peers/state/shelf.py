@@ -1,0 +1,308 @@
+"""Journals of runs that other machines own, in the memory of this peer: for a standby that comes when the owner is gone.
+
+The idea: an owner sends its journal to a few peers, and seals it whenever some of it is new: of what size and digest each file is
+by then, signed. So who passes a journal on need not be believed, and of two journals everybody can tell which is newer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from dht import Fields, unpack, verify
+from meshcee.config import Timeouts
+from meshcee.errors import NotPermittedError, ProtocolError
+from peers.transport import Frame, Stream, StreamClosed, Transport
+from peers.wire import messages, need, unless_silent
+
+__all__ = ["CHUNK_BYTES", "COPIES", "FILES", "INFO", "MOST_BYTES", "MOST_RUNS", "REPORTS", "Seal", "Shelf"]
+
+FILES = INFO, REPORTS, COPIES = "run.json", "reports.jsonl", "copies.json"
+CHUNK_BYTES = 1 << 20
+MOST_BYTES = 64 << 20  # that a peer keeps of all runs; reports are packed, to about a fifth
+MOST_RUNS = 8
+MOST_SEAL_BYTES = 4096
+MOST_FILE_BYTES = 1 << 32
+MOST_NAME_CHARACTERS = 100  # of a run, and of a job as records tell it
+KEPT_S = 3600.0  # after the owner's last word
+_ABOUT = "a journal's seal"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What an owner says of its run's journal at one time."""
+
+    owner: str
+    job: str
+    run: str
+    incarnation: int
+    sealed_at: float  # by the owner's clock
+    files: Mapping[str, tuple[int, bytes]]  # name -> size and SHA-256
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """As of a mirror."""
+        return self.incarnation, self.files[REPORTS][0]
+
+    @property
+    def order(self) -> tuple[int, str, int, float]:
+        """Of two journals of a run the one with more is newer."""
+        return self.incarnation, self.owner, self.files[REPORTS][0], self.sealed_at
+
+    def signed(self, sign: Callable[[bytes], bytes]) -> bytes:
+        files = [[name, size, digest] for name, (size, digest) in sorted(self.files.items())]
+        body = {"job": self.job, "run": self.run, "incarnation": self.incarnation, "at": self.sealed_at, "files": files}
+        packed = bytes(msgpack.packb(body))
+        return bytes(msgpack.packb([self.owner, packed, sign(_covered(self.owner, packed))]))
+
+    @classmethod
+    def read(cls, data: bytes, owner: str | None = None) -> Seal:
+        """What `signed` gave, of this owner if one is given. ProtocolError or NotPermittedError for anything else."""
+        outer = unpack(data, MOST_SEAL_BYTES, _ABOUT)
+        if type(outer) is not list or [type(x) for x in outer] != [str, bytes, bytes]:
+            raise ProtocolError(f"{_ABOUT} is malformed")
+        signer, packed, signature = outer
+        if owner is not None and signer != owner:
+            raise NotPermittedError(f"{_ABOUT} is not of the peer that sent it")
+        if not verify(signer, _covered(signer, packed), signature):
+            raise NotPermittedError(f"{_ABOUT} was not signed by {signer}")
+        fields = Fields(unpack(packed, MOST_SEAL_BYTES, _ABOUT), _ABOUT)
+        files: dict[str, tuple[int, bytes]] = {}
+        for entry in fields.sequence("files", len(FILES)):
+            if type(entry) is not list or [type(x) for x in entry] != [str, int, bytes]:
+                raise ProtocolError(f"{_ABOUT} has a file that is malformed")
+            name, size, digest = entry
+            if name not in FILES or not 0 <= size <= MOST_FILE_BYTES or len(digest) != 32:
+                raise ProtocolError(f"{_ABOUT} has a file that no journal has")
+            files[name] = size, digest
+        if not {INFO, REPORTS} <= files.keys():
+            raise ProtocolError(f"{_ABOUT} lacks a file")
+        run = fields.text("run", MOST_NAME_CHARACTERS)
+        if not run or not all(c.isalnum() or c in "-_" for c in run):
+            raise ProtocolError(f"{_ABOUT} is of a run whose name is none")
+        return cls(
+            signer,
+            fields.text("job", MOST_NAME_CHARACTERS),
+            run,
+            fields.count("incarnation", 1, 1 << 53),
+            fields.number("at"),
+            files,
+        )
+
+
+def _covered(owner: str, packed: bytes) -> bytes:
+    return bytes(msgpack.packb(["meshcee journal 1", owner, packed]))
+
+
+class _Reports:
+    """Lines that only grow, packed but for the last."""
+
+    def __init__(self) -> None:
+        self._packed: list[bytes] = []
+        self._tail = bytearray()
+        self.size = 0
+        self.held_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        self._tail += data
+        self.size += len(data)
+        while len(self._tail) >= CHUNK_BYTES:
+            self._packed.append(zlib.compress(self._tail[:CHUNK_BYTES], 1))
+            del self._tail[:CHUNK_BYTES]
+        self.held_bytes = sum(map(len, self._packed)) + len(self._tail)
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """The first `size` bytes as they are now, though more come meanwhile."""
+        count, tail = divmod(size, CHUNK_BYTES)
+        packed, last = self._packed[: count + 1], bytes(self._tail)
+        yield from map(zlib.decompress, packed[:count])
+        if tail:
+            yield (zlib.decompress(packed[count]) if count < len(packed) else last)[:tail]
+
+
+class _Journal:
+    """What has come of one over a stream of its owner's."""
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.whole: dict[str, bytes] = {}  # as their last versions were
+        self.reports = _Reports()
+        self._coming: dict[str, bytearray] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return self.reports.held_bytes + sum(map(len, [*self.whole.values(), *self._coming.values()]))
+
+    def take(self, frame: Frame, room: int) -> None:
+        """`room`: how many bytes more may be held. Raises ProtocolError for what is no next part of a journal."""
+        header, data = frame.header, b"".join(bytes(payload) for payload in frame.payloads)
+        name, at, size = need(header, "name", str), need(header, "at", int), need(header, "size", int)
+        run = need(header, "run", str)
+        if name not in FILES or not 0 <= at <= at + len(data) <= size or self.run not in ("", run):
+            raise ProtocolError("an owner sent a file that no journal has")
+        if (size if name != REPORTS else len(data)) > room:
+            raise ProtocolError("an owner's journal has more bytes than this peer keeps")
+        self.run = run
+        if name == REPORTS:
+            if at == 0 and self.reports.size:
+                self.reports = _Reports()
+            if at != self.reports.size:
+                raise ProtocolError("an owner left out some of its reports")
+            self.reports.add(data)
+            return
+        coming = self._coming.setdefault(name, bytearray())
+        if at == 0:
+            coming.clear()
+        if at != len(coming):
+            raise ProtocolError(f"an owner left out some of {name}")
+        coming += data
+        if len(coming) == size:
+            self.whole[name] = bytes(self._coming.pop(name))
+
+
+@dataclass
+class _Kept:
+    """A journal up to its last seal."""
+
+    seal: Seal
+    data: bytes  # the seal as it was signed
+    journal: _Journal
+    whole: Mapping[str, bytes]
+    reports: _Reports
+    until_s: float = math.inf  # while its owner's stream is open
+
+    @property
+    def is_live(self) -> bool:
+        return self.until_s == math.inf
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        size = self.seal.files[name][0]
+        if name == REPORTS:
+            return self.reports.chunks(size)
+        return (self.whole[name][at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES))
+
+
+class Shelf:
+    """Serves the streams `journal`, of owners, and `shelf`, of standbys."""
+
+    def __init__(self, transport: Transport, timeouts: Timeouts, monotonic: Callable[[], float]) -> None:
+        self._timeouts = timeouts
+        self._monotonic = monotonic
+        self._open: list[_Journal] = []
+        self._kept: dict[str, _Kept] = {}  # by run, oldest first
+        transport.serve("journal", self._keep)
+        transport.serve("shelf", self._show)
+
+    @property
+    def kept(self) -> dict[str, Seal]:
+        """By run."""
+        self._sweep()
+        return {run: kept.seal for run, kept in self._kept.items()}
+
+    def _sweep(self) -> None:
+        for run in [run for run, kept in self._kept.items() if kept.until_s <= self._monotonic()]:
+            del self._kept[run]
+
+    def _room(self) -> int:
+        """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
+        self._sweep()
+        while True:
+            journals = {id(j): j for j in [*self._open, *(kept.journal for kept in self._kept.values())]}
+            room = MOST_BYTES - sum(journal.held_bytes for journal in journals.values())
+            gone = next((run for run, kept in self._kept.items() if not kept.is_live), None)
+            if room >= CHUNK_BYTES or gone is None:
+                return room
+            del self._kept[gone]
+
+    # -- of owners -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, stream: Stream) -> None:
+        stream.max_payload_bytes = CHUNK_BYTES
+        journal = _Journal()
+        self._open.append(journal)
+        if len(self._open) > MOST_RUNS:
+            self._open.remove(journal)
+            raise ProtocolError(f"this peer keeps {MOST_RUNS} journals already")
+        try:
+            with contextlib.suppress(StreamClosed):
+                while await self._take(stream, journal):
+                    pass
+        finally:
+            self._open.remove(journal)
+            for kept in self._kept.values():
+                if kept.journal is journal:
+                    kept.until_s = self._monotonic() + KEPT_S
+
+    async def _take(self, stream: Stream, journal: _Journal) -> bool:
+        """The next frame; whether there may be another."""
+        frame = await unless_silent(stream.recv, stream, self._timeouts)
+        if frame.kind == messages.FILE:
+            journal.take(frame, self._room())
+        elif frame.kind == messages.SEALED:
+            self._put(Seal.read(b"".join(map(bytes, frame.payloads)), stream.peer_id), frame, journal)
+        elif frame.kind == messages.FOLLOWED:
+            self._forget(
+                need(frame.header, "run", str), (need(frame.header, "incarnation", int), stream.peer_id), journal
+            )
+            return False
+        elif frame.kind != messages.PONG:
+            raise ProtocolError(f"an owner sent a frame of kind {frame.kind!r}, which has no meaning to a shelf")
+        return True
+
+    def _put(self, seal: Seal, frame: Frame, journal: _Journal) -> None:
+        had = {name: len(data) for name, data in journal.whole.items()} | {REPORTS: journal.reports.size}
+        if seal.run != journal.run or any(had.get(name, -1) != size for name, (size, _) in seal.files.items()):
+            raise ProtocolError("an owner sealed a journal that it has not sent")
+        before = self._kept.get(seal.run)
+        if before is not None and before.seal.order > seal.order:
+            raise NotPermittedError(f"run {seal.run} has been gone on with since, by {before.seal.owner}")
+        self._kept.pop(seal.run, None)
+        while len(self._kept) >= MOST_RUNS:
+            del self._kept[next((run for run, kept in self._kept.items() if not kept.is_live), next(iter(self._kept)))]
+        data = b"".join(map(bytes, frame.payloads))
+        self._kept[seal.run] = _Kept(seal, data, journal, dict(journal.whole), journal.reports)
+
+    def _forget(self, run: str, order: tuple[int, str], journal: _Journal) -> None:
+        """The run is over, says its owner of this incarnation."""
+        kept = self._kept.get(run)
+        if kept is not None and (kept.seal.incarnation, kept.seal.owner) <= order:
+            del self._kept[run]
+
+    # -- of standbys -----------------------------------------------------------------------------------------------------
+
+    async def _show(self, stream: Stream) -> None:
+        """SEEK: the seals that are here of a job; PULL: the files of one of them."""
+        stream.max_payload_bytes = 0
+        self._sweep()
+        async with asyncio.timeout(self._timeouts.join_s):
+            frame = await stream.recv()
+        if frame.kind != messages.SEEK:
+            raise ProtocolError(f"expected a standby, got a frame of kind {frame.kind!r}")
+        job = need(frame.header, "job", str)
+        found = {run: kept for run, kept in self._kept.items() if kept.seal.job == job}
+        live = [kept.is_live for kept in found.values()]
+        await stream.send(Frame(messages.FOUND, {"live": live}, [kept.data for kept in found.values()]))
+        with contextlib.suppress(StreamClosed):
+            async with asyncio.timeout(self._timeouts.join_s):
+                frame = await stream.recv()
+            kept = found.get(need(frame.header, "run", str)) if frame.kind == messages.PULL else None
+            if kept is None:
+                raise ProtocolError("a standby asked for a journal that it was not told of")
+            for name, (size, _) in kept.seal.files.items():
+                await self._send(stream, kept, name, size)
+            await stream.send(Frame(messages.FOLLOWED))
+
+    async def _send(self, stream: Stream, kept: _Kept, name: str, size: int) -> None:
+        at = 0
+        for data in kept.chunks(name):
+            header: dict[str, Any] = {"run": kept.seal.run, "name": name, "at": at, "size": size}
+            async with asyncio.timeout(self._timeouts.join_s):  # a reader that has stalled
+                await stream.send(Frame(messages.FILE, header, [data]))
+            at += len(data)

@@ -1,0 +1,133 @@
+"""Where a peer listens, and which of its addresses it tells to others.
+
+The idea: the port is chosen and reserved here before p2pd starts, because p2pd cannot announce a port that it does not
+know yet, and because libp2p listens with SO_REUSEPORT: two peers on one port would silently share each other's calls.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from dht import checked, dialable, host_of
+from meshcee.errors import JoinError, ProtocolError, UsageError
+
+__all__ = ["announced", "multiaddress", "reserve"]
+
+# Bridges to containers and virtual machines: the same addresses exist on other machines and mean other things there.
+_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "lxd")
+
+
+def multiaddress(where: str, port: int = 0) -> str:
+    """HOST, HOST:PORT, [IPV6]:PORT or a multiaddress, as a multiaddress."""
+    where = where.strip()
+    if not where.startswith("/"):
+        host, separator, number = where.rpartition(":")
+        if not separator or (where.count(":") > 1 and not where.startswith("[")):
+            host, number = where, str(port)
+        host = host.strip("[]")
+        try:
+            kind = f"ip{ipaddress.ip_address(host).version}"
+        except ValueError:
+            kind = "dns" if ":" not in host else "ip6"
+        where = f"/{kind}/{host}/tcp/{number}"
+    try:
+        return checked(where)
+    except ProtocolError as error:
+        raise UsageError(f"{error}; HOST:PORT will do, too") from error
+
+
+def _free_port(kind: str, host: str, port: int, protocol: str) -> tuple[int, socket.socket]:
+    """A port that nobody listens on, and a socket that keeps others from taking it while p2pd is (re)started."""
+    family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
+    type_ = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(family, type_) as probe:
+        if protocol == "tcp":  # a connection that is winding down does not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kind == "ip6":
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise JoinError(
+                f"this peer cannot listen on {host} port {port} ({error.strerror}): choose another port or address"
+            ) from error
+        port = probe.getsockname()[1]
+    keeper = socket.socket(family, type_)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            keeper.setsockopt(socket.SOL_SOCKET, option, 1)
+        if kind == "ip6":
+            keeper.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        keeper.bind((host, port))  # bound, never listening: it gets no connections
+    except OSError as error:
+        keeper.close()
+        raise JoinError(f"port {port} was taken a moment ago ({error.strerror}): try again") from error
+    return port, keeper
+
+
+def reserve(listen: Sequence[str]) -> tuple[tuple[str, ...], list[socket.socket]]:
+    """The addresses with their ports filled in, and the sockets that hold them until closed."""
+    found: list[str] = []
+    keepers: list[socket.socket] = []
+    try:
+        for where in listen:
+            parts = multiaddress(where).split("/")
+            if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or parts[3] not in ("tcp", "udp"):
+                raise UsageError(
+                    f"{where!r} is not an address to listen on: give an IP address and a port, e.g. 0.0.0.0:0"
+                )
+            port, keeper = _free_port(parts[1], parts[2], int(parts[4]), parts[3])
+            keepers.append(keeper)
+            parts[4] = str(port)
+            found.append("/".join(parts))
+    except BaseException:
+        for keeper in keepers:
+            keeper.close()
+        raise
+    return tuple(found), keepers
+
+
+def _machine_ips() -> list[str]:
+    """This machine's addresses, real interfaces before bridges, loopback last."""
+    stats = psutil.net_if_stats()
+    rows: list[tuple[int, str]] = []
+    for name, entries in psutil.net_if_addrs().items():
+        if name in stats and not stats[name].isup:
+            continue
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                ip = ipaddress.ip_address(entry.address.partition("%")[0])
+                if not ip.is_link_local:
+                    rows.append((2 if ip.is_loopback else 1 if name.startswith(_VIRTUAL) else 0, str(ip)))
+    best = min((rank for rank, _ in rows), default=2)
+    return [ip for rank, ip in rows if rank == best]
+
+
+def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[str, ...]:
+    """What others are told: what the user says, else the machine's own addresses in place of 0.0.0.0 and ::.
+
+    Loopback is told only when there is nothing else; then nobody else can dial it anyway.
+    """
+    port = int(listening[0].split("/")[4])
+    if announce:
+        return tuple(multiaddress(a, port) for a in announce)
+    ips = _machine_ips()
+    found: list[str] = []
+    for address in listening:
+        _, kind, host, *rest = address.split("/")
+        if not ipaddress.ip_address(host).is_unspecified:
+            found.append(address)
+            continue
+        version = 4 if kind == "ip4" else 6
+        matching = [ip for ip in ips if ipaddress.ip_address(ip).version == version]
+        found += ["/".join(["", kind, ip, *rest]) for ip in matching]
+    others = dialable(found)
+    if others:
+        return tuple(others)
+    return tuple(dict.fromkeys(found)) or tuple(
+        a.replace(host_of(a), "127.0.0.1", 1) for a in listening if a.startswith("/ip4/")
+    )

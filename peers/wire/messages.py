@@ -1,0 +1,217 @@
+"""Everything that crosses the wire between peers once a stream is open: the kinds, and how their headers are read.
+
+The idea: one table of kinds, one way to read a header field, so that a reader of this file knows all that a peer may
+be told, and a mistyped field is a ProtocolError wherever it turns up.
+
+Purposes of streams, and the frames on them:
+
+    join    (joiner -> seed)            HELLO, WELCOME                 clocks, versions, a second peer with our identity
+    probe   (peer -> peer)              PING, PONG                     latency and bandwidth
+    sound   (owner -> peer)             SOUND                          probe this peer again, now, and tell everybody
+    gossip  (peer -> peer)              NEWS                           sealed records that have just changed
+    profile (owner -> peer)             PROFILE, PROFILED | WANTED, GRAPH, PROFILED; REFUSED at any time
+    leave   (anybody -> peer)           LEAVE  ->  LEAVING at once, LEFT when its job goes on without it
+    plan    (owner -> coordinator)      PLAN_REQUEST, PLAN | REFUSED
+    job     (owner -> member)           OFFER, (STATE | RECIPES)*, STATE_END, READY | REFUSED
+                                        (when resuming, of the optimizer too, and first what the member may still have; before
+                                        READY perhaps AGAIN  ->  STATE*, STATE_END for what it has not, or a recipe did not
+                                        give; and PONG both ways at any time: the member's says how much it has)
+                                        STEP, INPUT*   ->  LOSS*, APPLIED
+                                        EVALUATE, INPUT*  ->  OUTPUT*
+                                        SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
+                                        CLOCK  ->  CLOCK               before steps that are traced
+                                        PING, and PONG unasked         as long as the other side is heard; a member's PONG
+                                                                       says what it does, and whom it waits for
+                                        COLLECT  ->  STATE*, STATE_END     FAILED, LEAVING or, when what the optimizer has
+                                                                           kept was not found, AGAIN at any time
+                                                     (STATE_END alone after an evaluation)
+                                        SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
+    follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+    journal (owner -> keeper)           FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+    shelf   (standby -> peer)           SEEK, FOUND: which journals of a job it keeps, then PULL  ->  FILE*, FOLLOWED
+    copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
+    stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
+                                        PART and SUM within a group and over pipelines, or WHOLE and MEET within a group;
+                                        RATE after a step: how fast what the other side sent has come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgpack
+
+from meshcee import errors
+from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.role import B, F
+
+__all__ = [
+    "B",
+    "F",
+    "Step",
+    "besides_in",
+    "body_of",
+    "epoch_of",
+    "error_from",
+    "error_header",
+    "need",
+    "run_of",
+    "term_of",
+]
+
+T = TypeVar("T")
+
+MOST_BESIDES = 5
+
+HELLO, WELCOME = "hello", "welcome"
+PING, PONG = "ping", "pong"
+SOUND = "sound"
+NEWS = "news"
+PROFILE, WANTED, GRAPH, PROFILED = "profile?", "wanted", "graph", "profiled"
+PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
+OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
+STEP, EVALUATE, INPUT = "step", "evaluate", "input"
+ANSWERS = LOSS, OUTPUT, APPLIED = "loss", "output", "applied"
+COLLECT, FAILED = "collect", "failed"
+LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
+CLOCK = "clock"
+SNAPSHOT, PULL = "snapshot", "pull"
+COPIED, KEEP, KEPT = "copied", "keep", "kept"
+SEEK, FOUND = "seek", "found"
+ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
+RATE = "rate"
+FOLLOW, FILE, SEALED, FOLLOWED = "follow", "file", "sealed", "followed"
+MOST_RUN_CHARACTERS = 400
+SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
+
+
+def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """The field, of exactly this type (a bool is no int); ProtocolError otherwise."""
+    value = header.get(name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ProtocolError(f"header field {name!r} must be {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
+    """The epoch (incarnation, n) that a frame belongs to."""
+    pair = header.get("epoch")
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(x) is int for x in pair):
+        raise ProtocolError("header field 'epoch' must be two integers")
+    return (pair[0], pair[1])
+
+
+def run_of(header: Mapping[str, Any]) -> str:
+    """The name of the run that an offer belongs to."""
+    run = need(header, "run", str)
+    if not 0 < len(run) <= MOST_RUN_CHARACTERS:
+        raise ProtocolError(f"header field 'run' must have 1 to {MOST_RUN_CHARACTERS} characters")
+    return run
+
+
+def term_of(header: Mapping[str, Any]) -> tuple[int, str]:
+    """The coordinator's term: its number and the coordinator's peer id."""
+    term = need(header, "term", list)
+    if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str):
+        raise ProtocolError("header field 'term' must be a counter and a peer id")
+    return (term[0], term[1])
+
+
+def body_of(payload: Any, what: str) -> dict[str, Any]:
+    """What is too much for a header: a payload that is a mapping in msgpack; `what` says of what, in the ProtocolError."""
+    try:
+        body = msgpack.unpackb(payload, raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{what} is not msgpack: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError(f"{what} is not a mapping")
+    return body
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a member must know before it walks a step: how many micro-batches, their weights, this step's options.
+
+    What a pipeline walks begins with micro-batch `first` of the whole; members count its micro-batches from 0.
+
+    `walk` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
+    `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
+    multiplied by (of the member's rows of it, in a group); `hyper` holds the options of each parameter group that the
+    schedule drives. An evaluation (`forward_only`) applies nothing; its last micro-batch may have only `tail` samples.
+    """
+
+    walk: int
+    step: int
+    weights: tuple[float, ...]
+    hyper: tuple[Mapping[str, Any], ...] = ()
+    forward_only: bool = False
+    tail: int | None = None
+    trace: bool = False  # members tell what they did when, with their APPLIED
+    first: int = 0
+
+    def part(self, first: int, end: int) -> Step:
+        """What a pipeline walks of it: micro-batches [first, end)."""
+        tail = self.tail if end == self.num_micro else None
+        return replace(self, weights=self.weights[first:end], tail=tail, first=first)
+
+    def samples(self, micro: int, micro_batch: int) -> int:
+        """Samples of a micro-batch."""
+        return micro_batch if self.tail is None or micro + 1 < self.num_micro else self.tail
+
+    @property
+    def num_micro(self) -> int:
+        return len(self.weights)
+
+    def header(self) -> dict[str, Any]:
+        same = len(set(self.weights)) == 1  # usual; an evaluation of many micro-batches must fit a header too
+        return {
+            "walk": self.walk,
+            "step": self.step,
+            "count": self.num_micro,
+            "weights": list(self.weights[:1] if same else self.weights),
+            "hyper": [dict(h) for h in self.hyper],
+            "tail": self.tail,
+            "trace": self.trace,
+            "first": self.first,
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:
+        count, weights = need(header, "count", int), need(header, "weights", list)
+        hyper = need(header, "hyper", list)
+        if not 1 <= count <= max_micro or not all(isinstance(w, float) for w in weights):
+            raise ProtocolError(f"a step needs 1 to {max_micro} micro-batch weights")
+        if len(weights) not in (1, count):
+            raise ProtocolError(f"a step of {count} micro-batches needs one weight for all or one for each")
+        weights = weights * (count // len(weights))
+        if not all(isinstance(h, dict) for h in hyper):
+            raise ProtocolError("a step's group options must be mappings")
+        tail = None if header.get("tail") is None else need(header, "tail", int)
+        if tail is not None and tail < 1:
+            raise ProtocolError("a micro-batch has at least one sample")
+        walk, step, first = need(header, "walk", int), need(header, "step", int), need(header, "first", int)
+        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail, need(header, "trace", bool), first)
+
+
+def error_header(error: BaseException, **more: Any) -> dict[str, Any]:
+    """How an error travels: the class by name and the message; a foreign error becomes a MeshceeError."""
+    known = isinstance(error, MeshceeError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    return {"error": type(error).__name__ if known else "MeshceeError", "message": text[:4000], **more}
+
+
+def error_from(header: Mapping[str, Any]) -> MeshceeError:
+    """The error that another peer reported; an unknown class name becomes a plain MeshceeError."""
+    name = need(header, "error", str)
+    kind = getattr(errors, name, MeshceeError) if name in errors.__all__ else MeshceeError
+    error: MeshceeError = kind(need(header, "message", str))
+    return error
+
+
+def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
+    """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
+    return tuple(need(header, "besides", list))[:MOST_BESIDES]

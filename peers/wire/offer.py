@@ -1,0 +1,426 @@
+"""An offer: all that a member must be told to hold its stage, as one frame, and what follows from it.
+
+The idea: owner and member derive everything else (who links to whom, what a shared parameter needs, how large a frame
+may be) from the plan and the graph by the same pure functions, so it need not be sent and cannot disagree.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import torch
+
+from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program, why_unsplit
+from meshcee.capture.graph import whole_draws
+from meshcee.codec import codec_of
+from meshcee.config import Limits
+from meshcee.errors import PlanError, ProtocolError
+from meshcee.job import Job, Optimizer
+from meshcee.plan import Plan, Stage
+from meshcee.role import Place, StageFlops, Sum
+from meshcee.stage import Boundaries, StageRunner, check_pipelines, optimizer_layout
+from peers.transport import Frame
+from peers.wire import messages
+from peers.wire.messages import need
+
+__all__ = ["Offer", "Terms", "host_of"]
+
+RNG_BYTES = 64 * 1024
+NORM_BYTES = 16  # a parameter's index and the norm of its gradient
+MOST_REGROUP_S = 86400.0
+MOST_SOURCES = 32  # that a member asks for copies
+BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
+
+
+def host_of(addresses: Sequence[str]) -> str:
+    """The IPv4 address that others reach a peer by, from its multiaddresses; loopback when it names no other."""
+    found = [m[1] for a in addresses if (m := re.match(r"/ip4/([0-9.]+)/", a))]
+    return next((host for host in found if not host.startswith("127.")), "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is the same for every member: the job's settings that a stage must know."""
+
+    job: str
+    optimizer: Optimizer
+    seed: int
+    clip_norm: float | None
+    precision: str
+    flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
+    parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
+    recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
+    direct_sums: bool = False  # groups sum gradients through process groups of their own
+    regroup_s: float = (
+        60.0  # for so long the owner looks for peers that go on, and members keep what is left of an epoch
+    )
+
+    @classmethod
+    def of(cls, job: Job, captured: Capture, regroup_s: float) -> Terms:
+        flops = tuple(cost.flops for cost in captured.costs)
+        return cls(
+            job.name,
+            job.optimizer,
+            job.seed,
+            job.clip_norm,
+            job.precision,
+            flops,
+            captured.param_order,
+            job.recompute,
+            job.direct_sums,
+            regroup_s,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "optimizer": self.optimizer.to_json(),
+            "seed": self.seed,
+            "clip_norm": self.clip_norm,
+            "precision": self.precision,
+            "flops": list(self.flops),
+            "parameters": list(self.parameters),
+            "recompute": self.recompute,
+            "direct_sums": self.direct_sums,
+            "regroup_s": self.regroup_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Terms:
+        clip_norm = data.get("clip_norm")
+        precision = need(data, "precision", str)
+        if precision not in ("fp32", "bf16"):
+            raise ProtocolError(f"unknown precision {precision!r}")
+        return cls(
+            need(data, "job", str)[:200],
+            Optimizer.from_json(need(data, "optimizer", dict)),
+            need(data, "seed", int),
+            None if clip_norm is None else need(data, "clip_norm", float),
+            precision,
+            tuple(float(x) for x in need(data, "flops", list)),
+            tuple(map(str, need(data, "parameters", list))),
+            need(data, "recompute", bool),
+            need(data, "direct_sums", bool),
+            min(max(need(data, "regroup_s", float), 0.0), MOST_REGROUP_S),
+        )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One member's view of a plan: its place, and the graph that its stage is cut from."""
+
+    terms: Terms
+    plan: Plan
+    epoch: tuple[int, int]
+    term: tuple[int, str]
+    peer_id: str
+    train: Program
+    evaluate: Program | None
+    addresses: Mapping[str, tuple[str, ...]]
+    resumes: bool = False  # the optimizer's state follows the weights
+    sources: tuple[str, ...] = ()  # as a member hears it: peers that hold copies of its state
+    run: str = ""  # names the run over all its epochs and owners: who gives it may go on from its copies
+    owner: str = ""  # the peer that has made the offer
+
+    def frame(self, sources: Sequence[str] = ()) -> Frame:
+        """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
+        body = {
+            "terms": self.terms.to_json(),
+            "plan": self.plan.to_json(),
+            "addresses": {peer: list(known) for peer, known in self.addresses.items()},
+            "sources": list(sources),
+        }
+        header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes, "run": self.run}
+        programs = [self.train, *([self.evaluate] if self.evaluate else [])]
+        return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
+
+    @classmethod
+    def from_frame(cls, frame: Frame, peer_id: str, owner: str, limits: Limits) -> Offer:
+        """Parse and check; raises ProtocolError, GraphError, PlanError or UsageError."""
+        if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
+            raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        if len(frame.payloads[0]) > BODY_BYTES:
+            raise ProtocolError(f"the offer's plan and settings take more than {BODY_BYTES} bytes")
+        body = messages.body_of(frame.payloads[0], "the offer")
+        term = messages.term_of(frame.header)
+        programs = [decode_program(bytes(payload), limits) for payload in frame.payloads[1:]]
+        offer = cls(
+            Terms.from_json(need(body, "terms", dict)),
+            Plan.from_json(need(body, "plan", dict)),
+            messages.epoch_of(frame.header),
+            term,
+            peer_id,
+            programs[0],
+            programs[1] if len(programs) > 1 else None,
+            {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
+            need(frame.header, "resumes", bool),
+            tuple(map(str, need(body, "sources", list)))[:MOST_SOURCES],
+            messages.run_of(frame.header),
+            owner,
+        )
+        if offer.plan.num_blocks != offer.train.num_blocks:
+            raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")
+        check_pipelines(offer.train, offer.plan)
+        for stage in offer.stages:
+            codec_of(stage.codec_out), codec_of(stage.codec_back)
+        offer.check()
+        return offer
+
+    def check(self) -> None:
+        """Raises PlanError where this member's stage cannot be shared by samples as the plan wants it."""
+        stage = self.stages[self.index]
+        for program in (self.train, self.evaluate):
+            if program is not None and len(stage.members) > 1 and (why := why_unsplit(program, stage.first, stage.end)):
+                raise PlanError(f"blocks {self.blocks} cannot be shared by samples: {why}; give them to one device")
+        _ = self.boundaries, self._draws
+
+    # -- the plan, seen from this member -----------------------------------------------------------------------------
+
+    @property
+    def job(self) -> str:
+        return self.terms.job
+
+    @cached_property
+    def pipeline(self) -> int:
+        return self.plan.where(self.peer_id)[0]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Of this member's pipeline."""
+        return self.plan.pipelines[self.pipeline].stages
+
+    @cached_property
+    def index(self) -> int:
+        return self.plan.where(self.peer_id)[1]
+
+    @property
+    def blocks(self) -> str:
+        return f"{self.stages[self.index].first}..{self.stages[self.index].end - 1}"
+
+    def attach_header(self) -> dict[str, Any]:
+        return {"epoch": list(self.epoch), "run": self.run, "owner": self.owner}
+
+    def is_epoch(self, header: Mapping[str, Any]) -> bool:
+        theirs = header.get("run"), header.get("owner")
+        return messages.epoch_of(header) == self.epoch and theirs == (self.run, self.owner)
+
+    @cached_property
+    def specs(self) -> tuple[StageSpec, ...]:
+        """The training slice of every stage, this one's included."""
+        return tuple(self.train.slice(stage.first, stage.end) for stage in self.stages)
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Each shared trainable parameter and the stages that hold it, ascending."""
+        found: dict[str, list[int]] = {}
+        for i, spec in enumerate(self.specs):
+            for name in spec.trainable:
+                found.setdefault(name, []).append(i)
+        return {name: tuple(at) for name, at in found.items() if len(at) > 1}
+
+    @cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline.
+
+        The same on every member, order included; nothing where every parameter's gradient is whole by itself.
+        """
+        if not self.plan.sums_gradients:
+            return ()
+        holders: dict[str, list[str]] = {}
+        for k, pipeline in enumerate(self.plan.pipelines):
+            slices = (self.train.slice(stage.first, stage.end) for stage in pipeline.stages)
+            owned: dict[str, Stage] = {}
+            for stage, spec in zip(pipeline.stages, self.specs if k == self.pipeline else slices):
+                for name in spec.trainable:
+                    owned.setdefault(name, stage)
+            for name, stage in owned.items():
+                holders.setdefault(name, []).extend(stage.peers)
+        found: dict[tuple[str, ...], list[str]] = {}
+        for name, peers in holders.items():
+            if len(peers) > 1:
+                found.setdefault(tuple(peers), []).append(name)
+        return tuple(Sum(k, peers, tuple(names)) for k, (peers, names) in enumerate(found.items()))
+
+    @cached_property
+    def place(self) -> Place:
+        """This member's place: the earliest holder of a shared parameter sums its gradient and tells the others."""
+        me = self.index
+        mine = {name: at for name, at in self.holders.items() if me in at}
+        partial_from: set[tuple[str, str]] = set()
+        totals_to: dict[str, list[str]] = {}
+        for name, at in sorted(mine.items()):
+            if at[-1] != me:
+                later = at[at.index(me) + 1]
+                partial_from |= {(name, p) for p in self.stages[later].peers if self._partner(p, me) == self.peer_id}
+            if at[0] == me:
+                for peer in (p for later in at[1:] for p in self.stages[later].peers):
+                    if self._partner(peer, me) == self.peer_id:
+                        totals_to.setdefault(peer, []).append(name)
+        others = {name: at for name, at in mine.items() if at[0] != me}
+        return Place(
+            peer=self.peer_id,
+            plan=self.plan,
+            epoch=self.epoch,
+            seed=self.terms.seed,
+            clip_norm=self.terms.clip_norm,
+            norm_order={name: i for i, name in enumerate(self.terms.parameters)},
+            norm_dtype=self._norm_dtype,
+            partial_to={name: self._partner(self.peer_id, at[at.index(me) - 1]) for name, at in others.items()},
+            partial_from=frozenset(partial_from),
+            totals_to={peer: tuple(names) for peer, names in totals_to.items()},
+            totals_from={name: self._partner(self.peer_id, at[0]) for name, at in others.items()},
+            sums=tuple(one for one in self.sums if self.peer_id in one.peers),
+            limit_bytes=self.max_payload_bytes,
+            meeting_host=self._meeting_host if self._sums_directly else None,
+        )
+
+    @property
+    def _sums_directly(self) -> bool:
+        """Only inside a group: other pipelines are in other regions, as a rule, where process groups do not reach."""
+        return self.terms.direct_sums and len(self.plan.pipelines) == 1
+
+    @property
+    def _meeting_host(self) -> str:
+        """An address of another member of our group."""
+        others = [peer for peer in self.stages[self.index].peers if peer != self.peer_id]
+        return host_of(self.addresses.get(others[0], ()) if others else ())
+
+    def _partner(self, peer: str, index: int) -> str:
+        """The member of an earlier stage that a later stage's member exchanges shared gradients with."""
+        later = next(stage.peers for stage in self.stages if peer in stage.peers)
+        earlier = self.stages[index].peers
+        return earlier[later.index(peer) * len(earlier) // len(later)]
+
+    @cached_property
+    def boundaries(self) -> tuple[Boundaries, Boundaries | None]:
+        """What crosses on either side, in training and in evaluation, and how groups divide it."""
+        grouped = [len(stage.members) > 1 for stage in self.stages]
+        before = self.index > 0 and any(grouped[self.index - 1 : self.index + 1])
+        after = any(grouped[self.index : self.index + 2])
+        train = Boundaries.of(self.train, self.specs[self.index], before=before, after=after)
+        if self.evaluate is None:
+            return train, None
+        return train, Boundaries.of(self.evaluate, self.evaluation_specs[self.index], before=before, after=after)
+
+    @cached_property
+    def _draws(self) -> Mapping[int, Callable[..., Any]] | None:
+        place, stage = self.place, self.stages[self.index]
+        if len(place.group) == 1:
+            return None
+        return whole_draws(self.train, stage.first, stage.end, place.rows(place.micro_batch), place.micro_batch)
+
+    @property
+    def _norm_dtype(self) -> torch.dtype:
+        dtypes = [self._full(e.value.dtype) for e in self.train.inputs if e.trainable and e.value.dtype is not None]
+        return functools.reduce(torch.promote_types, (d.to_real() for d in dtypes)) if dtypes else torch.float32
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def evaluation_specs(self) -> tuple[StageSpec, ...]:
+        if self.evaluate is None:
+            return ()
+        return tuple(self.evaluate.slice(stage.first, stage.end) for stage in self.stages)
+
+    def raw_inputs(self, *, forward_only: bool) -> tuple[str, ...]:
+        """What the owner must send to this stage for each micro-batch."""
+        spec = (self.evaluation_specs if forward_only else self.specs)[self.index]
+        return tuple(value.name for value in spec.raw_inputs)
+
+    @cached_property
+    def expected_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every parameter and buffer of this stage; the owner sends them in full precision."""
+        return {name: (self._full(dtype), shape) for name, (dtype, shape) in self._computed_state.items()}
+
+    @cached_property
+    def changed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What the member sends back in the end: masters of what was trained, and the buffers that F wrote."""
+        spec = self.specs[self.index]
+        trained = {name: self.expected_state[name] for name in spec.trainable}
+        return trained | {name: self._computed_state[name] for name in spec.mutated}
+
+    @cached_property
+    def expected_optimizer(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """All that this stage's optimizer may keep, by "<parameter>/<key>"."""
+        spec = self.specs[self.index]
+        return optimizer_layout(self.terms.optimizer, {name: self.expected_state[name] for name in spec.trainable})
+
+    def _full(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.terms.precision == "bf16" and dtype == torch.bfloat16 else dtype
+
+    @cached_property
+    def _computed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """As the stage computes with it."""
+        names = set(self.specs[self.index].state_names())
+        if self.evaluate is not None:
+            names |= set(self.evaluation_specs[self.index].state_names())
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for program in (self.train, self.evaluate):
+            for entry in program.inputs if program else ():
+                if entry.name in names and entry.kind in ("parameter", "buffer"):
+                    assert entry.value.dtype is not None
+                    found[entry.name] = (entry.value.dtype, entry.value.sizes(1))
+        return found
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Weights as they arrive; the planner has accounted for gradients, moments and activations."""
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.expected_state.values())
+
+    @property
+    def max_in_flight(self) -> int:
+        return int(max(stage.live_cap for stage in self.stages))
+
+    @property
+    def max_micro(self) -> int:
+        return 1 << 20
+
+    @cached_property
+    def max_payload_bytes(self) -> int:
+        """The largest frame that another stage may send, or what it may unfold to: a boundary, or the shared gradients.
+
+        A codec never makes a tensor larger, and any tensor may climb its ladder to `none`: so this holds with all codecs.
+        """
+        batch = self.plan.micro_batch
+        boundary = max(
+            sum(v.nbytes(batch) for v in spec.sent) + sum(v.nbytes(batch) for v in spec.received)
+            for spec in (*self.specs, *self.evaluation_specs)
+        )
+        norms = NORM_BYTES * len(self.terms.parameters)
+        return int(boundary + self.state_bytes + norms + RNG_BYTES)
+
+    @property
+    def recompute(self) -> bool:
+        """Not on the last stage: there B follows F at once, so nothing would be kept for less time."""
+        stage = self.stages[self.index]
+        return bool(stage.recompute or self.terms.recompute) and self.index < len(self.stages) - 1
+
+    @cached_property
+    def flops(self) -> StageFlops:
+        """Backward costs twice the forward: half for the inputs, half for the weights; B may run F again."""
+        stage = self.stages[self.index]
+        first, end = self.place.rows(self.plan.micro_batch)
+        work = sum(self.terms.flops[stage.first : stage.end]) * (end - first)
+        return StageFlops(work, work * (2 if self.recompute else 1), work)
+
+    def build(self, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
+        """The stage, ready to run; called on the compute thread."""
+        return StageRunner(
+            self.specs[self.index],
+            state,
+            self.terms.optimizer,
+            evaluate=self.evaluation_specs[self.index] if self.evaluate else None,
+            stages=[(stage.first, stage.end) for stage in self.stages],
+            index=self.index,
+            precision=self.terms.precision,
+            device=device,
+            recompute=self.recompute,
+            draws=self._draws,
+            split=not self.place.fused,
+        )

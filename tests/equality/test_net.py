@@ -1,0 +1,181 @@
+"""The net: models that do something else than what is captured are refused before the first step, with the line.
+
+The idea: each case is a file of its own, as a user would write it, with one line marked; the refusal must name that line. What
+surrounds the model (weights, gradients, attributes, generators) must be as it was, whether it was refused or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshcee
+from meshcee.capture import capture
+from meshcee.equality.net import examine
+from meshcee.errors import CaptureError, UnequalError
+from meshcee.job import Job
+from meshcee.jobfile import load_job
+from meshcee.stage.chain import split_blocks
+
+CAPTURE = importlib.import_module("meshcee.capture.capture")  # the module, not the function of that name
+
+MODEL = """
+import random, time
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+import meshcee
+
+CALLS = []
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1)
+        self.count, self.last, self.rng = 0, None, np.random.default_rng(0)
+        self.plain = torch.zeros(8)
+        self.register_buffer("ema", torch.zeros(8))
+        self.register_buffer("table", torch.ones(8))
+{init}
+    def forward(self, x):
+        x = self.drop(torch.tanh(self.a(x)))
+{body}
+        return self.b(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = Inner(), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.head(F.gelu(self.inner(x)))
+
+steps = [0]
+def loss(out, y):
+{loss}
+    return F.mse_loss(out.squeeze(-1), y)
+
+g = torch.Generator().manual_seed(1)
+job = meshcee.Job(
+    Net(), loss, [(torch.randn(8, generator=g), torch.randn([], generator=g)) for _ in range(32)],
+    meshcee.Optimizer("AdamW", lr=1e-2), batch_size=8, steps=3, micro_batch_size={size},
+)
+"""
+
+# name -> (lines of forward, of __init__, of the loss, samples a micro-batch, whether the line must be named)
+CASES: dict[str, tuple[str, str, str, int]] = {
+    "counter": ("self.count += 1; x = x * 0.9**self.count  # HERE", "", "", 2),
+    "counter that matters later": ("self.count += 1  # HERE\nx = x * (2 if self.count > 100 else 1)", "", "", 2),
+    "plain tensor": (
+        "x = x + self.plain  # HERE\nself.plain = 0.5 * self.plain + x.detach().mean(0)",
+        "",
+        "",
+        2,
+    ),
+    "one sample": ("if x.shape[0] == 1:\n    x = x * 2  # HERE", "", "", 1),
+    "clock": ("x = x * (1 + time.time() % 1)  # HERE", "", "", 2),
+    "own generator": ("x = x * float(np.random.default_rng().random())  # HERE", "", "", 2),
+    "kept generator": ("x = x * float(self.rng.random())  # HERE", "", "", 2),
+    "seed": ("torch.manual_seed(0)\nx = F.dropout(x)  # HERE", "", "", 2),
+    "closure": ("", "", "steps[0] += 1  # HERE\nout = out * 0.5**steps[0]", 2),
+    "global": ("CALLS.append(1)  # HERE\nx = x * (1 + len(CALLS))", "", "", 2),
+    "one value a channel": ("x = F.batch_norm(x, None, None, training=True)  # HERE", "", "", 1),
+    "list": ("self.seen.append(len(self.seen))  # HERE\nx = x / len(self.seen)", "self.seen = []", "", 2),
+}
+EQUAL: dict[str, tuple[str, str, str, int]] = {
+    "plain": ("", "", "", 2),
+    "one": ("", "", "", 1),
+    "note": ("self.last = x.detach()", "", "", 2),
+    "buffer in place": (
+        "with torch.no_grad():\n    self.ema.mul_(0.5).add_(x.detach().mean(0))\nx = x + self.ema",
+        "",
+        "",
+        2,
+    ),
+    "batch norm": ("x = self.norm(x)", "self.norm = nn.BatchNorm1d(8)", "", 4),
+    "cache": ("if self.last is None:\n    self.last = torch.ones(8)\nx = x + self.last", "", "", 2),
+}
+
+
+def job_of(folder: Path, body: str, init: str, loss: str, size: int) -> tuple[Job, int]:
+    """The job of a file with these lines, and the number of the marked one."""
+    parts = {"body": textwrap.indent(body, " " * 8), "init": textwrap.indent(init, " " * 8), "size": size}
+    path = folder / "job.py"
+    path.write_text(MODEL.format(loss=textwrap.indent(loss, " " * 4), **parts))
+    line = next((i for i, text in enumerate(path.read_text().splitlines(), 1) if "# HERE" in text), 0)
+    return load_job(path), line
+
+
+def surroundings(job: Job) -> list[Any]:
+    model = job.model
+    assert isinstance(model, torch.nn.Module)
+    tensors = [t.clone() for t in model.state_dict().values()]
+    flags = [(p.requires_grad, p.grad is None) for p in model.parameters()]
+    simple = [(n, k, repr(v)) for n, m in model.named_modules() for k, v in vars(m).items() if k[0] != "_"]
+    closure = dict(job.loss.__globals__)  # type: ignore[attr-defined]
+    generators = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    return [tensors, flags, simple, repr((closure["steps"], closure["CALLS"])), generators]
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
+
+
+def captured_and_examined(job: Job, size: int) -> None:
+    """Capture itself may know better, and refuses then. What the net leaves behind is looked at."""
+    found = capture(job)
+    before = surroundings(job)
+    try:
+        examine(job, found, [size], [cut(found)], say=pytest.fail)
+    finally:
+        assert alike(surroundings(job), before)
+
+
+def unwatched(*args: Any) -> Any:
+    """In place of capture's own look at forward: the net alone must find it."""
+    return lambda program: None
+
+
+def cut(found: Any, stages: int = 3) -> tuple[tuple[int, int], ...]:
+    return tuple(split_blocks(found.train.num_blocks, min(stages, found.train.num_blocks)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_graph_does_not_hold_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    job, line = job_of(tmp_path, *CASES[name])
+    with pytest.raises(CaptureError) as refused:
+        captured_and_examined(job, CASES[name][3])
+    assert re.search(rf"job\.py:{line}\b", str(refused.value))
+
+
+def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, line = job_of(tmp_path, *CASES["one sample"])
+    told: list[Any] = []
+    monkeypatch.setattr(CAPTURE, "_watched", unwatched)
+    with pytest.raises(UnequalError, match=f"job.py:{line} .*verify=False"):
+        meshcee.train(job, local=2, on_report=told.append)
+    assert told == []
+    assert len(meshcee.train(replace(job, verify=False), local=2).losses) == job.steps
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_equal_passes_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    job, _ = job_of(tmp_path, *EQUAL[name])
+    captured_and_examined(job, EQUAL[name][3])

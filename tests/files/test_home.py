@@ -1,0 +1,132 @@
+"""The folder of this machine: who owns a run, what is left of one that died, and what a disk that refuses becomes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshcee.errors import UsageError
+from meshcee.files import disk
+from meshcee.files.home import Home, Run
+from meshcee.files.trouble import Trouble
+from peers.owner.diary import Diary
+from tests.rig.disks import RefusingDisk
+
+
+def begun(home: Home) -> Diary:
+    diary = Diary(home.new_run("job"), Trouble())
+    diary.begin(name="job")
+    return diary
+
+
+def line(step: int) -> dict[str, object]:
+    return {"step": step, "loss": 1.0 / (step + 1), "metrics": {"accuracy": 0.5}}
+
+
+def test_a_run_is_held_by_a_living_process_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process's start is told by the wall clock: a step of it made a living run look dead, and another owner took it."""
+    diary = begun(Home(tmp_path))
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 12345.0)
+    found = Home(tmp_path).run("last")
+    assert found.state == "running"
+    assert found.process == psutil.Process()
+    with pytest.raises(UsageError, match="is still running; stop it with"):
+        Diary(found, Trouble())
+    diary.close()
+    assert found.state == "died"
+    assert found.process is None
+    Diary(found, Trouble()).close()
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [b'{"step": 3, "loss": 0.2, "metrics": {"accuracy": 0.5}', b'{"step": 3, "lo', b"\0\0\0\0}", b"[3]\n", b"{}\n"],
+)
+def test_a_torn_line_is_none_and_what_comes_next_stands_alone(tmp_path: Path, torn: bytes) -> None:
+    diary = begun(Home(tmp_path))
+    for step in range(3):
+        diary.report(line(step))
+    diary.close()
+    with diary.run.report_file.open("ab") as file:
+        file.write(torn)
+    assert [told["step"] for told in diary.run.reports()] == [0, 1, 2]
+    again = Diary(diary.run, Trouble())
+    again.begin()
+    again.report(line(3))
+    again.close()
+    assert diary.run.reports() == [line(step) for step in range(4)]
+
+
+def test_a_line_that_the_disk_refused_is_brought_to_it_later(tmp_path: Path) -> None:
+    now_s = 0.0
+    diary = Diary(Home(tmp_path).new_run("job"), Trouble(lambda: now_s))
+    diary.begin(name="job")
+    broken = RefusingDisk(tmp_path)
+    with disk.using(broken):
+        diary.report(line(0))
+        broken.error = errno.ENOSPC
+        for step in (1, 2):
+            diary.report(line(step))
+        diary.note(steps=7)
+        with pytest.raises(OSError, match=r"No space left on device.*reports"):
+            diary.sync()
+        assert [told["step"] for told in diary.run.reports()] == [0]
+        assert diary.run.report_file.read_bytes().endswith(b"}\n"), "half a line that found room is taken back"
+        broken.error, now_s = None, 60.0
+        diary.report(line(3))
+        diary.sync()
+    assert diary.run.reports() == [line(step) for step in range(4)]
+    assert diary.run.info["steps"] == 7
+    diary.close()
+
+
+def test_a_run_ends_though_its_result_cannot_be_written(tmp_path: Path) -> None:
+    diary = begun(Home(tmp_path))
+    with disk.using(RefusingDisk(tmp_path, errno.EROFS)):
+        diary.end("done")
+    diary.close()
+    assert diary.run.state == "died"
+
+
+def test_two_owners_at_once_have_two_incarnations(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: Home(tmp_path).next_incarnation(), range(40)))
+    assert sorted(found) == list(range(1, 41))
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: Home(tmp_path).new_run("job"), range(8)))
+    assert len({run.id for run in found}) == 8
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_before_anything_runs_a_disk_that_refuses_is_the_users_to_mend(tmp_path: Path, error: int) -> None:
+    home = Home(tmp_path / "home")
+    with disk.using(RefusingDisk(tmp_path, error)):
+        for call in (home.next_incarnation, lambda: home.new_run("job"), lambda: home.identity_file().__enter__()):
+            with pytest.raises(UsageError, match=rf"{home.folder}.*: {os.strerror(error)}.*MESHCEE_HOME"):
+                call()
+
+
+def test_a_home_that_is_no_folder_is_a_usage_error(tmp_path: Path) -> None:
+    """The real disk."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="Not a directory"):
+        Home(tmp_path / "file" / "home").next_incarnation()
+
+
+def test_a_description_that_cannot_be_read_is_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[1]")
+    (tmp_path / "result.json").write_text('{"state"')
+    assert (Run(tmp_path).info, Run(tmp_path).result, Run(tmp_path).state) == ({}, {}, "died")
+    (tmp_path / "result.json").write_text(json.dumps({"state": "done"}))
+    assert Run(tmp_path).state == "done"

@@ -1,0 +1,126 @@
+"""What a run notes of a model of Hugging Face's is enough for a folder that loads it back, or the export says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.files.hugging_face import described, write
+
+transformers = pytest.importorskip("transformers", reason="the examples' extra is not installed")
+
+
+def tiny() -> Any:
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def noted(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
+    """As a checkpoint's manifest has it: the model, every tensor of it once, the names that training changes."""
+    first: dict[int, str] = {}
+    aliases, state = {}, {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)], state[name] = name, tensor.detach() + 1  # trained: other values than the module's
+    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {**described(model), "aliases": aliases}, state, changed
+
+
+def test_a_whole_model_is_written_by_the_library_and_loads_back(tmp_path: Path) -> None:
+    manifest, state, changed = noted(tiny())
+    assert write(tmp_path / "hf", manifest, state, changed) == ("GPT2LMHeadModel", len(state))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items() if name in state)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write(tmp_path, *noted(tiny()))
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+class _Wrapped(nn.Module):
+    """Has the config of the model that it wraps, and other names: `from_pretrained` would find none of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny()
+        self.config = self.inner.config
+
+
+class _Own(transformers.GPT2LMHeadModel):  # type: ignore[misc, name-defined]
+    """A class that transformers does not have."""
+
+
+def test_what_would_load_as_something_else_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    wrapped = noted(_Wrapped())
+    wrapped[0]["config"]["architectures"] = ["GPT2LMHeadModel"]
+    with pytest.raises(UsageError, match=r"has other tensors.*--out FILE"):
+        write(tmp_path / "hf", *wrapped)
+    with pytest.raises(UsageError, match=r"no class _Own.*--out FILE"):
+        write(tmp_path / "hf", *noted(_Own(tiny().config)))
+    with pytest.raises(UsageError, match="is not one of Hugging Face's"):
+        write(tmp_path / "hf", *noted(nn.Linear(2, 2)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_that_reads_other_values_than_it_was_given_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = transformers.GPT2LMHeadModel
+    monkeypatch.setattr(kind, "from_pretrained", lambda folder, **options: tiny())  # random weights, no error
+    with pytest.raises(UsageError, match=r"does not give back 'transformer.wte.weight'"):
+        write(tmp_path / "hf", *noted(tiny()))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="peft")
+def _peft() -> Any:
+    return pytest.importorskip("peft", reason="the examples' extra is not installed")
+
+
+def adapted(peft: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **options}
+    return peft.get_peft_model(tiny(), peft.LoraConfig(**options), adapter_name="mine")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["ln_f"]}, {"task_type": None}], ids=str
+)
+def test_an_adapter_loads_onto_its_base_model(peft: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    model = adapted(peft, **options)
+    manifest, state, changed = noted(model)
+    kind, count = write(tmp_path / "hf", manifest, state, changed)
+    assert (kind, count) == ("PeftModel", len(changed))
+    assert {p.name for p in (tmp_path / "hf").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    base = tiny()
+    base.load_state_dict(model.get_base_model().state_dict(), strict=False)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "hf", adapter_name="mine").state_dict()
+    assert all(torch.equal(loaded[name], state[name]) for name in changed)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning")
+def test_what_an_adapters_folder_cannot_hold_is_refused(peft: Any, tmp_path: Path) -> None:
+    model = adapted(peft)
+    model.base_model.model.transformer.ln_f.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"has also trained '.*ln_f.weight' \(1 in all\)"):
+        write(tmp_path / "hf", *noted(model))
+    prompts = peft.get_peft_model(tiny(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(UsageError, match=r"computes 'prompt_embeddings' when it saves"):
+        write(tmp_path / "hf", *noted(prompts))
+    assert list(tmp_path.iterdir()) == []

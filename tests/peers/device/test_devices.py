@@ -1,0 +1,178 @@
+"""Devices of other kinds: graphs captured on a CPU run there alone, and what cannot be is refused before anything is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import meshcee
+from meshcee.capture import capture, decode_program, encode_program, stack
+from meshcee.errors import PlanError, UsageError
+from meshcee.figures.profile import DeviceProfile
+from meshcee.job import Job, Optimizer
+from meshcee.stage.plan_checks import check_generators
+from peers.node.agent import Agent
+from tests.rig import zoo
+from tests.rig.chain import Chain, split_blocks
+from tests.rig.mesh_fixture import even_plan, grouped
+
+
+def test_random_numbers_on_unlike_devices_are_refused() -> None:
+    program = capture(zoo.make("char_gpt")).train
+    plan = even_plan(program.num_blocks, 3, 8, 2)
+    check_generators(program, plan, {"p0": "cuda", "p1": "cuda", "p2": "cuda"})
+    with pytest.raises(PlanError, match=r"random numbers .* on cpu and cuda devices, .*--stages"):
+        check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cuda"})
+
+
+def test_a_stage_that_draws_nothing_may_lie_anywhere() -> None:
+    program = capture(zoo.make("cnn")).train  # one dropout, in the end
+    plan = even_plan(program.num_blocks, 3, 8, 2)
+    check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
+
+
+def test_a_group_of_unlike_devices_is_refused() -> None:
+    program = capture(zoo.make("cnn")).train
+    plan = grouped(even_plan(program.num_blocks, 2, 8, 2), ((1, 1), (2,)))
+    check_generators(program, plan, {"p0": "cuda", "p1": "cuda", "p2": "cpu"})
+    with pytest.raises(PlanError, match=r"blocks 0\.\.\d+ on cpu and cuda devices, whose copies"):
+        check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
+
+
+async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Agent.device_of
+
+    def pretend(self: Agent, peer_id: str) -> DeviceProfile:
+        device = real(self, peer_id)
+        return dataclasses.replace(device, kind="cuda") if self.names()[peer_id] == "local-1" else device
+
+    monkeypatch.setattr(Agent, "device_of", pretend)
+    job = zoo.make("char_gpt", steps=1)
+    async with meshcee.join(local=2) as mesh:
+        with pytest.raises(PlanError, match="lend devices of one kind"):
+            [report async for report in mesh.train(job)]
+        model = job.model
+        assert isinstance(model, nn.Module)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout | zoo.Block):
+                module.p = 0.0
+        assert len([report async for report in mesh.train(job)]) == 1
+
+
+# -- graphs captured on a CPU, on other devices ------------------------------------------------------------------------
+
+
+class Baked(nn.Module):
+    """Tensors made on the CPU in every way that a model may do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (
+            self.first(x)
+            + torch.arange(4, dtype=torch.float32)
+            + torch.zeros(4, device="cpu")
+            + torch.tensor([1.0, 2, 3, 4])
+        )
+        h = h.to("cpu") * torch.ones(x.shape[0], 1) + torch.full((4,), 0.5).cpu() + torch.randn(x.shape[0], 4)
+        mask = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
+        return self.second(torch.where(mask, 0.0, torch.softmax(h.unsqueeze(-1) * h.unsqueeze(-2), -1)).sum(-1))
+
+
+def baked_job() -> Job:
+    torch.manual_seed(0)
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    optimizer = Optimizer("SGD", lr=0.1)
+    settings = {"batch_size": 4, "micro_batch_size": 2, "steps": 1, "clip_norm": 0.5}
+    return Job(model=Baked(), loss=nn.functional.mse_loss, optimizer=optimizer, data=data, **settings)
+
+
+def job_named(name: str) -> Job:
+    return baked_job() if name == "baked" else zoo.make(name, steps=1)
+
+
+WITHOUT_CUDA = ("cnn", "resnet", "sizes", "gru")  # their kernels ask the driver even for tensors without memory
+SOME = {"baked", "char_gpt", "unet", "moe"}
+KINDS = [m if m in SOME else pytest.param(m, marks=pytest.mark.slow) for m in ("baked", *zoo.ALL)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_graph_captured_on_a_cpu_computes_on_a_gpu_alone(name: str) -> None:
+    """On tensors that claim to be on a GPU and have no memory: torch refuses operators that mix them with others."""
+    if name in WITHOUT_CUDA:
+        pytest.skip(f"{name}: torch without CUDA cannot pretend that its kernels run")
+    job = job_named(name)
+    captured = capture(job)
+    program = decode_program(encode_program(captured.train))
+    device = torch.device("cuda:0")
+    raw = captured.inputs_of(stack([job.data[0]] * 2))
+
+    def pretended(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        received: list[Any] = []
+        for first, end in split_blocks(program.num_blocks, min(3, program.num_blocks)):
+            spec = program.slice(first, end)
+            own = [pretended(raw[v.name]) for v in spec.raw_inputs]
+            state = [pretended(captured.state[n]) for n in (*spec.parameters, *spec.buffers)]
+            made = spec.build(device)(*own, *received, *state)
+            assert all(t.device == device for t in made if isinstance(t, torch.Tensor))
+            received = list(made[: len(spec.sent)])
+
+
+@pytest.mark.parametrize("order", ["late", "fused"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_leaves_nothing_on_the_cpu(name: str, order: str) -> None:
+    """On the meta device: F, B, W, clipping and the optimizer of every kind of model, without a number."""
+    job = job_named(name)
+    captured = capture(job)
+    chain = Chain(job, captured, min(3, captured.train.num_blocks), order, device="meta")
+    chain.run_step(0)
+    assert {t.device.type for runner in chain.runners for t in runner.state_dict().values()} == {"meta"}
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused_in_words() -> None:
+    job = dataclasses.replace(baked_job(), model=nn.Linear(4, 4, device="meta"))
+    with pytest.raises(UsageError, match=r"is on meta; .*model\.cpu\(\)"):
+        capture(job)
+
+
+# -- where there is a GPU ----------------------------------------------------------------------------------------------
+
+
+def differences(device: str, *cases: str) -> dict[str, list[str]]:
+    command = [sys.executable, "-m", "tests.rig.device_parity", device, *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() == set(cases)
+    return found
+
+
+NO_GPU = "torch finds no CUDA device here; on a machine with one these compare mesh, stages and eager loop on it"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parity_on_a_gpu(precision: str) -> None:
+    """Graphs captured on the CPU, generator state carried with dropout, norms added up on the device."""
+    models = ("char_gpt", "cnn", "gpt2", "shared_layer", "unet", "bert", "vit", "resnet", "moe", "lora")
+    found = differences("cuda:0", *(f"{m}:{precision}" for m in models))
+    assert {case: unequal for case, unequal in found.items() if unequal} == {}
+
+
+def test_the_comparison_on_a_device_is_tried_on_the_cpu() -> None:
+    assert differences("cpu", "char_gpt:fp32") == {"char_gpt:fp32": []}

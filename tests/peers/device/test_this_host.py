@@ -1,0 +1,127 @@
+"""The machine around a peer: a name that only its mesh can compare, one who measures at a time, threads that spin briefly."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshcee.errors import PlanError
+from meshcee.figures.profile import DeviceProfile
+from peers.cli.session import spin_briefly
+from peers.device import this_host
+from peers.device.compute import Compute
+from peers.device.this_host import host_id, quiet
+from peers.measure.profiler import measure_device
+from peers.planning.job_costs import _asked
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(this_host.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_a_host_has_one_name_in_a_mesh_and_another_one_in_the_next() -> None:
+    assert host_id(b"a" * 32) == host_id(b"a" * 32) != host_id(b"b" * 32)
+    assert len(host_id(b"")) == 16
+
+
+async def test_one_measures_while_the_other_waits(folder: Path) -> None:
+    inside: list[str] = []
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def first() -> None:
+        async with quiet():
+            entered.set()
+            await leave.wait()
+            inside.append("first")
+
+    async def second() -> None:
+        await entered.wait()
+        async with quiet():
+            inside.append("second")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(first())
+        waiting = group.create_task(second())
+        await entered.wait()
+        await asyncio.sleep(5 * this_host.LOOK_S)
+        assert not waiting.done()
+        leave.set()
+    assert inside == ["first", "second"]
+
+
+async def test_who_is_stopped_while_it_measures_keeps_nobody_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_host, "TURN_S", 0.1)
+    async with quiet(), quiet():
+        pass
+
+
+async def test_a_folder_that_somebody_else_made_is_not_used(folder: Path) -> None:
+    (folder / f"meshcee-{this_host.os.getuid()}").symlink_to(folder)
+    async with quiet():
+        assert not (folder / "measuring.lock").exists()
+
+
+def test_threads_spin_briefly_unless_the_user_has_said() -> None:
+    found = {"HOME": "/"}
+    spin_briefly(found)
+    assert found["GOMP_SPINCOUNT"] == "10000"
+    for own in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY"):
+        found = {own: "7"}
+        spin_briefly(found)
+        assert found == {own: "7"}
+
+
+def test_the_command_line_says_so_before_torch_is_loaded() -> None:
+    code = (
+        "import os, sys, peers.cli.main as cli\n"
+        "cli.app = lambda arguments: sys.exit(('torch' in sys.modules) or os.environ['GOMP_SPINCOUNT'] != '10000')\n"
+        "cli.main([])"
+    )
+    own = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+    kept = {name: value for name, value in this_host.os.environ.items() if name not in own}
+    assert subprocess.run([sys.executable, "-c", code], env=kept, timeout=60, check=False).returncode == 0
+
+
+async def test_a_device_tells_its_class_and_its_host(folder: Path) -> None:
+    async with Compute() as compute:
+        found = await measure_device(compute, host="h", threads_said=True)
+    assert found.host == "h"
+    assert found.cores >= 1
+    assert found.threads_said
+    assert not found.memory_said
+    assert found.versions == this_host.versions()
+    assert found.capability.endswith(torch.backends.cpu.get_cpu_capability())
+
+
+async def test_the_run_says_with_how_many_threads_a_cpu_computes() -> None:
+    most = this_host.os.cpu_count() or 1
+    before = torch.get_num_threads()
+    try:
+        async with Compute() as compute:
+            await compute.use_threads(most)
+            assert await compute.run(torch.get_num_threads) == most
+            assert await compute.beside(torch.get_num_threads) == most
+            assert torch.get_num_threads() == most
+            await compute.use_threads(0)
+            assert await compute.run(torch.get_num_threads) == most
+            with pytest.raises(PlanError, match="1000 threads"):
+                await compute.use_threads(1000)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_cpu_of_a_host_is_timed_for_all() -> None:
+    cpu = DeviceProfile("cpu", "x", 1, 1.0, host="h", cores=2)
+    gpu = DeviceProfile("cuda", "x", 1, 1.0, host="h", cores=2)
+    alone = DeviceProfile("cpu", "x", 1, 1.0)
+    devices = {"a": cpu, "b": cpu, "c": gpu, "d": gpu, "e": alone, "f": alone}
+    assert _asked(devices) == {"a": ["a", "b"], "c": ["c"], "d": ["d"], "e": ["e"], "f": ["f"]}

@@ -1,0 +1,141 @@
+"""How a process group meets over streams, and how one that hangs is ended: by fakes, as there may be no GPU."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshcee.errors import ProtocolError
+from peers.groups import direct_sum
+from peers.groups.direct_sum import NCCL, DirectSum
+from peers.groups.meeting import MOST_VALUE_BYTES, Meeting
+from peers.member.service import Member
+from tests.peers.groups.test_groups import train_shared
+from tests.rig.faults import job_of
+
+SHARES = ((1, 3), (4,))
+
+
+def test_what_one_member_sets_another_gets_and_who_waits_in_vain_is_told() -> None:
+    told: list[tuple[str, bytes]] = []
+    one, other = Meeting(lambda key, value: told.append((key, value)), 5.0), Meeting(lambda key, value: None, 0.05)
+    one.set("id", "abc")
+    assert told == [("id", b"abc")]
+    other.hear(*told[0])
+    assert other.get("id") == one.get("id") == b"abc"
+    with pytest.raises(RuntimeError, match="nobody has told 'more'"):
+        other.get("more")
+    threading.Timer(0.05, one.close).start()
+    with pytest.raises(RuntimeError, match="nobody has told 'more'"):
+        one.wait(["more"])
+
+
+@pytest.mark.parametrize(("key", "value"), [("k" * 1000, b""), ("k", bytes(MOST_VALUE_BYTES + 1)), ("k", 7)])
+def test_what_others_set_is_checked(key: str, value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Meeting(lambda key, value: None, 1.0).hear(key, value)
+
+
+async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sum fails; torch's abort takes until the owner has heard, and holds up neither the event loop nor the report."""
+    happened: list[str] = []
+    heard, loops = threading.Event(), threading.get_ident()
+    report, reduce, abort = Member._report, DirectSum._reduce, DirectSum.abort
+
+    class Hanging:
+        def allreduce(self, tensors: Any) -> Any:
+            raise RuntimeError("NCCL error")
+
+        def abort(self) -> None:
+            assert threading.get_ident() != loops
+            assert heard.wait(10)
+            happened.append("aborted")
+
+    def fails(self: DirectSum, *args: Any) -> None:
+        if self._peer == "p1":
+            self._process_group = Hanging()
+        reduce(self, *args)
+
+    def aborted(self: DirectSum) -> Any:
+        if isinstance(self._process_group, Hanging):
+            happened.append("abort")
+        return abort(self)
+
+    async def reported(self: Member, stream: Any, error: BaseException) -> None:
+        happened.append(f"report {self._transport.peer_id}")
+        await report(self, stream, error)
+        heard.set()
+
+    monkeypatch.setattr(DirectSum, "_reduce", fails)
+    monkeypatch.setattr(Member, "_report", reported)
+    monkeypatch.setattr(DirectSum, "abort", aborted)
+    with pytest.raises(Exception, match="the sum over the group broke off"):
+        await train_shared(job_of(0.5, True), SHARES)
+    first = [what for what in happened if what in ("abort", "report p1", "aborted")]
+    assert first == ["abort", "report p1", "aborted"]
+
+
+class Device:
+    """A compute of a GPU, as far as sums go: `calls` are in order."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+        self.calls: list[str] = []
+        self.staging = self
+
+    def mark(self) -> str:
+        return "computed until now"
+
+    def sum(self, made: str, call: Any, held: Any) -> None:
+        self.calls.append(f"in the stream of sums, after what was {made}")
+        call()
+        self.calls.append("waited for that stream alone")
+
+
+def made(device: Any) -> DirectSum:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    links: Any = SimpleNamespace()
+    return DirectSum("a", ("a", "b"), {"w": parameter}, device, links, links, host="127.0.0.1")
+
+
+def test_on_a_gpu_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    one = made(device)
+    monkeypatch.setattr(DirectSum, "_reduce", lambda self, *args: device.calls.append("sum"))
+    one._apart(one.buckets[0], [True])
+    one.close()
+    assert device.calls == [
+        "in the stream of sums, after what was computed until now",
+        "sum",
+        "waited for that stream alone",
+    ]
+
+
+def test_nccl_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are read when a group is made."""
+    seen: dict[str, str | None] = {}
+
+    class Made:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            seen.update({name: direct_sum.os.environ.get(name) for name in (*NCCL, "NCCL_SOCKET_IFNAME")})
+            seen["rank"] = f"{rank} of {size}"
+
+    for name in (*NCCL, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "to be restored")
+    monkeypatch.setattr(direct_sum, "distributed", SimpleNamespace(ProcessGroupNCCL=Made))
+    one = made(Device())
+    one._build()
+    one.close()
+    assert seen.pop("rank") == "0 of 2"
+    assert (seen.pop("NCCL_SOCKET_IFNAME") or "").startswith("=lo")
+    assert seen == NCCL
+    assert NCCL["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

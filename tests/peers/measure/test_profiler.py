@@ -1,0 +1,154 @@
+"""Probing a link, on virtual time: what is measured is what the link does, in the direction in which the prober sends."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import permutations
+from typing import Any, cast
+
+import pytest
+import torch
+
+from meshcee.config import Timeouts
+from meshcee.figures.profile import LinkProfile
+from peers.device.compute import Compute, Pace
+from peers.measure.profiler import LIGHT_S, Probed, measure_device, probe_link, serve_probe
+from peers.measure.sounding import SHARE, sound
+from peers.node.agent import PROBE_SHARE
+from peers.node.assemble import InProcess, JoinOptions
+from peers.transport.base import Frame, Transport
+from peers.transport.memory import Impairment, MemoryNetwork
+from peers.wire import messages
+from tests.rig.virtual_time import virtual_time
+
+
+@virtual_time
+async def test_each_direction_has_its_own_bandwidth_and_half_the_round_trip() -> None:
+    network = MemoryNetwork()
+    clock = asyncio.get_running_loop().time
+    async with network.transport("a") as a, network.transport("b") as b:
+        network.impair("a", "b", Impairment(latency_s=0.03, bandwidth_bytes_per_s=2e5))
+        network.impair("b", "a", Impairment(latency_s=0.05, bandwidth_bytes_per_s=2e7))
+        for transport in (a, b):
+            transport.serve("probe", serve_probe)
+        up, _ = await probe_link(a, "b", (), 7.0, clock)
+        down, _ = await probe_link(b, "a", (), 8.0, clock)
+    assert up.latency_s == pytest.approx(0.04, rel=0.02)
+    assert down.latency_s == pytest.approx(0.04, rel=0.02)
+    assert up.bandwidth_bytes_per_s == pytest.approx(2e5, rel=0.05)
+    assert down.bandwidth_bytes_per_s == pytest.approx(2e7, rel=0.05)
+    assert (up.measured_at, down.measured_at) == (7.0, 8.0)
+
+
+@virtual_time
+async def test_jitter_shows_in_the_range() -> None:
+    network = MemoryNetwork(seed=1)
+    async with network.transport("a") as a, network.transport("b") as b:
+        network.impair("a", "b", Impairment(latency_s=0.02, jitter_s=0.05, bandwidth_bytes_per_s=1e6))
+        b.serve("probe", serve_probe)
+        link, _ = await probe_link(a, "b", (), 0.0, asyncio.get_running_loop().time)
+    assert link.latency_range_s is not None
+    assert link.bandwidth_range_bytes_per_s is not None
+    low_s, high_s = link.latency_range_s
+    assert 0.01 <= low_s < link.latency_s < high_s <= 0.036
+    assert link.bandwidth_range_bytes_per_s[0] < link.bandwidth_range_bytes_per_s[1]
+
+
+async def test_a_connection_that_had_idled_counts_once_it_has_got_going() -> None:
+    """TCP begins slowly again after a rest: two payloads took 80 ms each on a link that carries them in 20."""
+    now_s, sent = 0.0, list[int]()
+
+    class Slow:
+        max_payload_bytes = 0
+
+        async def send(self, frame: Frame) -> None:
+            nonlocal now_s
+            sent.append(frame.payload_bytes)
+            loaded = sum(map(bool, sent))
+            now_s += 0.02 + (0.08 if frame.payload_bytes and loaded <= 2 else frame.payload_bytes / 3.2e6)
+
+        async def recv(self) -> Frame:
+            return Frame(messages.PONG, {"bytes": sent[-1]})
+
+        async def aclose(self) -> None: ...
+
+    class Net:
+        async def open(self, *where: object) -> Slow:
+            return Slow()
+
+    link, sent_bytes = await probe_link(cast(Transport, Net()), "b", (), 0.0, lambda: now_s)
+    assert sent_bytes == sum(sent)
+    assert link.bandwidth_bytes_per_s == pytest.approx(3.2e6)
+    assert link.bandwidth_range_bytes_per_s == pytest.approx((3.2e6, 3.2e6))
+
+
+async def test_measuring_a_device_leaves_the_generator_that_training_draws_from() -> None:
+    """Else a peer that starts in the process of others, in the middle of a step, changes their dropout."""
+    before = torch.get_rng_state()
+    async with Compute() as compute:
+        assert (await measure_device(compute)).speed_flops_per_s > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
+    async with Compute(pace=Pace(800.0, told_flops_per_s=1000.0)) as compute:
+        assert (await measure_device(compute)).speed_flops_per_s == 1000.0
+        assert compute.pace is not None
+        assert compute.pace.seconds(800.0) == 1.0
+
+
+@virtual_time
+async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_s, idle_s = 1.5, 900.0
+    probed: list[tuple[str, str]] = []
+
+    async def probe(transport: Transport, target: str, *rest: Any, **more: Any) -> Probed:
+        probed.append((transport.peer_id, target))
+        await asyncio.sleep(probe_s)
+        return Probed(LinkProfile(0.01, 1e7, now()), 1 << 20)
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.node.agent.probe_link", probe)
+    async with InProcess(JoinOptions(), timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        peers = {(await here.start(name)).peer_id for name in "abc"}
+        await asyncio.sleep(30)
+        assert set(probed) == set(permutations(peers, 2))
+        first = len(probed)
+        await asyncio.sleep(idle_s)
+    for peer in peers:
+        again = sum(source == peer for source, _ in probed[first:])
+        assert 5 < again <= PROBE_SHARE * idle_s / probe_s + 1
+
+
+@pytest.mark.parametrize("bandwidth", [2e5, 8e5, 1e7])
+@virtual_time
+async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_their_time(
+    monkeypatch: pytest.MonkeyPatch, bandwidth: float
+) -> None:
+    sent, found, watched_s = 0, list[float](), 120.0
+
+    async def probe(*args: Any, target_s: float, **more: Any) -> Probed:
+        nonlocal sent
+        probed = await probe_link(*args, target_s=target_s, **more)
+        if target_s == LIGHT_S:
+            sent += probed.sent_bytes
+            found.append(probed.link.bandwidth_bytes_per_s)
+        return probed
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.node.agent.probe_link", probe)
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=bandwidth))
+    async with InProcess(JoinOptions(), network, timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        a, b = [await here.start(name) for name in "ab"]
+        await asyncio.sleep(30)  # they have measured each other
+        begun_s = now()
+        while now() < begun_s + watched_s:
+            await sound(b, [(a.peer_id, b.peer_id)])
+            await asyncio.sleep(0.5)
+    assert len(found) >= watched_s / 20, "it is still looked at"
+    assert found == pytest.approx([bandwidth] * len(found), rel=0.2)
+    assert sent / bandwidth <= 1.1 * SHARE * watched_s

@@ -1,0 +1,140 @@
+"""A member that acknowledges something else than it was offered is refused: its epoch does not begin, and the next one may."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from meshcee.errors import ProtocolError, StaleTermError
+from peers.owner.epoch import Owner
+from peers.owner.offering import Offering
+from peers.transport.base import Frame
+from peers.transport.stream import FramedStream
+from peers.wire import messages
+from peers.wire.failures import Failures
+from peers.wire.member_link import Link
+from tests.mutation import breaks, changed
+from tests.rig.faults import ALONE, STEPS, job_of, plan_of, undisturbed, world
+from tests.rig.virtual_time import run
+
+ANOTHER: dict[str, Any] = {"plan": "0" * 64, "state": "0" * 64, "epoch": [1, 2], "term": [2, "p0"]}
+
+
+@contextmanager
+def lying(lie: dict[str, Any], times: int = 1) -> Iterator[list[str]]:
+    """The member that is ready first acknowledges something else, or so many times; yields the kinds of all frames sent."""
+    send, sent = FramedStream.send, list[str]()
+
+    async def lies(stream: FramedStream, frame: Frame) -> None:
+        first = frame.kind == messages.READY and messages.READY not in sent
+        sent.append(frame.kind)
+        told = Frame(frame.kind, {**frame.header, **lie}, frame.payloads) if first else frame
+        for _ in range(times if first else 1):
+            await send(stream, told)
+
+    with mock.patch.object(FramedStream, "send", lies):
+        yield sent
+
+
+def refused(folder: Path, match: str, lie: dict[str, Any], times: int = 1) -> list[str]:
+    """What was sent in an epoch that a lie ended; the same members and owner then run one to its end."""
+    sent, losses = run(after_a_lie(folder, match, lie, times))
+    assert losses == [{}, undisturbed(ALONE, 0.5).losses[0]]
+    assert len(losses[1]) == STEPS
+    return sent
+
+
+async def after_a_lie(
+    folder: Path, match: str, lie: dict[str, Any], times: int
+) -> tuple[list[str], list[dict[int, float]]]:
+    async with world(job_of(), plan_of(*ALONE), folder) as here, here.network.transport("owner") as owner:
+        with lying(lie, times) as sent, pytest.raises(ProtocolError, match=match):
+            await here.epoch(owner)
+        await here.idle()
+        await here.epoch(owner)
+    return sent, here.told.losses
+
+
+@pytest.mark.parametrize("what", ANOTHER)
+def test_a_member_that_acknowledges_another_is_named_and_no_step_begins(tmp_path: Path, what: str) -> None:
+    match = rf"^peer \(p\d, stage \d\): it is ready for another {what} than was offered$"
+    sent = refused(tmp_path, match, {what: ANOTHER[what]})
+    assert messages.STEP not in sent
+
+
+def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(tmp_path: Path) -> None:
+    def knows_a_newer_one(owner: str, term: tuple[int, str]) -> None:
+        raise StaleTermError(f"{term} has been replaced")
+
+    async def story() -> list[dict[int, float]]:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            with (
+                mock.patch.object(here.members["p1"], "_accept", knows_a_newer_one),
+                lying({}) as sent,
+                pytest.raises(StaleTermError, match=r"\(1, 'p0'\) has been replaced"),
+            ):
+                await here.epoch(owner)
+            assert messages.STEP not in sent
+            await here.idle()
+            await here.epoch(owner)
+        return here.told.losses
+
+    assert run(story()) == [{}, undisturbed(ALONE, 0.5).losses[0]]
+
+
+def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
+    refused(tmp_path, r"^peer \(p\d, stage \d\): it sent a frame of kind 'ready'", {}, times=2)
+
+
+@contextmanager
+def ready_as_the_epoch_ends() -> Iterator[None]:
+    """All but the first are ready between the beginning of the end of their epoch and the end of their own offers."""
+    offer, enough = Owner._offer, Failures.enough
+    links, late, ending = list[Link](), list[Link](), asyncio.Event()
+
+    async def offers(owner: Owner, *args: Any) -> Link:
+        links.append(link := await offer(owner, *args))
+        if len(links) > 1:
+            owner.failures.add(0, ProtocolError("the first has sent nonsense"))
+            await ending.wait()
+            await asyncio.sleep(0)
+            late.append(link)
+        return link
+
+    async def ends(failures: Failures) -> None:
+        await enough(failures)
+        ending.set()
+
+    with mock.patch.object(Owner, "_offer", offers), mock.patch.object(Failures, "enough", ends):
+        yield
+    assert late
+
+
+def test_a_member_gets_ready_just_as_another_ends_the_epoch(tmp_path: Path) -> None:
+    """Kept in order by what Owner._offer_all asks before it starts tasks for a member: their group may be ending."""
+
+    async def story() -> None:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            with ready_as_the_epoch_ends(), pytest.raises(ProtocolError, match="the first has sent nonsense"):
+                await here.epoch(owner)
+            await here.idle()
+
+    run(story())
+
+
+def test_without_its_line_a_member_that_gets_ready_late_hides_why_its_epoch_ended(tmp_path: Path) -> None:
+    with changed(Owner._offer_all, "self.failures.cause is not None:", "False:"):
+        assert breaks(partial(test_a_member_gets_ready_just_as_another_ends_the_epoch, tmp_path))
+
+
+@pytest.mark.parametrize(("line", "instead"), [('"plan": ', '"epoch": '), (" and wrong:", " and False:")])
+def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, instead: str) -> None:
+    with changed(Offering._send_state, line, instead):
+        assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))

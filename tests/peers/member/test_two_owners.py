@@ -1,0 +1,75 @@
+"""Two owners that both believe a run to be theirs: every member follows the same one of them, and the other hears so."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import ProtocolError
+from peers.device.compute import Compute
+from peers.member.service import Member
+from peers.transport.base import Frame
+from peers.transport.memory import MemoryNetwork
+from peers.wire import messages
+from tests.rig.virtual_time import virtual_time
+
+RUN = "a run"
+
+
+def offer(epoch: tuple[int, int], run: str = RUN) -> Frame:
+    """All of an offer that decides who is followed."""
+    return Frame(messages.OFFER, {"epoch": list(epoch), "term": [1, "c"], "resumes": False, "run": run})
+
+
+async def followed(*offers: tuple[str, Frame]) -> list[str]:
+    """What a member answers to each: "" where it looks into the offer, else why it does not."""
+    network, answers = MemoryNetwork(), list[str]()
+    async with network.transport("member") as here, Compute("cpu") as compute:
+        accept = lambda owner, term: None  # noqa: E731
+        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), limits=Limits(), accept=accept)
+        looked: list[Any] = []
+
+        async def prepare(*args: Any) -> None:
+            looked.append(args)
+            raise ProtocolError("as far as this test goes")
+
+        member._prepare = prepare  # type: ignore[method-assign, assignment]
+        for owner, frame in offers:
+            async with network.transport(owner) as there, asyncio.timeout(60):
+                stream = await there.open("member", "job")
+                await stream.send(frame)
+                answer = messages.error_from((await stream.recv()).header)
+                answers.append("" if "this test" in str(answer) else str(answer))
+    return answers
+
+
+@virtual_time
+@pytest.mark.parametrize("first", ["a", "b"])
+async def test_of_two_owners_with_one_count_the_greater_is_followed_whoever_came_first(first: str) -> None:
+    second = "b" if first == "a" else "a"
+    answers = await followed((first, offer((7, 1))), (second, offer((7, 1))), (first, offer((7, 2))))
+    if first == "b":
+        assert answers[1] == "epoch 7.1 is over: 7.1 was offered since by b, who owns the run now"
+        assert (answers[0], answers[2]) == ("", "")
+    else:
+        assert answers[:2] == ["", ""]
+        assert answers[2] == "epoch 7.2 is over: 7.1 was offered since by b, who owns the run now"
+
+
+@virtual_time
+async def test_a_later_incarnation_is_followed_whoever_it_is_and_other_runs_do_not_count() -> None:
+    answers = await followed(
+        ("z", offer((7, 9))), ("a", offer((8, 1))), ("z", offer((7, 10))), ("z", offer((1, 1), "x"))
+    )
+    assert (answers[0], answers[1], answers[3]) == ("", "", "")
+    assert answers[2] == "epoch 7.10 is over: 8.1 was offered since by a, who owns the run now"
+
+
+@virtual_time
+@pytest.mark.parametrize("run", ["", "x" * 401])
+async def test_a_run_has_a_name_of_bearable_length(run: str) -> None:
+    (answer,) = await followed(("a", offer((1, 1), run)))
+    assert "'run' must have 1 to 400 characters" in answer

@@ -1,0 +1,82 @@
+"""Evaluation and prediction on the mesh: the same numbers as the eager model, in the order of the samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshcee
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from tests.peers.member.test_training import Net, Pairs, make_job
+
+DATA = Pairs(23)
+
+
+class Others(Pairs):
+    """As Pairs, but the samples are not in the order of their numbers."""
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return (7 * i) % 23, (7 * i + 1) % 23
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
+    return float((output.argmax(-1) == target).float().mean())
+
+
+def eager(model: torch.nn.Module, data: Pairs, micro: int) -> list[torch.Tensor]:
+    """Outputs in eval mode, micro-batch by micro-batch: another size of the batch may round differently."""
+    model.eval()
+    x = torch.tensor([data[i][0] for i in range(len(data))])
+    with torch.no_grad():
+        return [model(part) for part in x.split(micro)]
+
+
+def job_of(**changes: Any) -> Job:
+    return make_job(micro_batch_size=6, **changes)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_predictions_equal_the_eager_model_in_sample_order(stages: int) -> None:
+    job = job_of()
+    data = Others(23)  # 3 micro-batches of 6 and one of 5
+    async with meshcee.join(local=3) as mesh:
+        output = await mesh.predict(job, data, stages=stages)
+        assert torch.equal(output, torch.cat(eager(job.model, data, 6)))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: int) -> None:
+    job = job_of(metrics={"accuracy": accuracy}, steps=12, schedule=None)
+    async with meshcee.join(local=3) as mesh:
+        before = await mesh.evaluate(job, DATA, stages=stages)
+        async for _ in mesh.train(job, stages=stages):
+            pass
+        state = mesh.result.state_dict
+        after = await mesh.evaluate(job, DATA, state=state, stages=stages)
+        predicted = await mesh.predict(job, DATA, state=state, stages=stages)
+        again = await mesh.evaluate(job, DATA, stages=stages)
+    model = Net()
+    model.load_state_dict(state)
+    parts = eager(model, DATA, 6)
+    assert torch.equal(predicted, torch.cat(parts))
+    targets = torch.tensor([DATA[i][1] for i in range(23)]).split(6)
+    losses = [float(torch.nn.functional.cross_entropy(o, t)) * len(t) for o, t in zip(parts, targets)]
+    assert after["loss"] == sum(losses) / 23
+    assert after["accuracy"] == pytest.approx(accuracy(torch.cat(parts), torch.cat(targets)))
+    assert after["accuracy"] > before["accuracy"]
+    assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
+
+
+async def test_what_cannot_be_evaluated_is_said_at_once() -> None:
+    job = job_of()
+    async with meshcee.join(local=1) as mesh:
+        with pytest.raises(UsageError, match="nothing to evaluate"):
+            await mesh.evaluate(job)
+        with pytest.raises(UsageError, match="has no entry"):
+            await mesh.predict(job, DATA, state={})
+        state = job.model.state_dict()
+        with pytest.raises(UsageError, match="in the state and"):
+            await mesh.predict(job, DATA, state=state | {"embed.weight": torch.zeros(2, 2)})

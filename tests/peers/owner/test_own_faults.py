@@ -1,0 +1,205 @@
+"""A peer that answers and fails is one peer lost: the run goes on without it, unless the work itself is at fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import virtual_chaos
+from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError
+from peers.cli.session import unwrap
+from peers.member.executor import Executor
+from peers.member.service import Member
+from peers.mesh_view import LONGEST_SHUNNED_S, SHUNNED_S
+from peers.node.assemble import InProcess, JoinOptions
+from peers.owner.epoch import Report
+from peers.owner.job_run import Training
+from peers.owner.recovery import Recovery
+from peers.planning.coordinator import Planned
+from peers.wire.suspects import Fault, Suspects, is_own
+from tests.rig.virtual_time import quiet, run
+
+STRUCK = 4  # the step in which members fail
+
+Story = Callable[[virtual_chaos.Storm], Callable[[Report], None]]
+
+
+def played(folder: Path, begin: Story, **more: Any) -> tuple[str, list[set[str]]]:
+    """The outcome of a run on virtual time, and the names of the members of each of its plans."""
+    plans: list[set[str]] = []
+
+    async def story() -> str:
+        async with virtual_chaos.stormy(0, folder) as storm:
+            hear = begin(storm)
+
+            def on_plan(plan: Any, names: Any) -> None:
+                plans.append({names[peer] for peer in plan.peers})
+
+            async with asyncio.timeout(virtual_chaos.ENDS_WITHIN_S):
+                return await virtual_chaos.train(storm, hear, on_plan=on_plan, **more)
+
+    with quiet(), virtual_chaos.quick_planning():
+        try:
+            return run(story()), plans
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
+
+
+class Failing:
+    """Members that `fails` names by their place raise an error in the step that is struck."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[Executor], bool]) -> None:
+        self.failed: list[str] = []
+        walks = Executor._walk
+
+        async def struck(executor: Executor, walk: Any) -> None:
+            if walk.step == STRUCK and fails(executor):
+                self.failed.append(executor._place.peer)
+                raise RuntimeError(f"CUDA out of memory: tried to allocate {len(self.failed)}.00 GiB")
+            await walks(executor, walk)
+
+        monkeypatch.setattr(Executor, "_walk", struck)
+
+
+def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is asked to compute, it fails; it is not asked again."""
+    victim: list[str] = []
+    failing = Failing(monkeypatch, lambda executor: executor._place.peer in victim)
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        def hear(report: Report) -> None:
+            if report.step == 1:
+                victim.append(storm.here.agents[storm.members()[1]].peer_id)
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert failing.failed == victim
+    assert len(plans) == 2
+    assert len(plans[0] - plans[1]) == 1
+
+
+def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(monkeypatch, lambda executor: executor._place.is_first)
+    with pytest.raises(
+        MeshceeError,
+        match=rf"failed in step {STRUCK + 1}.*CUDA out of memory.*\(2 peers have failed alike on the same blocks\)",
+    ):
+        played(tmp_path, lambda storm: lambda report: None)
+    assert len(set(failing.failed)) == 2
+
+
+def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers and says that it lives."""
+    prepare, stuck = Member._prepare, list[str]()
+
+    async def never(member: Member, *args: Any) -> Any:
+        if member._transport.peer_id in stuck:
+            await asyncio.Event().wait()
+        return await prepare(member, *args)
+
+    monkeypatch.setattr(Member, "_prepare", never)
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        def hear(report: Report) -> None:
+            if report.step == STRUCK:
+                members = storm.members()
+                stuck.append(storm.here.agents[members[0]].peer_id)
+                storm.kill(members[1])
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert len(plans) == 3  # the first, one with the peer that does not become ready, one without it
+    assert len(plans[1] - plans[2]) == 1
+
+
+@pytest.mark.parametrize("planning", [(Training, "_first_plan"), (Recovery, "plan")])
+def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[type, str]
+) -> None:
+    plan, storms, gone = getattr(*planning), list[virtual_chaos.Storm](), list[str]()
+
+    async def planned_and_gone(*args: Any) -> Planned:
+        planned: Planned = await plan(*args)
+        if not gone:
+            (storm,) = storms
+            gone.append(planned.plan.peers[-1])
+            storm.kill(storm.names[gone[0]])
+            await storm.mesh.agent.directory.wait_for(lambda: gone[0] not in storm.mesh.agent.directory.peers)
+        return planned
+
+    monkeypatch.setattr(*planning, planned_and_gone)
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        storms.append(storm)
+
+        def hear(report: Report) -> None:
+            if report.step == STRUCK and planning[0] is Recovery:
+                storm.kill(storm.members()[0])
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert len(gone) == 1
+    assert len(plans) == (1 if planning[0] is Training else 2)
+
+
+async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_longer() -> None:
+    now_s = 0.0
+    async with InProcess(JoinOptions(), monotonic=lambda: now_s) as here:
+        agent, other = await here.start("a"), await here.start("b")
+        await agent.wait_for_devices(2)
+        for times in range(9):
+            agent.shun([other.peer_id])
+            assert set(agent.devices()) == {agent.peer_id}
+            assert agent.shunned() == {other.peer_id}
+            now_s += min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
+            assert set(agent.devices()) == {agent.peer_id, other.peer_id}
+        agent.shun([other.peer_id])
+        assert agent.forgive()
+        assert not agent.forgive()
+        assert other.peer_id in agent.devices()
+
+
+def fault(peer: str, text: str, blocks: tuple[int, int] = (0, 2), step: int | None = 3, *others: str) -> Fault:
+    return Fault(peer, ProtocolError(f"peer {peer}: {text}"), text, blocks, step, frozenset({peer, *others}))
+
+
+def test_alike_is_the_same_error_on_the_same_work() -> None:
+    first = fault("a", "stage 1: 20 bytes are missing at 0x7f2a")
+    assert fault("b", "stage 2: 31 bytes are missing at 0x8f2a", (1, 3), 4).is_like(first)
+    assert not fault("b", "stage 2: 31 bytes are too many at 0x8f2a").is_like(first)
+    assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (2, 3)).is_like(first)
+    assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (0, 2), 5).is_like(first)
+    assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (0, 2), None).is_like(first)
+
+
+def test_who_sent_what_two_peers_cannot_read_is_the_one_at_fault() -> None:
+    suspects = Suspects()
+    assert suspects.hear([fault("b", "it is damaged", (0, 2), 3, "a")]) == {"b"}
+    assert suspects.hear([fault("c", "it is damaged", (0, 2), 3, "a")]) == {"a"}
+    with pytest.raises(ProtocolError, match=r"it is damaged \(3 peers have failed alike on the same blocks\)"):
+        suspects.hear([fault("d", "it is damaged", (0, 2), 3, "e")])
+
+
+def test_a_peer_that_fails_again_is_no_second_one() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        assert suspects.hear([fault("a", "no memory")]) == {"a"}
+
+
+def test_a_loss_that_is_not_finite_is_no_peers_own() -> None:
+    assert not is_own(NonFiniteLossError("nan"))
+    assert is_own(MeshceeError("RuntimeError: out of memory"))

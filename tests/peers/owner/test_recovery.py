@@ -1,0 +1,317 @@
+"""A lost member costs time, never a step: the run goes on with who is left, and nothing that is told of it differs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Set
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from meshcee.capture import Capture, capture
+from meshcee.config import Timeouts
+from meshcee.eager import plain
+from meshcee.errors import PeerLostError
+from meshcee.figures.measured import NEXT_TO_NOTHING
+from meshcee.files.home import Home
+from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.stage.runner import StageRunner
+from peers.cli.session import unwrap
+from peers.measure.sounding import sound
+from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.node.mesh import Mesh
+from peers.owner.epoch import Report
+from peers.owner.job_run import Result
+from peers.owner.offering import Offering
+from peers.state.copying import Copying
+from peers.transport.base import Frame, Stream
+from peers.transport.memory import Impairment
+from peers.wire.failures import Failures
+from peers.wire.offer import Offer
+from peers.wire.state_frames import names_of
+from tests.peers.member.test_training import make_job
+
+STEPS = 30
+FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=6.0)
+
+
+def job_of(**changes: object) -> Job:
+    return make_job(**{"steps": STEPS, "micro_batch_size": 6, "checkpoint_every": 3, **changes})
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+@functools.cache
+def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, _, model, _ = plain(job_of(), STEPS, 6)
+    return losses, model.state_dict()
+
+
+@asynccontextmanager
+async def a_mesh(home: Home, peers: int, timeouts: Timeouts = FAST) -> AsyncIterator[tuple[InProcess, Mesh]]:
+    try:
+        async with InProcess(JoinOptions(), timeouts=timeouts) as here:
+            for i in range(peers):
+                await here.start(f"p{i}")
+            yield here, await here.own("owner", home)
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def train(mesh: Mesh, hear: Callable[[Report], None], **more: object) -> Result:
+    async for report in mesh.train(job_of(), captured=captured_job(), **{"stages": len(mesh.agent.devices()), **more}):
+        hear(report)
+    return mesh.result
+
+
+def stage_of(here: InProcess, mesh: Mesh, index: int) -> str:
+    """The name of the peer that holds this stage now."""
+    assert mesh.result.plan is not None
+    peer_id = mesh.result.plan.pipelines[0].stages[index].members[0].peer
+    return next(name for name, agent in here.agents.items() if agent.peer_id == peer_id)
+
+
+def assert_undisturbed(result: Result, told: list[Report], home: Home) -> None:
+    losses, state = expected()
+    assert result.losses == losses
+    assert [r.step for r in told] == list(range(STEPS))  # each step once
+    assert [r.loss for r in told] == losses
+    assert [line["step"] for line in home.run("last").reports()] == list(range(STEPS))
+    for name, tensor in result.state_dict.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path, stage: int) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, stage))
+
+        with capture_logs() as logged:
+            result = await train(mesh, hear)
+        assert result.plan is not None
+        assert len(result.plan.pipelines[0].stages) == 2
+    assert_undisturbed(result, told, home)
+    (course,) = [entry for entry in logged if entry["event"] == "the run goes on"]
+    assert list(course["seconds"]) == ["called", "planned", "ready", "first step", "new step"]
+    assert 0 < course["seconds"]["called"] <= course["seconds"]["new step"] < 10
+    assert 0 <= course["steps_again"] <= 11
+    assert course["step"] > 10
+
+
+async def test_who_stays_is_sent_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copying, "is_due", lambda *args: False)  # else it may be read from peers
+    home, told = Home(tmp_path), []
+    asked: dict[str, set[str]] = {}
+
+    def spy(frame: Frame, part: int, known: Set[str]) -> list[str]:
+        names = names_of(frame, part, known)
+        asked.setdefault(str(part), set()).update(names)
+        return names
+
+    monkeypatch.setattr("peers.owner.offering.names_of", spy)
+    async with a_mesh(home, 3) as (here, mesh):
+        before: dict[str, tuple[int, int]] = {}
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                assert mesh.result.plan is not None
+                before.update({s.peers[0]: (s.first, s.end) for s in mesh.result.plan.pipelines[0].stages})
+                here.crash(stage_of(here, mesh, 2))
+
+        result = await train(mesh, hear)
+        assert result.plan is not None
+        train_graph = captured_job().train
+        lacked: set[str] = set()
+        for stage in result.plan.pipelines[0].stages:
+            had = set(train_graph.slice(*before[stage.peers[0]]).state_names())
+            lacked |= set(train_graph.slice(stage.first, stage.end).state_names()) - had
+    assert_undisturbed(result, told, home)
+    assert asked["0"] == lacked
+    trained = {entry.name for entry in train_graph.inputs if entry.trainable}
+    assert {name.rpartition("/")[0] for name in asked["1"]} == lacked & trained
+
+
+async def test_two_losses_a_newcomer_and_no_snapshot_yet(tmp_path: Path) -> None:
+    """The first loss comes before any checkpoint: the run begins anew, and is told of as if it had not."""
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh), asyncio.TaskGroup() as group:
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 1:
+                here.crash(stage_of(here, mesh, 1))
+                group.create_task(here.start("late"))
+            elif report.step == 15:
+                here.crash(stage_of(here, mesh, 0))
+
+        result = await train(mesh, hear)
+    assert_undisturbed(result, told, home)
+
+
+async def test_the_coordinators_loss_stops_nothing(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                lease = mesh.agent.lease
+                assert lease is not None
+                here.crash(next(n for n, agent in here.agents.items() if agent.peer_id == lease.peer_id))
+
+        result = await train(mesh, hear)
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_cut_between_two_stages_that_both_answer_the_owner(tmp_path: Path) -> None:
+    """The next plan already does without their link: with the fourth peer in the place of one of them."""
+    home, told, plans = Home(tmp_path), list[Report](), list[Plan]()
+    async with a_mesh(home, 4) as (here, mesh):
+        parted: list[str] = []
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                parted.extend(here.agents[stage_of(here, mesh, i)].peer_id for i in (0, 1))
+                here.network.cut(*parted)
+
+        result = await train(mesh, hear, stages=3, on_plan=lambda plan, names: plans.append(plan))
+    assert [len(plan.peers) for plan in plans] == [3, 3]
+    assert set(parted) <= set(plans[0].peers)
+    assert len(set(parted) & set(plans[1].peers)) == 1
+    assert_undisturbed(result, told, home)
+
+
+def test_members_that_have_lost_each_other_are_told_from_consequences() -> None:
+    failures = Failures()
+    failures.blame("b", ["c"])
+    failures.blame("a", ["b"])  # which had ended its session because of c
+    assert failures.parted == {("b", "c"), ("c", "b")}
+    failures.missed.add("c")
+    assert failures.parted == set(), "c had lost the owner"
+
+
+async def test_a_link_is_planned_with_again_once_a_probe_has_crossed_it() -> None:
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        a, b, c = [await here.start(name) for name in "abc"]
+        pair = (a.peer_id, b.peer_id)
+        async with asyncio.timeout(10):
+            await c.directory.wait_for(lambda: pair in c.links() and pair[::-1] in c.links())
+            before = c.links()
+            c.part([pair])
+            assert c.parted() == (pair,)
+            assert c.links()[pair].bandwidth_bytes_per_s == NEXT_TO_NOTHING
+            assert {p: link for p, link in c.links().items() if p != pair} == {
+                p: link for p, link in before.items() if p != pair
+            }
+            await sound(c, [pair])
+            await c.directory.wait_for(lambda: not c.parted())
+        assert c.links()[pair].bandwidth_bytes_per_s > 100 * NEXT_TO_NOTHING
+
+
+async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+
+    def hear(report: Report) -> None:
+        told.append(report)
+
+    async def alone() -> None:
+        async with a_mesh(home, 1) as (here, mesh):
+
+            def hear_and_crash(report: Report) -> None:
+                hear(report)
+                if report.step == 10:
+                    here.crash("p0")
+
+            await train(mesh, hear_and_crash)
+
+    with pytest.raises(PeerLostError, match=r"was lost in step .* no .*device.*--resume \S+-job`") as caught:
+        await alone()
+    run = str(caught.value).rpartition("--resume ")[2].rstrip("`")
+    assert home.run(run).state == "failed"
+    async with a_mesh(home, 2) as (_, mesh):
+        result = await train(mesh, hear, resume=run)
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_member_that_falls_silent_is_given_up_and_finds_its_epoch_over(tmp_path: Path) -> None:
+    """Nothing breaks and nothing comes, as of a process that is stopped; then everything comes, late."""
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                silent = here.agents[stage_of(here, mesh, 1)].peer_id
+                for agent in here.agents.values():
+                    here.network.impair(silent, agent.peer_id, Impairment(latency_s=4.0))
+                    here.network.impair(agent.peer_id, silent, Impairment(latency_s=4.0))
+
+        result = await train(mesh, hear)
+        await mesh.agent.wait_for_devices(3)  # it is idle again
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither answers nor breaks while it should build its stage; an offer itself may take minutes."""
+    home, told = Home(tmp_path), []
+    send = Offering.send
+    async with a_mesh(home, 3, replace(FAST, regroup_s=30.0)) as (here, mesh):
+        silent: list[str] = []
+
+        async def fall_silent(self: Offering, stream: Stream, offer: Offer) -> Frame:
+            if offer.resumes and not silent:
+                silent.append(offer.peer_id)
+                for agent in here.agents.values():
+                    here.network.impair(agent.peer_id, offer.peer_id, Impairment(latency_s=300.0))
+                    here.network.impair(offer.peer_id, agent.peer_id, Impairment(latency_s=300.0))
+            return await send(self, stream, offer)
+
+        monkeypatch.setattr(Offering, "send", fall_silent)
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, 2))
+
+        async with asyncio.timeout(FAST.offer_s / 2):  # far more than it takes, on a busy machine too
+            result = await train(mesh, hear)
+        assert silent
+        assert len(result.plan.pipelines[0].stages) == 1
+    assert_undisturbed(result, told, home)
+
+
+async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a silent owner would be given."""
+    home, told = Home(tmp_path), []
+    build = Offer.build
+
+    def slow(self: Offer, state: Mapping[str, torch.Tensor], device: torch.device) -> StageRunner:
+        if self.index == 0:
+            time.sleep(2.0)
+        return build(self, state, device)
+
+    monkeypatch.setattr(Offer, "build", slow)
+    async with a_mesh(home, 2) as (_, mesh):
+        with capture_logs() as logged:
+            result = await train(mesh, told.append)
+    assert_undisturbed(result, told, home)
+    assert not [entry for entry in logged if entry["event"] == "a member was lost"]

@@ -1,0 +1,69 @@
+"""Plans that users give: read from a file, peers found by name, refused in words where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshcee.capture import capture
+from meshcee.errors import PlanError, UsageError
+from peers.planning.given_plan import check_plan, placed, read_plan
+from tests.peers.groups.test_groups import mixing_job
+from tests.peers.member.test_training import make_job
+from tests.rig.mesh_fixture import beside, even_plan, grouped
+
+NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}
+PLAN = grouped(even_plan(3, 2, 6, 6), ((4, 2), (6,)))
+
+
+@pytest.mark.parametrize("under", [False, True])
+def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plan": PLAN.to_json(), "names": NAMES} if under else PLAN.to_json()))
+    assert read_plan(path) == PLAN
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"micro_batch": 1, "pipelines": []}', '{"pipelines": 3}'])
+def test_what_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises((UsageError, PlanError)):
+        read_plan(path)
+
+
+def test_peers_may_be_named_by_name_or_id() -> None:
+    assert placed(PLAN, NAMES).peers == ("id-a", "id-b", "id-c")
+    assert placed(placed(PLAN, NAMES), NAMES).peers == ("id-a", "id-b", "id-c")
+    with pytest.raises(UsageError, match="'p2' is not in the mesh; `meshcee status` lists p0, p1"):
+        placed(PLAN, {"id-a": "p0", "id-b": "p1"})
+    with pytest.raises(UsageError, match="'p1' is the name of 2 peers"):
+        placed(PLAN, {**NAMES, "id-d": "p1"})
+
+
+def test_a_plan_must_fit_its_job() -> None:
+    job = mixing_job("")
+    captured = capture(job)
+    check_plan(PLAN, job, captured)
+    with pytest.raises(PlanError, match="has 4 blocks and the job's model 3"):
+        check_plan(even_plan(4, 2, 6, 6), job, captured)
+    with pytest.raises(PlanError, match="batch_size=12"):
+        check_plan(PLAN, replace(job, batch_size=12), captured)
+    with pytest.raises(PlanError, match="micro_batch_size 3"):
+        check_plan(PLAN, replace(job, micro_batch_size=3), captured)
+
+
+def test_several_pipelines_divide_the_batch_and_share_no_statistics() -> None:
+    job = mixing_job("", batch_size=12)
+    each = (1, [(1, (6,)), (3, (6,))])
+    plan = beside(PLAN, each, each)
+    check_plan(plan, job, capture(job))
+    with pytest.raises(PlanError, match=r"2 micro-batches of 6 samples .* batch_size=6"):
+        check_plan(plan, replace(job, batch_size=6), capture(job))
+    job = make_job(batch_size=12)
+    captured = capture(job)
+    each = (1, [(captured.train.num_blocks, (6,))])
+    with pytest.raises(PlanError, match=r"several pipelines: its buffer .* holds statistics"):
+        check_plan(beside(PLAN, each, each), job, captured)

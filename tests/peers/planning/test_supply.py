@@ -1,0 +1,174 @@
+"""What the owner feeds can bound a step like any stage: it is measured, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import msgpack
+import pytest
+import torch
+from torch import nn
+
+from meshcee.adapt.feeding import Feeding
+from meshcee.adapt.senses import HELD
+from meshcee.capture import capture
+from meshcee.config import Timeouts
+from meshcee.errors import ProtocolError
+from meshcee.figures.measured import JobCosts
+from meshcee.figures.profile import BlockCost, LinkProfile
+from meshcee.job import Job, Optimizer
+from peers.node.assemble import InProcess, JoinOptions
+from peers.owner.answers import Walk
+from peers.planning.asking import question
+from peers.planning.coordinator import PlanRequest
+from peers.transport.base import Frame
+from peers.transport.memory import Impairment, MemoryNetwork
+from tests.mutation import breaks, changed
+from tests.peers.measure.test_depths import MICRO, MICROS, Wide, walk_of
+from tests.rig.mesh_fixture import train
+from tests.rig.virtual_time import virtual_time
+
+NAMES = {"p0": "ann", "p1": "ben"}
+
+
+def fed(data_s: float, rates: tuple[Any, Any]) -> str:
+    """The limit of a step of 10 s in which each member was sent 6 MB, and was idle for 60 % of the time or more."""
+    walk, plan = walk_of({})
+    walk.data_s = data_s
+    walk.spec = replace(walk.spec, weights=(0.25,) * MICROS)
+    walk.fed_bytes = {"p0": 6_000_000, "p1": 6_000_000}
+    for peer, rate in zip(("p0", "p1"), rates):
+        walk.applied[peer] = {**walk.applied[peer], "fed": rate}
+    return walk.limit(plan, NAMES, 10.0)
+
+
+def test_who_feeds_for_most_of_a_step_bounds_it() -> None:
+    assert fed(0.1, (0.7e6, 3e6)) == "the owner's link to ann: 6 MB of inputs a step take 8.6 s"
+    assert fed(0.1, (None, 0.8e6)) == "the owner's link to ben: 6 MB of inputs a step take 7.5 s"
+    assert fed(9.5, (0.7e6, None)) == f"data: {MICRO * MICROS} samples take 9.5 s"
+    for data_s, rates in ((0.1, (None, None)), (3.0, (3e6, 9e6)), (6.9, (None, None))):
+        assert fed(data_s, rates) == "links: the busiest stage, 0 on ann, waits 60%"
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, "1", float("inf"), float("nan"), [1.0]])
+def test_a_rate_that_is_none_is_refused(rate: Any) -> None:
+    with pytest.raises(ProtocolError):
+        walk_of({}, fed=rate)
+
+
+class Slow:
+    """Reading it takes longer than everything else."""
+
+    def __init__(self, sample_s: float) -> None:
+        self.x = torch.randn(40, 64, 64, generator=torch.Generator().manual_seed(0))
+        self._sample_s = sample_s
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self._sample_s)
+        return self.x[index], self.x[index]
+
+
+def job_of(sample_s: float) -> Job:
+    return Job(
+        model=Wide(),
+        loss=nn.functional.mse_loss,
+        data=cast(Any, Slow(sample_s)),
+        optimizer=Optimizer("SGD", lr=1e-2),
+        batch_size=MICRO * MICROS,
+        micro_batch_size=MICRO,
+        steps=4,
+        codec="none",
+    )
+
+
+async def limits(network: MemoryNetwork, sample_s: float) -> list[str]:
+    trained = await train(job_of(sample_s), 2, MICRO, network=network)
+    return [report.limit for report in trained.reports[1:]]
+
+
+async def test_a_poor_line_from_the_owner_is_named() -> None:
+    network = MemoryNetwork()
+    network.impair("owner", "p0", Impairment(bandwidth_bytes_per_s=1e6))
+    found = await limits(network, 0.0)
+    assert any(told.startswith("the owner's link to p0: 0.52 MB of inputs a step take 0.5") for told in found)
+
+
+async def test_data_that_takes_long_to_read_is_named() -> None:
+    assert any(told.startswith("data: 32 samples take 0.") for told in await limits(MemoryNetwork(), 0.01))
+
+
+def test_without_its_line_a_stage_is_blamed() -> None:
+    with changed(Walk.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
+        assert breaks(test_who_feeds_for_most_of_a_step_bounds_it)
+
+
+@virtual_time
+async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_hears_of_them() -> None:
+    now = asyncio.get_running_loop().time
+    network = MemoryNetwork(impairment=Impairment(0.001, 1e8))
+    job = job_of(0.0)
+    async with InProcess(JoinOptions(), network, Timeouts(), clock=now, monotonic=now) as here:
+        peers = [(await here.start(name)).peer_id for name in ("near", "far")]
+        mesh = await here.own("owner", None)
+        for peer, rate in zip(peers, (5e7, 1e6)):
+            network.impair(mesh.agent.peer_id, peer, Impairment(0.001, rate))
+        asked = await question(mesh.agent, job, capture(job), None)
+    assert [asked.feeds[peer].bandwidth_bytes_per_s for peer in peers] == [
+        pytest.approx(r, rel=0.2) for r in (5e7, 1e6)
+    ]
+    assert asked.job.feeds == ((64 * 64 * 4, (0,)), (64 * 64 * 4, (asked.job.feeds[1][1][0],)))
+    heard = PlanRequest.from_frame(asked.frame())
+    assert (heard.job.feeds, heard.job.data_s) == (asked.job.feeds, asked.job.data_s)
+    for peer in peers:
+        assert heard.feeds[peer].bandwidth_bytes_per_s == asked.feeds[peer].bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inputs": [[1, [9]]]},
+        {"inputs": [[-1, [0]]]},
+        {"inputs": [5]},
+        {"data_s": -1.0},
+        {"data_s": float("inf")},
+        {"feeds": {"p": [0.1, 0.0]}},
+        {"feeds": {"p": [0.1]}},
+        {"feeds": {"p": [0.1, float("nan")]}},
+        {"feeds": []},
+    ],
+)
+def test_a_request_whose_feeds_make_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    costs = JobCosts([BlockCost("b", 1.0, 1, 1, 1, 1, 1)], 8, feeds=((4, (0,)),), data_s=0.1)
+    frame = PlanRequest(costs, feeds={"p": LinkProfile(0.1, 1e6)}).frame()
+    assert PlanRequest.from_frame(frame).job.feeds == costs.feeds
+    body = msgpack.unpackb(bytes(frame.payloads[0]))
+    with pytest.raises(ProtocolError):
+        PlanRequest.from_frame(Frame(frame.kind, frame.header, [msgpack.packb(body | wrong)]))
+
+
+def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:
+    feeding = Feeding({"p0": LinkProfile(0.01, 1e8)})
+
+    def heard(size: int, rate: float, peer: str = "p0", steps: int = HELD) -> list[str]:
+        return [told for _ in range(steps) for told in feeding.hear({peer: (size, rate)}, 1.0)]
+
+    assert heard(10_000, 1e6) == [], "it takes a hundredth of the step"
+    feeding.restart()
+    assert heard(2_000_000, 1e6, steps=HELD - 1) == [], "it may pass"
+    assert heard(2_000_000, 1e6, steps=1) == ["the owner's link to p0 has 0.02 times its bandwidth"]
+    assert feeding.links == {"p0": LinkProfile(0.01, 1e6)}
+    assert heard(2_000_000, 1.1e6) == [], "noise"
+    assert heard(2_000_000, 4e6) == ["the owner's link to p0 has 4.00 times its bandwidth"]
+    assert heard(2_000_000, 1e6, "new") == ["the owner's link to new has 0.02 times its bandwidth"]
+
+
+def test_a_step_tells_of_what_was_fed() -> None:
+    walk, _ = walk_of({}, fed=2e6)
+    walk.fed_bytes = {"p0": 1000, "p1": 5}
+    assert walk.observed().fed == {"p0": (1000, 2e6)}

@@ -1,0 +1,377 @@
+"""Checkpoints do not depend on the plan: a run that was cut off goes on with other stages as if nothing had happened."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshcee.capture import Capture, capture
+from meshcee.eager import plain
+from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError
+from meshcee.files.home import Home, Run
+from meshcee.job import PER_PARAMETER, Job, Optimizer
+from meshcee.stage.weights import optimizer_layout
+from peers.cli.session import unwrap
+from peers.node.assemble import JoinOptions, join
+from peers.owner.job_run import Result
+from peers.state.checkpoint import CheckpointStore
+from peers.state.keeping import Keeping
+from peers.state.kept import Kept
+from peers.state.policy import Cadence, Stride
+from peers.state.snapshot import Image, Snapshots, parse_header
+from peers.transport.base import Frame
+from peers.wire import messages
+from peers.wire.offer import Offer, Terms
+from tests.peers.member.test_training import make_job
+from tests.rig.mesh_fixture import even_plan
+from tests.rig.reference import reference
+
+STEPS = 9
+
+
+def job_of(**changes: object) -> Job:
+    return make_job(**{"steps": STEPS, "micro_batch_size": 6, "checkpoint_every": 3, **changes})
+
+
+@pytest.fixture(autouse=True)
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is complete before the next step is fed: these steps are too short to wait for none."""
+    ask = Keeping._ask
+
+    async def ask_and_wait(self: Keeping, next_step: int, **which: bool) -> None:
+        await ask(self, next_step, **which)
+        assert self.snapshots is not None
+        await self.snapshots.settled.wait()
+
+    monkeypatch.setattr(Keeping, "_ask", ask_and_wait)
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+async def run(
+    job: Job,
+    home: Home,
+    stages: int,
+    *,
+    captured: Capture | None = None,
+    until: int | None = None,
+    resume: str | None = None,
+) -> Result:
+    """Train in this process; `until` abandons the run, as a crash would, once that step is reported."""
+    try:
+        async with join(JoinOptions(local=stages), home) as mesh:
+            async for report in mesh.train(job, resume=resume, captured=captured or capture(job)):
+                if report.step == until:
+                    break
+            return mesh.result
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def crashed(job: Job, home: Home, *, captured: Capture | None = None, until: int = 4) -> Run:
+    """A run on three stages that was cut off, with the checkpoint of step 3 and half of another."""
+    await run(job, home, 3, captured=captured, until=until)
+    cut = home.run("last")
+    assert CheckpointStore(cut.checkpoints).complete()[-1].next_step == 3
+    half = cut.checkpoints / ".step-00000007.4711.0"
+    half.mkdir()
+    (half / "model-0.safetensors").write_bytes(b"half")
+    return cut
+
+
+def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_path: Path, stages: int) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job())
+    result = await run(job_of(), home, stages, captured=captured_job(), resume=f"{cut.id}@3")
+    losses, _, model, _ = plain(job_of(), STEPS, 6)
+    assert result.losses == losses
+    assert_equal(result.state_dict, model.state_dict())
+    told = [line["step"] for line in cut.reports()]
+    assert told == list(range(STEPS))  # each once, although steps 3 and 4 were computed twice
+    assert [line["loss"] for line in cut.reports()] == losses
+    assert [c.next_step for c in CheckpointStore(cut.checkpoints).complete()] == [9, 6]
+    assert len(list(cut.checkpoints.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (Optimizer("SGD", lr=0.05, momentum=0.9, groups={"*.bias": {"momentum": 0.0}}), "fp32"),
+        (Optimizer("Adagrad", lr=1e-2), "fp32"),
+        (Optimizer("AdamW", lr=1e-2, amsgrad=True), "bf16"),
+    ],
+)
+async def test_every_kind_of_optimizer_state_is_kept(tmp_path: Path, optimizer: Optimizer, precision: str) -> None:
+    job = job_of(optimizer=optimizer, precision=precision, schedule=None)
+    home, captured = Home(tmp_path), capture(job)
+    cut = await crashed(job, home, captured=captured)
+    result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
+    expected = reference(job)
+    assert result.losses == [sum(float(loss) * (6 / 24) for loss in step) for step in expected.losses]
+    assert_equal(result.state_dict, expected.state)
+
+
+@pytest.mark.parametrize("name", sorted(PER_PARAMETER))
+def test_the_layout_of_an_optimizer_is_what_torch_keeps(name: str) -> None:
+    optimizer = Optimizer(name, lr=0.1)
+    parameter = nn.Parameter(torch.ones(4, 5))
+    built = optimizer.build({"layer.weight": parameter})
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 5)
+        built.step()
+    kept = {f"layer.weight/{k}": (v.dtype, tuple(v.shape)) for k, v in built.state[parameter].items() if v is not None}
+    assert optimizer_layout(optimizer, {"layer.weight": (torch.float32, (4, 5))}) == kept
+
+
+async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> None:
+    def job(seed: int) -> Job:
+        made = job_of()
+        torch.manual_seed(seed)
+        nn.init.normal_(made.model.embed.weight)
+        made.model.embed.weight.requires_grad_(False)
+        return made
+
+    home = Home(tmp_path)
+    cut = await crashed(job(1), home)
+    result = await run(job(2), home, 2, resume=cut.id)  # a job file that draws other weights each time
+    losses, _, model, _ = plain(job(1), STEPS, 6)
+    assert result.losses == losses
+    assert_equal(result.state_dict, model.state_dict())
+
+
+async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> None:
+    job = job_of(eval_data=job_of().data, eval_every=3)
+    home, captured = Home(tmp_path), capture(job)
+    cut = await crashed(job, home, captured=captured, until=5)
+    result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
+    assert [step for step, _ in result.metrics] == [2, 5, 8]
+    assert [line["step"] for line in cut.reports() if line["metrics"]] == [2, 5, 8]
+
+
+async def test_a_loss_that_differs_when_computed_again_ends_the_run(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job())
+    lines = cut.reports()
+    lines[4]["loss"] += 1e-6
+    (cut.folder / "reports.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(MeshceeError, match=r"step 5 had loss .* computed again"):
+        await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
+
+
+async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job(), until=7)
+
+    async def fails(error: type[Exception], match: str, resume: str | None = None, **changes: object) -> None:
+        captured = captured_job() if "model" not in changes else None
+        with pytest.raises(error, match=match):
+            await run(job_of(**changes), home, 2, captured=captured, resume=resume or cut.id)
+
+    await fails(UsageError, "0 runs match", resume="nope")
+    await fails(UsageError, "no checkpoint after 4 steps", resume=f"{cut.id}@4")
+    await fails(UsageError, "seed 3, the job says 4", seed=4)
+    await fails(UsageError, "another model", model=nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)))
+    await fails(UsageError, "micro-batches of 6", micro_batch_size=12)
+    await fails(UsageError, "raise `steps`", steps=6)
+    newest = CheckpointStore(cut.checkpoints).complete()[0].folder / "model-1.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    await fails(CheckpointError, r"model-1.safetensors is not what was written; resume from the one before")
+    result = await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
+    assert result.losses == plain(job_of(), STEPS, 6).losses
+    await fails(UsageError, "raise `steps`")
+
+
+async def test_the_end_of_a_run_keeps_the_weights_whatever_the_cadence(tmp_path: Path) -> None:
+    result = await run(job_of(checkpoint_every=0), Home(tmp_path), 2, captured=captured_job())
+    newest = CheckpointStore(Home(tmp_path).run("last").checkpoints).complete()[0]
+    newest.verify()
+    assert newest.next_step == STEPS
+    kept = newest.weights(newest.manifest["persistent"])
+    assert_equal(kept, {name: result.state_dict[name] for name in kept})
+    plain = safetensors.torch.load_file(newest.folder / "model-0.safetensors")  # any reader of the format will do
+    assert torch.equal(plain["embed.weight"], result.state_dict["embed.weight"])
+
+
+def test_snapshots_are_due_by_steps_or_by_their_cost() -> None:
+    by_steps, by_cost = Cadence(4), Cadence()
+    by_steps.start(6, 0.0)
+    assert next(s for s in range(7, 17) if by_steps.is_due(s, 0.0)) == 8
+    by_steps.begun(9, 0.0)  # late, because the one before was still under way
+    assert not by_steps.is_due(11, 0.0)
+    assert by_steps.is_due(12, 0.0)
+    by_cost.begun(1, 10.0)
+    by_cost.ended(read_s=1.0, made_s=5.0)
+    assert not by_cost.is_due(2, 29.0)  # one second in twenty
+    assert by_cost.is_due(2, 30.1)
+    by_cost.begun(2, 40.0)
+    by_cost.ended(read_s=0.1, made_s=5.0)  # a slow disk: half of the time
+    assert not by_cost.is_due(3, 49.0)
+    assert by_cost.is_due(3, 50.1)
+
+
+def test_losses_that_come_faster_than_snapshots_are_due_do_not_put_them_off_for_ever() -> None:
+    cadence = Cadence()
+    cadence.start(0, 0.0)
+    cadence.begun(3, 1.0)
+    cadence.ended(read_s=1.0, made_s=0.0)  # one in twenty seconds
+    for at_s in (10.0, 18.0, 26.0):
+        cadence.start(3, at_s)
+    assert not cadence.is_due(4, 29.0)
+    assert cadence.is_due(4, 30.1)
+
+
+@given(st.data())
+def test_an_image_is_the_file_that_safetensors_reads(data: st.DataObject) -> None:
+    dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16])
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    tensors = {
+        f"p{i}": torch.arange(max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+        for i, (dtype, shape) in enumerate(data.draw(st.lists(st.tuples(dtypes, shapes), max_size=6)))
+    }
+    image = Image(tensors)
+    cut = data.draw(st.integers(0, image.data_bytes))
+    whole = image.read(0, cut) + image.read(cut, image.data_bytes - cut)
+    read = safetensors.torch.load(image.header + whole)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[n], tensors[n]) and read[n].dtype == tensors[n].dtype for n in tensors)
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    assert parse_header(image.header, layout, partial=False) == image.data_bytes
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not the header"):
+        parse_header(len(data).to_bytes(8, "little") + data + b"!", {"p": (torch.float32, (2,))}, partial=False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"q": torch.zeros(2)}, "'q' was not expected"),
+        ({"p": torch.zeros(1 << 20)}, "'p' is F32"),
+        ({"p": torch.zeros(2, dtype=torch.float64)}, "'p' is F64"),
+        ({}, "'p' is missing"),
+    ],
+)
+def test_a_snapshot_of_something_else_is_refused_before_it_costs_anything(
+    tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        parse_header(Image(tensors).header, {"p": (torch.float32, (2,))}, partial=False)
+
+
+async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("CHUNK_BYTES", 64), ("LEAST_BYTES", 16)):
+        monkeypatch.setattr(f"peers.state.policy.{name}", count)
+    monkeypatch.setattr("peers.state.snapshot.CHUNK_BYTES", 64)
+    clock = [100.0]
+    monkeypatch.setattr("peers.state.snapshot.time.monotonic", lambda: clock[0])
+    job = job_of()
+    captured = capture(job)
+    plan = even_plan(captured.train.num_blocks, 1, 24, 6)
+    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    cadence = Cadence()
+    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), cadence), [offer], captured)
+    await snapshots.begin(1)
+    model = Image({name: captured.state[name] for name in offer.changed_state})
+    asked = snapshots.take(0, Frame(messages.SNAPSHOT, {"next_step": 1}, [model.header, Image({}).header]))
+    assert (len(asked), snapshots.rest_s(0)) == (1, 0.0)  # nobody knows the link yet
+
+    def part(took_s: float) -> list[tuple[int, int]]:
+        """The oldest part that was asked for arrives; what is asked for now: where it begins and how much."""
+        clock[0] += took_s
+        start, count = waiting.pop(0)
+        frames = snapshots.take(0, Frame(messages.PART, {"next_step": 1, "file": 0, "start": start}, [bytes(count)]))
+        waiting.extend(new := [(frame.header["start"], frame.header["count"]) for frame in frames])
+        return new
+
+    waiting = [(asked[0].header["start"], asked[0].header["count"])]
+    assert part(0.2) == [(16, 32)]  # the way there and back
+    assert part(2.2) == [(48, 16)]  # less: what the steps send waits behind it
+    assert snapshots.rest_s(0) == pytest.approx(19 * 2.2)  # a twentieth of the time
+    assert part(19 * 2.2 + 1.2) == [(64, 16)]  # the rest is not what the link takes
+    assert snapshots.rest_s(0) == pytest.approx(19 * 1.2)
+    assert part(19 * 1.2 + 0.01) == [(80, 32)]  # it has become faster
+    assert snapshots.rest_s(0) == 0.0  # until it is known how much faster
+    assert part(0.02) == [(112, 64), (176, 64), (240, 64), (304, 64)]  # and carries whole chunks in no time
+    assert part(5.2) == []  # and slow again
+    gone_on: list[list[Frame]] = []
+    frames = [Frame(messages.PULL)]
+    snapshots.go_on(0, [], gone_on.append)
+    assert not snapshots._resting  # a second rest would end after the first one's, and find nothing to go on with
+    snapshots.go_on(0, frames, gone_on.append)
+    assert gone_on == []  # it rests
+    snapshots.hurry_after(2)
+    snapshots.reported(0)
+    assert gone_on == []  # the last step is still trained
+    snapshots.reported(1)
+    assert gone_on == [frames]
+    assert snapshots.rest_s(0) == 0.0
+    assert part(0.5) == [(368, 64), (432, 64)]
+    assert snapshots._stages[0].read_s == pytest.approx(0.2 + 2.2 + 1.2 + 0.01 + 0.02 + 5.2 + 0.5)
+    snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "fast"),
+    [(0.0, 1e9, True), (0.2, 1e8, True), (0.05, 1e6, False), (0.005, 1e5, False), (0.3, 2e6, False)],
+)
+def test_a_fast_link_carries_whole_chunks_and_a_slow_one_a_twentieth_of_its_time(
+    latency_s: float, bytes_per_s: float, fast: bool
+) -> None:
+    stride, carried, used_s, now_s = Stride(), 0, 0.0, 0.0
+    while carried < 64 << 20 and now_s < 2000:
+        part_s = latency_s + stride.bytes / bytes_per_s
+        carried, used_s = carried + stride.bytes, used_s + stride.bytes / bytes_per_s
+        stride.took(part_s, stride.bytes)
+        now_s += part_s + stride.rest_s
+        assert stride.bytes / bytes_per_s < 0.35
+    assert stride.is_fast == fast
+    if not fast:
+        assert 0.02 < used_s / now_s < 0.08
+
+
+async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: Path) -> None:
+    job = job_of()
+    captured = capture(job)
+    plan = even_plan(captured.train.num_blocks, 1, 24, 6)
+    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured)
+    part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
+    with pytest.raises(ProtocolError, match="nobody asked for"):
+        snapshots.take(0, part)
+    await snapshots.begin(1)
+    with pytest.raises(ProtocolError, match="not awaited"):
+        snapshots.take(0, part)
+    model = {name: captured.state[name] for name in offer.changed_state}
+    announced = Frame(messages.SNAPSHOT, {"next_step": 1}, [Image(model).header, Image({}).header])
+    asked = snapshots.take(0, announced)
+    assert [f.header["start"] for f in asked] == [0]
+    with pytest.raises(ProtocolError, match="wrong size"):
+        snapshots.take(0, part)
+    with pytest.raises(ProtocolError, match="twice"):
+        snapshots.take(0, announced)
+    snapshots.close()
+    assert not list(tmp_path.iterdir())

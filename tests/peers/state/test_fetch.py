@@ -1,0 +1,179 @@
+"""Tensors from peers that hold them: sources that die or lie, links that must rest, and what nobody may read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from meshcee.config import Timeouts
+from meshcee.errors import ProtocolError
+from meshcee.files.tensor_files import byte_view
+from peers.state.fetch import Fetch, serve
+from peers.state.policy import CHUNK_BYTES, Cadence
+from peers.transport.base import Frame, Stream
+from peers.transport.memory import Impairment, MemoryNetwork
+from peers.wire import messages
+from peers.wire.state_frames import digest_of
+from tests.mutation import breaks, changed
+from tests.rig.virtual_time import run, virtual_time
+
+TIMES = Timeouts()
+
+
+def some_tensors(count: int, values: int = 200_000) -> dict[str, torch.Tensor]:
+    found = [torch.arange(values, dtype=torch.float32) + i for i in range(count)] + [torch.zeros(0), torch.ones(())]
+    return {digest_of(tensor): tensor for tensor in found}
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+def honest(tensors: Mapping[str, torch.Tensor]) -> Handler:
+    return lambda stream: serve(stream, lambda header, digest: tensors.get(digest), TIMES)
+
+
+async def fetch_from(
+    network: MemoryNetwork,
+    sources: Mapping[str, Handler],
+    wanted: Mapping[str, torch.Tensor],
+    *,
+    gently: bool = False,
+    befall: Callable[[], None] = lambda: None,
+) -> Fetch:
+    async with AsyncExitStack() as stack:
+        for name, handler in sources.items():
+            (await stack.enter_async_context(network.transport(name))).serve("copies", handler)
+        reader = await stack.enter_async_context(network.transport("reader"))
+
+        async def open_stream(peer: str) -> Stream:
+            return await reader.open(peer, "copies")
+
+        shapes = {digest: (tensor.dtype, tuple(tensor.shape)) for digest, tensor in wanted.items()}
+        fetch = Fetch(shapes, open_stream, {}, TIMES, gently=gently)
+        asyncio.get_running_loop().call_later(1.0, befall)
+        await fetch.run([*sources, "nobody"])
+        return fetch
+
+
+def assert_found(fetch: Fetch, wanted: Mapping[str, torch.Tensor]) -> None:
+    assert not fetch.missing
+    assert fetch.found.keys() == wanted.keys()
+    assert all(torch.equal(fetch.found[digest], tensor) for digest, tensor in wanted.items())
+
+
+@virtual_time
+async def test_a_source_that_dies_is_replaced_and_what_it_had_sent_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = some_tensors(6)
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.02, bandwidth_bytes_per_s=1e6))
+    sent: list[int] = []
+
+    def counted(fetch: Fetch, peer: str, ranges: Sequence[tuple[int, int, int]], frame: Frame) -> Awaitable[None]:
+        sent.append(frame.payload_bytes)
+        return take(fetch, peer, ranges, frame)
+
+    take = Fetch._take
+    monkeypatch.setattr(Fetch, "_take", counted)
+    few = dict(list(wanted.items())[:2])
+    sources = {"a": honest(wanted), "b": honest(wanted), "c": honest(few)}
+    fetch = await fetch_from(network, sources, wanted, befall=lambda: network.kill("a"))
+    assert_found(fetch, wanted)
+    assert sum(sent) == sum(tensor.nbytes for tensor in wanted.values())  # no byte twice
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "instead"),
+    [
+        (
+            Fetch._unless_lost,
+            "except (MeshceeError, StreamClosed, TimeoutError)",
+            "except (MeshceeError, TimeoutError)",
+        ),
+        (Fetch._requests, "first = wanted.got", "first = 0"),
+    ],
+)
+def test_without_its_line_a_dying_source_is_not_replaced_or_what_it_had_sent_is_lost(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., object], line: str, instead: str
+) -> None:
+    with changed(function, line, instead):
+        assert breaks(partial(test_a_source_that_dies_is_replaced_and_what_it_had_sent_stays, monkeypatch))
+
+
+@virtual_time
+async def test_what_nobody_has_is_missing() -> None:
+    wanted = some_tensors(3)
+    last = list(wanted)[2]
+    fetch = await fetch_from(MemoryNetwork(), {"a": honest({d: t for d, t in wanted.items() if d != last})}, wanted)
+    assert fetch.missing == {last}
+
+
+def lying(tensors: Mapping[str, torch.Tensor], answer: Callable[[bytes], Frame]) -> Handler:
+    """Says that it has everything, and answers for the bytes that it was asked for."""
+
+    async def handle(stream: Stream) -> None:
+        await stream.recv()
+        await stream.send(Frame(messages.FOUND, {}, [bytes([1] * len(tensors))]))
+        while True:
+            ranges = (await stream.recv()).header["ranges"]
+            views = [byte_view(tensor) for tensor in tensors.values()]
+            await stream.send(answer(b"".join(views[which][first : first + n] for which, first, n in ranges)))
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda data: Frame(messages.PART, {}, [bytes(len(data))]),
+        lambda data: Frame(messages.PART, {}, [data + b"!"]),
+        lambda data: Frame(messages.PART, {}, [bytes(2 * CHUNK_BYTES)]),
+        lambda data: Frame(messages.PART, {}, []),
+        lambda data: Frame(messages.FOUND, {}, [data]),
+    ],
+    ids=["other bits", "too many", "too large", "nothing", "another kind"],
+)
+def test_a_source_that_lies_is_left_out(answer: Callable[[bytes], Frame]) -> None:
+    async def story() -> None:
+        wanted = some_tensors(4)
+        with capture_logs() as logged:
+            fetch = await fetch_from(MemoryNetwork(), {"a": lying(wanted, answer), "b": honest(wanted)}, wanted)
+        assert_found(fetch, wanted)
+        assert {e["peer"] for e in logged if e["event"] == "a source of copies is left out"} == {"a", "nobody"}
+
+    run(story())
+
+
+@virtual_time
+async def test_a_link_that_training_needs_rests_between_two_chunks() -> None:
+    wanted = some_tensors(1, 3 * CHUNK_BYTES // 4)
+    slow = Impairment(latency_s=0.02, bandwidth_bytes_per_s=CHUNK_BYTES / 2)
+    began_s = asyncio.get_running_loop().time()
+    fetch = await fetch_from(MemoryNetwork(impairment=slow), {"a": honest(wanted)}, wanted, gently=True)
+    assert_found(fetch, wanted)
+    assert asyncio.get_running_loop().time() - began_s > 2 * 3 / Cadence.SHARE  # two seconds a chunk, three chunks
+    assert fetch.read_s < 0.5  # a link that has rested counts no more
+
+
+@pytest.mark.parametrize(
+    "ranges", [[[0, 0, 9]], [[0, -1, 2]], [[2, 0, 1]], [[1, 0, 1]], [[0, 0]], 7, [[0, 0, 8]] * (CHUNK_BYTES // 8 + 1)]
+)
+async def test_nobody_reads_more_than_there_is(ranges: Any) -> None:
+    tensor = torch.arange(2)[:1]
+    network = MemoryNetwork()
+    async with network.transport("a") as source, network.transport("reader") as reader:
+        source.serve("copies", honest({digest_of(tensor): tensor}))
+        stream = await reader.open("a", "copies")
+        await stream.send(Frame(messages.SEEK, {}, [bytes.fromhex(digest_of(tensor)) + bytes(32)]))
+        assert bytes((await stream.recv()).payloads[0]) == b"\x01\x00"
+        try:
+            await stream.send(Frame(messages.PULL, {"ranges": ranges}))
+        except ProtocolError:
+            return  # more than a header holds
+        with pytest.raises(ConnectionError):
+            await stream.recv()

@@ -1,0 +1,208 @@
+"""One plan hands over to the next: blocks that change hands go from member to member, and no number differs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from meshcee.eager import plain
+from meshcee.errors import ProtocolError
+from meshcee.files.home import Home
+from meshcee.plan import Plan
+from peers.node.mesh import Mesh
+from peers.owner.adaptation import Adaptation
+from peers.owner.epoch import Report
+from peers.owner.job_run import Training
+from peers.state.copies import Copied, Copies
+from peers.state.copying import Copying
+from peers.state.keeping import Keeping
+from peers.state.kept import Kept
+from peers.state.policy import Buddies
+from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
+from tests.peers.state.test_buddy import Epoch, answered, described, offers
+
+LAST = 10  # the step at whose end another plan is chosen; the one after it is fed already
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that were computed more than once."""
+    found: list[int] = []
+    compare = Training._compare
+
+    def note(self: Training, report: Report) -> None:
+        found.append(report.step)
+        compare(self, report)
+
+    monkeypatch.setattr(Training, "_compare", note)
+    return found
+
+
+def shifted(plan: Plan) -> Plan:
+    """The longest stage gives a block to one beside it."""
+    (pipeline,) = plan.pipelines
+    stages = list(pipeline.stages)
+    gives = max(range(len(stages)), key=lambda i: stages[i].end - stages[i].first)
+    stage = stages[gives]
+    if gives:
+        stages[gives] = replace(stage, first=stage.first + 1)
+        stages[gives - 1] = replace(stages[gives - 1], end=stage.first + 1)
+    else:
+        stages[0], stages[1] = replace(stage, end=stage.end - 1), replace(stages[1], first=stage.end - 1)
+    return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Another plan is chosen at the end of LAST: the running one and that."""
+    plans: list[Plan] = []
+
+    async def choose(self: Adaptation, report: Report) -> Plan | None:
+        if report.step != LAST:
+            return None
+        plans.extend((self._plan, shifted(self._plan)))
+        return plans[-1]
+
+    monkeypatch.setattr(Adaptation, "hear", choose)
+    return plans
+
+
+def only(logged: list[Any], event: str) -> list[Any]:
+    return [entry for entry in logged if entry["event"] == event]
+
+
+async def run(home: Home, hear: Callable[[Any, Mesh, Report], None] = lambda *what: None) -> tuple[Any, list[Report]]:
+    told: list[Report] = []
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def note(report: Report) -> None:
+            told.append(report)
+            hear(here, mesh, report)
+
+        return await train(mesh, note), told
+
+
+async def test_moved_blocks_come_from_the_member_that_had_them_and_no_number_changes(
+    tmp_path: Path, moving: list[Plan], again: list[int]
+) -> None:
+    home = Home(tmp_path)
+    with capture_logs() as logged:
+        result, told = await run(home)
+    assert_undisturbed(result, told, home)
+    assert again == []
+    old, new = moving
+    assert result.plan == new
+    (back,) = only(logged, "the state to go on from")
+    assert back["with_peers"]
+    assert back["next_step"] == back["done"] > LAST
+    graph = captured_job().train
+    moved = set[str]()
+    for before, after in zip(old.pipelines[0].stages, new.pipelines[0].stages):
+        had, has = (set(graph.slice(s.first, s.end).trainable) for s in (before, after))
+        moved |= has - had
+    come = only(logged, "state from copies")
+    assert {entry["missing"] for entry in come} == {0}
+    tensors = sum(entry["tensors"] for entry in come)
+    assert len(moved) < tensors <= 4 * len(moved), (
+        "weights, two moments, a count: of what has moved, and of nothing else"
+    )
+
+
+async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_copies(
+    tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, add, died = Home(tmp_path), Copies.add, asyncio.Event()
+
+    def and_tell(self: Copies, copied: Copied) -> None:
+        add(self, copied)
+        if copied.handed and not died.is_set():
+            died.set()
+            crash()
+
+    crash: Callable[[], None] = died.set
+    monkeypatch.setattr(Copies, "add", and_tell)
+
+    def hear(here: Any, mesh: Mesh, report: Report) -> None:
+        nonlocal crash
+        name = stage_of(here, mesh, 0)
+        crash = lambda: here.crash(name)  # noqa: E731
+
+    with capture_logs() as logged:
+        result, told = await run(home, hear)
+    assert died.is_set()
+    assert only(logged, "a member was lost")
+    assert result.plan is not None
+    assert len(result.plan.peers) == 2
+    assert_undisturbed(result, told, home)
+
+
+async def test_a_user_who_stops_while_plans_change_has_the_weights(
+    tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, end, meshes, handed = Home(tmp_path), Keeping.end, list[Mesh](), list[bool]()
+
+    async def and_stop(self: Keeping, next_step: int, **more: bool) -> bool:
+        handed.append(await end(self, next_step, **more))
+        meshes[0].stop()
+        return handed[-1]
+
+    monkeypatch.setattr(Keeping, "end", and_stop)
+    result, told = await run(home, lambda here, mesh, report: meshes.append(mesh))
+    assert result.stopped
+    assert handed == [True, False]
+    losses, _, model, _ = plain(job_of(), len(told), 6)
+    assert result.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(result.state_dict[name], tensor), name
+
+
+async def test_what_was_still_awaited_of_other_copies_is_let_pass_once() -> None:
+    epoch = Epoch()
+    epoch.round(4)
+    epoch.copying.begin(7)
+    epoch.copying.hear(epoch.links[0], described(offers()[0], 7))
+    epoch.copying.hand_over(9)
+    late = (0, described(offers()[0], 7)), (1, described(offers()[1], 7)), (1, answered("p0", 7))
+    for index, frame in late[1:]:
+        epoch.copying.hear(epoch.links[index], frame)
+    for index, frame in late:
+        with pytest.raises(ProtocolError, match="nobody asked for"):
+            epoch.copying.hear(epoch.links[index], frame)
+    for link, offer in zip(epoch.links, offers()):
+        assert not epoch.copying.handed_over.is_set()
+        epoch.copying.hear(link, described(offer, 9))
+    assert epoch.copying.handed_over.is_set()
+    with pytest.raises(ProtocolError, match="nobody asked for"):
+        epoch.copying.hear(epoch.links[0], described(offers()[0], 9))
+    assert [epoch.asked(i) for i in (0, 1)] == [1, 2], "no buddy keeps it"
+
+
+async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_plan_has_its_own() -> None:
+    epoch = Epoch()
+    epoch.round(4)
+    assert epoch.copying.can_hand_over
+    epoch.copying.hand_over(9)
+    for link, offer in zip(epoch.links, offers()):
+        epoch.copying.hear(link, described(offer, 9))
+    found = epoch.copies.newest(9)
+    assert found is not None
+    assert (found.next_step, found.handed, Copied.from_json(found.to_json())) == (9, True, found)
+    following = Copying(epoch.copies, epoch.links, Buddies({"p0": "p1", "p1": "p0"}), 9)
+    assert (following.since, following.can_hand_over, following.is_first_to_copy) == (4, False, True)
+    for link in epoch.links:
+        link.stream.max_payload_bytes = 0
+    assert Keeping(Kept(copies=epoch.copies), epoch.links, SimpleNamespace(), 9)._since(9) == 4  # type: ignore[arg-type]
+    found = epoch.copies.newest(9, ["p0"])
+    assert found is not None
+    assert found.next_step == 4, "its buddy has it"
+    epoch.copying = following
+    epoch.round(12)
+    assert (following.since, following.can_hand_over, following.is_first_to_copy) == (12, True, False)

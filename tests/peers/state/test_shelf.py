@@ -1,0 +1,326 @@
+"""Journals that peers keep of runs of other machines: what they take of an owner, and a standby of them. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgpack
+import pytest
+
+from benchmarks.virtual_chaos import now
+from dht.signing import Identity
+from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError
+from meshcee.files.home import Home
+from peers.node.agent import Agent
+from peers.node.assemble import InProcess, JoinOptions
+from peers.state import shelf
+from peers.state.journal import Journal, Mirror, keepers, seek, take
+from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_BYTES, MOST_RUNS, REPORTS, Seal
+from peers.transport.base import Frame, Stream, StreamClosed
+from peers.transport.memory import MemoryNetwork
+from peers.wire import messages
+from tests.rig.virtual_time import quiet, run
+
+JOB, RUN = "words", "r-1"
+Files = Mapping[str, bytes]
+
+
+def files_of(steps: int, incarnation: int = 1) -> Files:
+    lines = b"".join(json.dumps({"step": i, "loss": 1 / (i + 1)}).encode() + b"\n" for i in range(steps))
+    return {INFO: json.dumps({"incarnation": incarnation}).encode(), REPORTS: lines, COPIES: b'{"copies": []}'}
+
+
+def seal_of(owner: Identity, files: Files, incarnation: int = 1, run_id: str = RUN, at: float = 0.0) -> bytes:
+    sealed = {name: (len(data), hashlib.sha256(data).digest()) for name, data in files.items()}
+    return Seal(owner.peer_id, JOB, run_id, incarnation, at, sealed).signed(owner.sign)
+
+
+def frames_of(files: Files, run_id: str = RUN) -> list[Frame]:
+    return [
+        Frame(messages.FILE, {"run": run_id, "name": name, "at": at, "size": len(data)}, [data[at : at + CHUNK_BYTES]])
+        for name, data in files.items()
+        for at in range(0, len(data), CHUNK_BYTES)
+    ]
+
+
+class Mesh:
+    """Two keepers, one owner and a standby's machine."""
+
+    def __init__(self, here: InProcess, folder: Path) -> None:
+        self.here = here
+        self.home = Home(folder / "heir")
+        self.owner = Identity.generate()
+
+    async def begin(self) -> None:
+        for name in ("a", "b", "heir"):
+            await self.here.start(name, lends=False)
+        await self.here.start("owner", lends=False, identity=self.owner)
+        self.a, self.b, self.heir, self.chief = (self.here.agents[n] for n in ("a", "b", "heir", "owner"))
+        for agent in self.here.agents.values():
+            await agent.wait_for_peers([other.peer_id for other in self.here.agents.values()])
+
+    async def send(self, to: Agent, frames: list[Frame], by: Agent | None = None) -> Stream:
+        stream = await (by or self.chief).transport.open(to.peer_id, "journal", to.transport.addresses)
+        with contextlib.suppress(StreamClosed):  # refused already
+            for frame in frames:
+                await stream.send(frame)
+        await asyncio.sleep(1)
+        return stream
+
+    async def keep(self, to: Agent, files: Files, incarnation: int = 1, at: float = 0.0) -> Stream:
+        seal = Frame(messages.SEALED, {}, [seal_of(self.owner, files, incarnation, at=at)])
+        stream = await self.send(to, [*frames_of(files), seal])
+        assert RUN in to.shelf.kept
+        return stream
+
+    async def taken(self) -> tuple[Seal | None, Mirror]:
+        mirror = Mirror(self.home, "", lambda info: None)
+        return await take(self.heir, self.home, mirror, await seek(self.heir, JOB)), mirror
+
+    def reports(self) -> int:
+        return len(self.home.run(RUN).reports())
+
+
+def on_a_mesh(folder: Path, test: Callable[[Mesh], Awaitable[None]]) -> None:
+    async def play() -> None:
+        async with InProcess(JoinOptions(), MemoryNetwork(), clock=now, monotonic=now) as here:
+            mesh = Mesh(here, folder)
+            await mesh.begin()
+            await test(mesh)
+
+    with quiet():
+        run(play())
+
+
+def test_a_standby_takes_the_newest_of_what_peers_keep(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        await mesh.keep(mesh.a, files_of(9), incarnation=1, at=50.0)
+        await mesh.keep(
+            mesh.b, files_of(5, 2), incarnation=2
+        )  # of a later start of its owner, whatever the clocks said
+        seal, _ = await mesh.taken()
+        assert seal is not None
+        assert (seal.incarnation, mesh.reports()) == (2, 5)
+        await mesh.keep(mesh.a, files_of(6, 2), incarnation=2)
+        await mesh.taken()
+        assert mesh.reports() == 6
+        run_info = mesh.home.run(RUN).info
+        assert (run_info["owner"], run_info["incarnation"]) == (mesh.owner.peer_id, 2)
+        assert [f.is_live for f in await seek(mesh.heir, JOB)] == [True, True]
+        assert await seek(mesh.heir, "another job") == []
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_a_journal_that_is_not_what_its_owner_sealed_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        await mesh.keep(mesh.a, files_of(9))
+        await mesh.keep(mesh.b, files_of(5))
+        kept = mesh.a.shelf._kept[RUN]
+        kept.reports._tail[3:6] = b"999"  # what a peer that lies would send
+        await mesh.taken()
+        assert mesh.reports() == 5
+        mesh.b.shelf._kept[RUN].whole = {INFO: b"{}", COPIES: b"{}"}
+        assert (await mesh.taken())[0] is None
+        assert mesh.reports() == 5
+        assert [entry.name for entry in mesh.home.folder.iterdir()] == ["runs"]  # nothing is left lying about
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_reports_are_packed_and_come_out_as_they_went_in(tmp_path: Path) -> None:
+    files = {**files_of(60_000), INFO: b'{"incarnation": 1}'}
+    assert len(files[REPORTS]) > 2 * CHUNK_BYTES
+
+    async def test(mesh: Mesh) -> None:
+        stream = await mesh.keep(mesh.a, files)
+        assert mesh.a.shelf._kept[RUN].journal.held_bytes < len(files[REPORTS]) / 2 + CHUNK_BYTES
+        more = files[REPORTS] + b'{"step": 60000, "loss": 1.0}\n'
+        at = len(files[REPORTS])
+        header = {"run": RUN, "name": REPORTS, "at": at, "size": len(more)}
+        await stream.send(Frame(messages.FILE, header, [more[at:]]))
+        await asyncio.sleep(1)
+        await mesh.taken()
+        assert mesh.reports() == 60_000  # what is not sealed does not count
+        await stream.send(Frame(messages.SEALED, {}, [seal_of(mesh.owner, {**files, REPORTS: more})]))
+        await asyncio.sleep(1)
+        await mesh.taken()
+        assert (mesh.home.run(RUN).report_file).read_bytes() == more
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_a_run_that_is_over_is_forgotten_and_one_whose_owner_died_is_kept_for_a_while(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        stream = await mesh.keep(mesh.a, files_of(3), incarnation=2)
+        stream.abort()
+        await asyncio.sleep(1)
+        assert [f.is_live for f in await seek(mesh.heir, JOB)] == [False]
+        await mesh.send(mesh.a, [Frame(messages.FOLLOWED, {"run": RUN, "incarnation": 1})])  # an owner before that one
+        assert RUN in mesh.a.shelf.kept
+        await mesh.send(mesh.a, [Frame(messages.FOLLOWED, {"run": RUN, "incarnation": 2})])
+        assert RUN not in mesh.a.shelf.kept
+        with mock.patch.object(shelf, "KEPT_S", 60.0):
+            (await mesh.keep(mesh.a, files_of(3))).abort()
+            await asyncio.sleep(50)
+            assert RUN in mesh.a.shelf.kept
+            await asyncio.sleep(20)
+            assert mesh.a.shelf.kept == {}
+
+    on_a_mesh(tmp_path, test)
+
+
+def header(name: str = REPORTS, at: int = 0, size: int = 1, run_id: str = RUN) -> dict[str, Any]:
+    return {"run": run_id, "name": name, "at": at, "size": size}
+
+
+NO_OWNER_SENDS = [
+    [Frame(messages.FILE, header("../../x"), [b"x"])],
+    [Frame(messages.FILE, header(at=-1), [b"x"])],
+    [Frame(messages.FILE, header(at=7, size=8), [b"x"])],  # the beginning is missing
+    [Frame(messages.FILE, header(size=0), [b"x"])],
+    [Frame(messages.FILE, header(INFO, size=MOST_BYTES + 1), [b"x"])],
+    [Frame(messages.FILE, header(), [b"x"]), Frame(messages.FILE, header(run_id="r-2"), [b"x"])],
+    [Frame(messages.FILE, {**header(), "size": "1"}, [b"x"])],
+    [Frame(messages.STEP)],
+    [Frame(messages.SEALED, {}, [b"no seal"])],
+    [Frame(messages.FILE, header(size=CHUNK_BYTES + 1), [bytes(CHUNK_BYTES + 1)])],
+]
+
+
+def test_what_no_owner_sends_is_refused_and_not_kept(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        for frames in NO_OWNER_SENDS:
+            stream = await mesh.send(mesh.a, frames)
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+            assert mesh.a.shelf.kept == {}
+            assert mesh.a.shelf._open == []
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_an_owner_seals_its_own_journal_and_what_it_has_sent(tmp_path: Path) -> None:
+    files = files_of(3)
+
+    async def test(mesh: Mesh) -> None:
+        right = seal_of(mesh.owner, files)
+        for seal, by in [(right, mesh.b), (seal_of(mesh.owner, files_of(4)), mesh.chief)]:
+            stream = await mesh.send(mesh.a, [*frames_of(files), Frame(messages.SEALED, {}, [seal])], by)
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+        assert mesh.a.shelf.kept == {}
+        await mesh.keep(mesh.a, files_of(3, 2), incarnation=2)
+        stream = await mesh.send(mesh.a, [*frames_of(files), Frame(messages.SEALED, {}, [right])])
+        with pytest.raises(StreamClosed):  # it has been gone on with since
+            await stream.recv()
+        assert mesh.a.shelf.kept[RUN].incarnation == 2
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_a_peer_keeps_so_many_bytes_and_journals(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        noise = bytes(CHUNK_BYTES)
+        with mock.patch.object(shelf, "MOST_BYTES", 3 * CHUNK_BYTES):
+            whole = {**files_of(1), INFO: 2 * noise}
+            (await mesh.keep(mesh.a, whole)).abort()
+            await asyncio.sleep(1)
+            other = [*frames_of(whole, "r-2"), Frame(messages.SEALED, {}, [seal_of(mesh.owner, whole, run_id="r-2")])]
+            stream = await mesh.send(mesh.a, other)
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+            assert mesh.a.shelf._open == []
+        streams = [await mesh.send(mesh.b, []) for _ in range(MOST_RUNS + 1)]
+        with pytest.raises(StreamClosed):
+            await streams[-1].recv()
+        assert len(mesh.b.shelf._open) == MOST_RUNS
+
+    on_a_mesh(tmp_path, test)
+
+
+def broken(**other: Any) -> bytes:
+    me = Identity.generate()
+    files = [[INFO, 1, bytes(32)], [REPORTS, 1, bytes(32)]]
+    body = msgpack.packb({"job": JOB, "run": RUN, "incarnation": 1, "at": 0.0, "files": files, **other})
+    return bytes(msgpack.packb([me.peer_id, body, me.sign(shelf._covered(me.peer_id, body))]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"run": "../r"},
+        {"run": ""},
+        {"run": "r" * 101},
+        {"job": "\x1b[2J"},
+        {"incarnation": 0},
+        {"incarnation": 1 << 60},
+        {"at": float("nan")},
+        {"files": []},
+        {"files": [[INFO, 1, bytes(32)], ["x", 1, bytes(32)]]},
+        {"files": [[INFO, -1, bytes(32)], [REPORTS, 1, bytes(32)]]},
+        {"files": [[INFO, 1, bytes(31)], [REPORTS, 1, bytes(32)]]},
+        {"files": [[INFO, 1 << 40, bytes(32)], [REPORTS, 1, bytes(32)]]},
+        {"files": [7, 7]},
+    ],
+)
+def test_a_seal_that_is_malformed_is_refused_even_if_it_is_signed(other: dict[str, Any]) -> None:
+    assert Seal.read(broken()).run == RUN
+    with pytest.raises(ProtocolError):
+        Seal.read(broken(**other))
+
+
+def test_a_seal_counts_only_if_its_owner_has_signed_it() -> None:
+    me = Identity.generate()
+    seal = seal_of(me, files_of(2))
+    assert Seal.read(seal, me.peer_id).owner == me.peer_id
+    owner, body, signature = msgpack.unpackb(seal)
+    for forged in (
+        [owner, body.replace(JOB.encode(), b"wurds"), signature],
+        [Identity.generate().peer_id, body, signature],
+        [owner, body, bytes(64)],
+    ):
+        with pytest.raises(NotPermittedError):
+            Seal.read(msgpack.packb(forged))
+    for wrong in (b"", msgpack.packb([owner, body]), msgpack.packb(["x", body, signature]), bytes(1 << 20)):
+        with pytest.raises(MeshceeError):
+            Seal.read(wrong)
+
+
+def test_keepers_are_the_plans_first_members_on_other_machines() -> None:
+    plan = mock.Mock(peers=("p0", "p1", "p2", "p3"))
+    assert keepers(plan, {}, "owner", "here") == ("p0", "p1")
+    assert keepers(plan, {"p0": "here", "p1": "there", "p3": "there"}, "owner", "here") == ("p1", "p2")
+    assert keepers(plan, dict.fromkeys(plan.peers, "here"), "p0", "here") == ("p1", "p2")
+    assert keepers(plan, {"p0": "", "p1": ""}, "owner", "") == ("p0", "p1")
+
+
+def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -> None:
+    """Also those that its last plan did without."""
+
+    async def test(mesh: Mesh) -> None:
+        journal = Journal(mesh.chief)
+        ran = Home(tmp_path / "chief").new_run("x")
+        for name, data in files_of(4).items():
+            (ran.folder / name).write_bytes(data)
+        for keeper in (mesh.a, mesh.b):
+            plan = mock.Mock(peers=(keeper.peer_id,))
+            journal.begin(JOB, ran, 1, plan, resumed=False)
+            await asyncio.sleep(5)
+            assert keeper.shelf.kept[ran.id].standing == (1, len(files_of(4)[REPORTS]))
+        with ran.report_file.open("ab") as file:
+            file.write(b'{"step": 4, "loss": 1}\n')
+        await asyncio.sleep(5)
+        told = [agent.shelf.kept[ran.id].standing[1] for agent in (mesh.a, mesh.b)]
+        assert told == [len(files_of(4)[REPORTS]), len(files_of(4)[REPORTS]) + 23]  # the second alone still hears of it
+        await journal.end()
+        assert mesh.a.shelf.kept == mesh.b.shelf.kept == {}
+
+    on_a_mesh(tmp_path, test)

@@ -1,0 +1,120 @@
+"""Drawing: pure, complete, without repetition inside a data epoch. Reading: a sample follows from (seed, step, index)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshcee.errors import UsageError
+from meshcee.sampling.order import draw, read
+
+
+def test_a_data_epoch_holds_every_sample_at_most_once_and_drops_the_incomplete_batch() -> None:
+    drawn = [i for step in range(3) for i in draw(5, 10, 3, step)]
+    assert len(drawn) == len(set(drawn)) == 9
+    assert set(drawn) <= set(range(10))
+
+
+def test_every_data_epoch_and_seed_has_its_own_order() -> None:
+    first, second = ([i for s in range(4) for i in draw(5, 16, 4, s + 4 * e)] for e in range(2))
+    assert sorted(first) == sorted(second) == list(range(16))
+    assert first != second
+    assert draw(6, 16, 4, 0) != draw(5, 16, 4, 0)
+
+
+def test_any_step_can_be_drawn_again() -> None:
+    assert draw(1, 100, 8, 57) == draw(1, 100, 8, 57)
+
+
+def test_the_order_is_that_of_all_runs_before() -> None:
+    """A run that is resumed by a later version sees the same samples."""
+    drawn = [i for step in range(30) for i in draw(7, 1000, 32, step)]
+    assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == "bfe4f1fa0e31b6ca"
+    assert all(type(i) is int for i in drawn)
+
+
+class Augmented:
+    """Draws from all three generators, as augmentations of torchvision and albumentations do."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> tuple[Any, ...]:
+        return i, random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), float(torch.randn(()))
+
+
+DATA = Augmented()
+
+
+def states() -> tuple[str, str, bytes]:
+    return repr(random.getstate()), repr(np.random.get_state()), torch.default_generator.get_state().numpy().tobytes()
+
+
+@given(st.integers(0, 2**40), st.integers(-1, 2**40), st.lists(st.integers(0, 31), min_size=1, max_size=8), st.data())
+def test_a_sample_is_the_same_whenever_and_beside_whatever_it_is_read(
+    seed: int, step: int, indices: list[int], data: st.DataObject
+) -> None:
+    alone = {i: read(DATA, [i], seed, step)[0] for i in indices}
+    np.random.normal(), random.gauss(0, 1), torch.randn(data.draw(st.integers(0, 3)))  # half a pair is left over
+    before = states()
+    assert read(DATA, indices, seed, step) == [alone[i] for i in indices]
+    assert states() == before
+
+
+def test_each_step_seed_and_sample_draws_its_own_numbers() -> None:
+    found = [sample[1:] for seed in (0, 1) for step in (-1, 0, 1) for sample in read(DATA, range(4), seed, step)]
+    for column in zip(*found):
+        assert len(set(column)) == 24
+
+
+def test_the_callers_generators_are_put_back_when_a_sample_cannot_be_read() -> None:
+    before = states()
+    with pytest.raises(UsageError):
+        read([0, 1], [0, 5], 0, 0)
+    assert states() == before
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    """The owner's data is read by one thread while others in its process run seeded forwards."""
+    expected = [read(DATA, range(16), 0, step) for step in range(40)]
+    gate = threading.Barrier(4)
+
+    def all_steps(_: int) -> list[Any]:
+        gate.wait(10)
+        return [read(DATA, range(16), 0, step) for step in range(40)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(found == expected for found in pool.map(all_steps, range(4)))
+
+
+def test_another_process_reads_the_same() -> None:
+    code = "from tests.sampling.test_sampling import DATA, read; print(read(DATA, range(4), 5, 6))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == repr(read(DATA, range(4), 5, 6))
+
+
+def test_nothing_of_ours_draws_from_the_generator_that_random_shares() -> None:
+    """Another thread's draw would come between those of a sample. `import` all that an owner's process runs."""
+    code = """
+import random, sys
+import peers.cli.main, peers.node.assemble, dht.kademlia, peers.transport.p2p.libp2p
+shared = [
+    name for name, module in sorted(sys.modules.items())
+    if name.split('.')[0] in ('meshcee', 'dht', 'peers') or name.startswith('hivemind.dht.')
+    for value in vars(module).values() if getattr(value, '__self__', None) is random._inst
+]
+print(shared, dht.kademlia.hivemind.dht.node.random is random, dht.kademlia.hivemind.dht.routing.random is random)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[] False False"
