@@ -207,7 +207,8 @@ class _Net:
                 tensor.copy_(state[name])
 
     def _begin(self) -> None:
-        self.model.train()
+        if not self.model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
+            self.model.train()
         for parameter in self.model.parameters():
             parameter.grad = None
 

@@ -26,9 +26,13 @@ __all__ = ["check_plan", "given_plan", "placed", "read_plan"]
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a JSON file, alone or under the key "plan". Raises UsageError or PlanError."""
+    """The plan in a JSON file, alone, under the key "plan", or among the lines of a command. Raises UsageError or PlanError."""
     try:
-        data = json.loads(path.read_text())
+        text = path.read_text()
+        try:
+            data = json.loads(text)
+        except ValueError:  # as a command prints: an object a line
+            data = next((found for line in text.splitlines() if "plan" in (found := json.loads(line))), None)
     except (OSError, ValueError) as error:
         raise UsageError(f"--plan: {path} cannot be read as JSON: {error}") from error
     if isinstance(data, dict) and "pipelines" not in data and isinstance(data.get("plan"), dict):

@@ -175,6 +175,16 @@ def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(
     assert len(meshcee.train(replace(job, verify=False), local=2).losses) == job.steps
 
 
+def test_a_part_in_eval_mode_stays_so(tmp_path: Path) -> None:
+    """As PEFT's models come from `from_pretrained`: in train mode outside, their dropout in eval mode."""
+    job, _ = job_of(tmp_path, "", "", "", 2)
+    model: Any = job.model
+    model.inner.eval()
+    captured_and_examined(job, 2)
+    assert model.training
+    assert not model.inner.training
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_is_equal_passes_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     job, _ = job_of(tmp_path, *EQUAL[name])

@@ -26,6 +26,16 @@ def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) ->
     assert read_plan(path) == PLAN
 
 
+def test_a_plan_is_read_from_the_lines_of_a_command(tmp_path: Path) -> None:
+    """`meshcee train --dry-run --json` prints one object a line, notes among them."""
+    path = tmp_path / "plan.json"
+    lines = {"note": "captured"}, {"plan": PLAN.to_json(), "names": NAMES}, {"note": "each stage fits"}
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    assert read_plan(path) == PLAN
+    path.write_text(json.dumps(lines[1], indent=1))
+    assert read_plan(path) == PLAN
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"micro_batch": 1, "pipelines": []}', '{"pipelines": 3}'])
 def test_what_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
