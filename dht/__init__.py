@@ -14,7 +14,6 @@ from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord, RunRecor
 from dht.signing import Identity, MeshKey, Token, verify
 from dht.store import MemoryStore, SharedMemory, Store
 from dht.terms import Term, TermFile
-from dht.wire import Fields, unpack
 
 __all__ = [
     "MAX_ADDRESSES",
@@ -23,7 +22,6 @@ __all__ = [
     "P2P",
     "Directory",
     "Elector",
-    "Fields",
     "Gossiper",
     "Identity",
     "KademliaStore",
@@ -46,6 +44,5 @@ __all__ = [
     "dialable",
     "host_of",
     "peer_of",
-    "unpack",
     "verify",
 ]

@@ -10,19 +10,19 @@ from __future__ import annotations
 import functools
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 import msgpack
+from msgspec import Meta
 
-from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked
+from dht.addresses import MAX_ADDRESSES, checked
 from dht.signing import Identity, MeshKey, public_key_of, verify
-from dht.wire import Fields, unpack
 from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
-from meshcee.figures import DeviceProfile, LinkProfile, Versions
+from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
+from meshcee.figures import DeviceProfile, LinkProfile
 
 __all__ = [
     "CLOCK_SKEW_S",
@@ -44,17 +44,18 @@ __all__ = [
 
 CLOCK_SKEW_S = 10.0  # clocks of two peers may differ by so much; stored records outlive their ttl by it
 MAX_TTL_S = 3600.0
-RUN_STATES = ("waiting", "running", "over")  # the last is an owner's last word of a job
+RunState = Literal["waiting", "running", "over"]
+RUN_STATES: tuple[RunState, ...] = get_args(RunState)  # the last is an owner's last word of a job
 MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
 
 
 @dataclass(frozen=True)
-class Record(ABC):
+class Record:
     """Base. `kind` names the key that records of this class lie under; `sent_at` is the signer's wall clock."""
 
     kind: ClassVar[str] = ""
     peer_id: str
-    sent_at: float
+    sent_at: Finite
 
     def to_wire(self) -> dict[str, Any]:
         """Plain data; the peer id is in the envelope."""
@@ -63,9 +64,13 @@ class Record(ABC):
         return data
 
     @classmethod
-    @abstractmethod
-    def from_wire(cls, fields: Fields, signer: str) -> Self:
-        """The checked record; ProtocolError names the field that is wrong."""
+    def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
+        """The checked record; ProtocolError names the field that is wrong or missing."""
+        if missing := {field.name for field in fields(cls)} - body.keys() - {"peer_id"}:
+            raise ProtocolError(f"{what}: {min(missing)} is missing")
+        found = read({**body, "peer_id": signer}, cls, what)
+        refuse_unprintable(found, what)
+        return found
 
     def smaller(self) -> Self | None:
         """The same without what can be missed, for when it is too large to publish; None if nothing can."""
@@ -77,57 +82,40 @@ class PeerRecord(Record):
     """A peer that is here. `device` is None for one that only owns jobs; `instance` tells two processes apart."""
 
     kind: ClassVar[str] = "peers"
-    name: str = ""
-    addresses: tuple[str, ...] = ()
-    region: str | None = None  # a hint
+    name: Name = ""
+    addresses: Annotated[tuple[str, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    region: Name | None = None  # a hint
     device: DeviceProfile | None = None
-    free_memory_bytes: int | None = None
+    free_memory_bytes: Count | None = None
     busy: bool = False
     leaving: bool = False  # it holds a stage until its job goes on without it, and takes no other
     left: bool = False  # a last word
-    started_at: float = 0.0  # wall clock; with `instance` filled in by the directory that publishes
-    instance: str = ""
-    protocol: int = 0
-    software: str = ""
+    started_at: Finite = 0.0  # wall clock; with `instance` filled in by the directory that publishes
+    instance: ShortText = ""
+    protocol: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    software: ShortText = ""
 
     @classmethod
-    def from_wire(cls, fields: Fields, signer: str) -> Self:
-        device = fields.optional_inner("device")
-        return cls(
-            peer_id=signer,
-            sent_at=fields.number("sent_at"),
-            name=fields.text("name"),
-            addresses=tuple(map(checked, fields.texts("addresses", MAX_ADDRESSES, MAX_ADDRESS_CHARS))),
-            region=fields.optional_text("region"),
-            device=None if device is None else _device(device),
-            free_memory_bytes=fields.optional_count("free_memory_bytes"),
-            busy=fields.flag("busy"),
-            leaving=fields.flag("leaving"),
-            left=fields.flag("left"),
-            started_at=fields.number("started_at"),
-            instance=fields.text("instance", 64),
-            protocol=fields.count("protocol", most=1 << 31),
-            software=fields.text("software", 64),
-        )
+    def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
+        found = super().from_wire(body, signer, what)
+        return replace(found, addresses=tuple(map(checked, found.addresses)))
 
 
-def _device(fields: Fields) -> DeviceProfile:
-    versions = fields.optional_inner("versions")
-    return DeviceProfile(
-        kind=fields.text("kind", 16),
-        name=fields.text("name"),
-        memory_bytes=fields.count("memory_bytes", 1),
-        speed_flops_per_s=fields.number("speed_flops_per_s"),
-        threads=fields.count("threads", 1, 1 << 16),
-        capability=fields.text("capability", 64),
-        versions=None
-        if versions is None
-        else Versions(*(versions.text(n, 32) for n in ("meshcee", "torch", "python"))),
-        host=fields.text("host", 64),
-        cores=fields.count("cores", 0, 1 << 16),
-        threads_said=fields.flag("threads_said"),
-        memory_said=fields.flag("memory_said"),
-    )
+class _Figures(NamedTuple):
+    """A link on its way: p10, p50 and p90 of latency and of bandwidth, and when it was measured."""
+
+    low_s: Finite
+    latency_s: Finite
+    high_s: Finite
+    least: Finite
+    bandwidth: Finite
+    most: Finite
+    at: Finite
+
+
+@dataclass(frozen=True)
+class _Links:
+    links: Annotated[tuple[tuple[ShortText, _Figures], ...], Meta(max_length=MAX_LINKS)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +126,6 @@ class LinkRecord(Record):
     links: tuple[tuple[str, LinkProfile], ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
-        """A link is seven numbers: p10, p50 and p90 of latency and of bandwidth, and when it was measured."""
         links = []
         for to, link in self.links:
             fast = link.latency_range_s or (link.latency_s, link.latency_s)
@@ -148,28 +135,14 @@ class LinkRecord(Record):
         return {"sent_at": self.sent_at, "links": links}
 
     @classmethod
-    def from_wire(cls, fields: Fields, signer: str) -> Self:
+    def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
         links = []
-        for pair in fields.sequence("links", MAX_LINKS):
-            if type(pair) is not list or len(pair) != 2 or type(pair[1]) is not list or len(pair[1]) != 7:
-                raise ProtocolError("a link record holds something else than pairs of a peer and seven figures")
-            to = Fields({"to": pair[0]}, "a link").text("to", 64)
+        for to, told in read(body, _Links, what).links:
             public_key_of(to)
-            told = Fields({str(i): figure for i, figure in enumerate(pair[1])}, "one of the links")
-            low_s, latency_s, high_s, least, bandwidth, most, at = (told.number(str(i)) for i in range(7))
-            links.append(
-                (
-                    to,
-                    LinkProfile(
-                        latency_s,
-                        bandwidth,
-                        at,
-                        (low_s, high_s) if low_s != high_s else None,
-                        (least, most) if least != most else None,
-                    ),
-                )
-            )
-        return cls(signer, fields.number("sent_at"), tuple(links))
+            span_s = (told.low_s, told.high_s) if told.low_s != told.high_s else None
+            span = (told.least, told.most) if told.least != told.most else None
+            links.append((to, LinkProfile(told.latency_s, told.bandwidth, told.at, span_s, span)))
+        return super().from_wire({**body, "links": links}, signer, what)
 
     def smaller(self) -> Self | None:
         """The newest half of the links."""
@@ -185,7 +158,7 @@ class LeaseRecord(Record):
     """
 
     kind: ClassVar[str] = "lease"
-    counter: int = 0
+    counter: Ordinal = 0
     confirmed: bool = False
     released: bool = False  # the holder leaves: others need not wait for the lease to run out
 
@@ -193,15 +166,13 @@ class LeaseRecord(Record):
     def term(self) -> tuple[int, str]:
         return (self.counter, self.peer_id)
 
-    @classmethod
-    def from_wire(cls, fields: Fields, signer: str) -> Self:
-        return cls(
-            signer,
-            fields.number("sent_at"),
-            fields.count("counter", 1, 1 << 53),
-            fields.flag("confirmed"),
-            fields.flag("released"),
-        )
+
+@dataclass(frozen=True)
+class _RunTold:
+    """What of a run crosses the network in another form: a loss that is not known as None, the plan as JSON."""
+
+    loss: Finite | None
+    plan: str
 
 
 @dataclass(frozen=True)
@@ -209,44 +180,27 @@ class RunRecord(Record):
     """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` one of RUN_STATES."""
 
     kind: ClassVar[str] = "runs"
-    job: str = ""
-    epoch: tuple[int, int] = (0, 0)
-    step: int = 0
+    job: Name = ""
+    epoch: tuple[Small, Small] = (0, 0)
+    step: Count = 0
     loss: float = math.nan
     plan: Mapping[str, Any] | None = None
-    since: float = 0.0
-    state: str = "running"
+    since: Finite = 0.0
+    state: RunState = "running"
 
     def to_wire(self) -> dict[str, Any]:
         data = super().to_wire()
         return {**data, "loss": self.loss if math.isfinite(self.loss) else None, "plan": json.dumps(data["plan"])}
 
     @classmethod
-    def from_wire(cls, fields: Fields, signer: str) -> Self:
-        epoch = fields.sequence("epoch", 2)
-        if len(epoch) != 2 or not all(type(n) is int and 0 <= n < 1 << 53 for n in epoch):
-            raise ProtocolError("a run record's epoch is not a pair of counts")
+    def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
+        told = read(body, _RunTold, what)
         try:
-            plan = json.loads(fields.text("plan", 1 << 20))  # the envelope has been bounded before
+            plan = json.loads(told.plan)  # the envelope has been bounded before
         except (ValueError, RecursionError) as error:
-            raise ProtocolError("a run record's plan is not JSON") from error
-        if plan is not None and not isinstance(plan, dict):
-            raise ProtocolError("a run record's plan is not a mapping")
-        loss = fields.optional_number("loss")
-        state = fields.text("state", 16)
-        if state not in RUN_STATES:
-            raise ProtocolError(f"a run record's state is none of {', '.join(RUN_STATES)}")
-        return cls(
-            signer,
-            fields.number("sent_at"),
-            fields.text("job"),
-            (epoch[0], epoch[1]),
-            fields.count("step"),
-            math.nan if loss is None else loss,
-            plan,
-            fields.number("since"),
-            state,
-        )
+            raise ProtocolError(f"{what}: plan is not JSON") from error
+        loss = math.nan if told.loss is None else told.loss
+        return super().from_wire({**body, "loss": loss, "plan": plan}, signer, what)
 
     def smaller(self) -> Self | None:
         return None if self.plan is None else replace(self, plan=None)
@@ -271,8 +225,21 @@ class Envelope:
     body: bytes
 
 
+class _Sealed(NamedTuple):
+    kind: str
+    signer: str
+    expires_at: Finite
+    body: bytes
+    signature: bytes
+    mac: bytes
+
+
 def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
     return bytes(msgpack.packb(["meshcee record 1", kind, signer, expires_at, body]))
+
+
+def _record(kind: type[R], body: bytes, signer: str, what: str) -> R:
+    return kind.from_wire(read(unpack(body, 1 << 20, what), dict[str, Any], what), signer, what)
 
 
 def seal(
@@ -286,7 +253,7 @@ def seal(
         raise ProtocolError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
     cap = (limits or Limits()).record_bytes
     what = f"our own {record.kind} record"
-    type(record).from_wire(Fields(unpack(msgpack.packb(record.to_wire()), 1 << 20, what), what), record.peer_id)
+    _record(type(record), msgpack.packb(record.to_wire()), record.peer_id, what)
     found: Record | None = record
     while found is not None:
         body = bytes(msgpack.packb(found.to_wire()))
@@ -302,13 +269,8 @@ def seal(
 
 @functools.lru_cache(maxsize=4096)  # every node sees each envelope many times, and a signature takes 0.1 ms to check
 def _check(data: bytes, mesh_key: MeshKey) -> Envelope:
-    value = unpack(data, len(data), "a record's envelope")
-    if type(value) is not list or len(value) != 6:
-        raise ProtocolError("a record's envelope is malformed")
-    kind, signer, expires_at, body, signature, mac = value
-    types = [(kind, str), (signer, str), (expires_at, float), (body, bytes), (signature, bytes), (mac, bytes)]
-    if not all(type(item) is wanted for item, wanted in types) or not math.isfinite(expires_at):
-        raise ProtocolError("a record's envelope has a field of the wrong type")
+    what = "a record's envelope"
+    kind, signer, expires_at, body, signature, mac = read(unpack(data, len(data), what), _Sealed, what)
     covered = _covered(kind, signer, expires_at, body)
     if not mesh_key.proves(covered + signature, mac):
         raise NotPermittedError("a record was sealed with the key of another mesh: its writer holds another token")
@@ -356,7 +318,7 @@ def open_sealed(
     if envelope.signer != subkey:
         raise NotPermittedError(f"a record of {envelope.signer} was stored in the name of {subkey}")
     what = f"the {kind.kind} record of {subkey}"
-    record = kind.from_wire(Fields(unpack(envelope.body, len(envelope.body), what), what), envelope.signer)
+    record = _record(kind, envelope.body, envelope.signer, what)
     if not 0 < envelope.expires_at - record.sent_at <= MAX_TTL_S:
         raise ProtocolError(f"{what} is not valid at all, or for longer than {MAX_TTL_S:g} s")
     if now is not None and record.sent_at > now + CLOCK_SKEW_S:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import networkx as nx
+from msgspec import Meta
 
 from meshcee.errors import ProtocolError, UsageError
+from meshcee.fields import Count, Finite, Name, ShortText
 from meshcee.figures.versions import Versions
 
 __all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
+
+
+Cores = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 def _positive(**figures: float) -> None:
@@ -31,15 +37,15 @@ class DeviceProfile:
     host     the same for peers that share cores and memory, for the eyes of their mesh only; "": it shares with nobody
     """
 
-    kind: str  # "cpu", "cuda", "mps"
-    name: str  # what the vendor calls it
-    memory_bytes: int  # what a stage may use, if nobody of the host takes part of it
-    speed_flops_per_s: float
-    threads: int = 1
-    capability: str = ""  # of a CPU: whose, and the instructions that torch's kernels use
+    kind: Annotated[str, Meta(max_length=16)]  # "cpu", "cuda", "mps"
+    name: Name  # what the vendor calls it
+    memory_bytes: Count  # what a stage may use, if nobody of the host takes part of it
+    speed_flops_per_s: Finite
+    threads: Cores = 1
+    capability: ShortText = ""  # of a CPU: whose, and the instructions that torch's kernels use
     versions: Versions | None = None
-    host: str = ""
-    cores: int = 0  # of the host
+    host: ShortText = ""
+    cores: Cores = 0  # of the host
     threads_said: bool = False  # by its user: so many at most, whoever else is on the host
     memory_said: bool = False
 

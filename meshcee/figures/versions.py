@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 __all__ = ["PYTHON_FROM", "TORCH_BELOW", "TORCH_FROM", "Versions"]
 
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)  # as pyproject.toml has them: a test holds them together
 PYTHON_FROM = (3, 11)
 
+_Version = Annotated[str, Meta(max_length=32)]
+
 
 @dataclass(frozen=True)
 class Versions:
     """Of one process. `torch` is the whole build, as in "2.13.0+cpu"."""
 
-    meshcee: str
-    torch: str
-    python: str
+    meshcee: _Version
+    torch: _Version
+    python: _Version
 
     @property
     def torch_release(self) -> str:

@@ -12,13 +12,15 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgpack
+from msgspec import Meta
 
-from dht import Fields, unpack, verify
+from dht import verify
 from meshcee.config import Timeouts
 from meshcee.errors import NotPermittedError, ProtocolError
+from meshcee.fields import Finite, Ordinal, read, refuse_unprintable, unpack
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages, need, unless_silent
 
@@ -33,6 +35,25 @@ MOST_FILE_BYTES = 1 << 32
 MOST_NAME_CHARACTERS = 100  # of a run, and of a job as records tell it
 KEPT_S = 3600.0  # after the owner's last word
 _ABOUT = "a journal's seal"
+
+
+_File = tuple[
+    Literal["run.json", "reports.jsonl", "copies.json"],
+    Annotated[int, Meta(ge=0, le=MOST_FILE_BYTES)],
+    Annotated[bytes, Meta(min_length=32, max_length=32)],
+]
+_RunName = Annotated[str, Meta(max_length=MOST_NAME_CHARACTERS)]
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """What is signed, as it crosses the network."""
+
+    job: _RunName
+    run: _RunName
+    incarnation: Ordinal
+    at: Finite
+    files: Annotated[tuple[_File, ...], Meta(max_length=len(FILES))]
 
 
 @dataclass(frozen=True)
@@ -65,36 +86,19 @@ class Seal:
     @classmethod
     def read(cls, data: bytes, owner: str | None = None) -> Seal:
         """What `signed` gave, of this owner if one is given. ProtocolError or NotPermittedError for anything else."""
-        outer = unpack(data, MOST_SEAL_BYTES, _ABOUT)
-        if type(outer) is not list or [type(x) for x in outer] != [str, bytes, bytes]:
-            raise ProtocolError(f"{_ABOUT} is malformed")
-        signer, packed, signature = outer
+        signer, packed, signature = read(unpack(data, MOST_SEAL_BYTES, _ABOUT), tuple[str, bytes, bytes], _ABOUT)
         if owner is not None and signer != owner:
             raise NotPermittedError(f"{_ABOUT} is not of the peer that sent it")
         if not verify(signer, _covered(signer, packed), signature):
             raise NotPermittedError(f"{_ABOUT} was not signed by {signer}")
-        fields = Fields(unpack(packed, MOST_SEAL_BYTES, _ABOUT), _ABOUT)
-        files: dict[str, tuple[int, bytes]] = {}
-        for entry in fields.sequence("files", len(FILES)):
-            if type(entry) is not list or [type(x) for x in entry] != [str, int, bytes]:
-                raise ProtocolError(f"{_ABOUT} has a file that is malformed")
-            name, size, digest = entry
-            if name not in FILES or not 0 <= size <= MOST_FILE_BYTES or len(digest) != 32:
-                raise ProtocolError(f"{_ABOUT} has a file that no journal has")
-            files[name] = size, digest
+        body = read(unpack(packed, MOST_SEAL_BYTES, _ABOUT), _Sealed, _ABOUT)
+        refuse_unprintable(body, _ABOUT)
+        files: dict[str, tuple[int, bytes]] = {name: (size, digest) for name, size, digest in body.files}
         if not {INFO, REPORTS} <= files.keys():
             raise ProtocolError(f"{_ABOUT} lacks a file")
-        run = fields.text("run", MOST_NAME_CHARACTERS)
-        if not run or not all(c.isalnum() or c in "-_" for c in run):
+        if not body.run or not all(c.isalnum() or c in "-_" for c in body.run):
             raise ProtocolError(f"{_ABOUT} is of a run whose name is none")
-        return cls(
-            signer,
-            fields.text("job", MOST_NAME_CHARACTERS),
-            run,
-            fields.count("incarnation", 1, 1 << 53),
-            fields.number("at"),
-            files,
-        )
+        return cls(signer, body.job, body.run, body.incarnation, body.at, files)
 
 
 def _covered(owner: str, packed: bytes) -> bytes:

@@ -30,6 +30,7 @@ from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.figures.versions import Versions
+from tests.rig.mutations import check_every_field
 
 KEY = MeshKey.generate()
 ME, OTHER = Identity.generate(), Identity.generate()
@@ -147,6 +148,20 @@ def test_a_members_malformed_fields_are_refused_or_valid_never_a_crash(record: R
     assert repr(found)
 
 
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{type(r).__name__} {r}"[:50])
+def test_each_field_is_checked(record: Record) -> None:
+    """What a device has beside its five figures may be left out; a plan is anybody's mapping."""
+    optional = ("capability", "versions", "host", "cores", "threads_said", "memory_said", "threads")
+    check_every_field(
+        msgpack.unpackb(msgpack.packb(record.to_wire())),
+        lambda wire: record.from_wire(wire, ME.peer_id, "a record"),
+        free=(
+            *(f".device.{name} left out" for name in optional),
+            *(f".{name} = None" for name in ("region", "device", "device.versions", "free_memory_bytes", "loss")),
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     ("record", "changes"),
     [
@@ -213,8 +228,10 @@ def test_what_does_not_fit_is_left_out_before_anything_is_refused() -> None:
 
 
 def test_what_others_would_refuse_is_not_sent() -> None:
-    with pytest.raises(ProtocolError, match="our own peers record: name must be printable"):
+    with pytest.raises(ProtocolError, match=r"our own peers record: name: expected `str` of length <= 128"):
         seal(PeerRecord(ME.peer_id, NOW, "x" * 200), ME, KEY, UNTIL)
+    with pytest.raises(ProtocolError, match="our own peers record: name must be printable"):
+        seal(PeerRecord(ME.peer_id, NOW, "\x1b[2J"), ME, KEY, UNTIL)
     with pytest.raises(ProtocolError, match="our own lease record: counter"):
         seal(LeaseRecord(ME.peer_id, NOW), ME, KEY, UNTIL)
 

@@ -1,0 +1,73 @@
+"""Reading what others have sent: a value has the type, the range and the size that its class declares, or it is refused.
+
+The idea: limits stand in the annotations of the class that is read, so there is one reader and nothing to forget in it. A bool
+is no int, a text is no number, a field that the class does not have is passed over, so that a newer peer is understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Annotated, Any, TypeVar
+
+import msgpack
+import msgspec
+from msgspec import Meta
+
+from meshcee.errors import ProtocolError
+
+__all__ = [
+    "Count",
+    "Finite",
+    "Name",
+    "NotNegative",
+    "Ordinal",
+    "ShortText",
+    "Small",
+    "read",
+    "refuse_unprintable",
+    "unpack",
+]
+
+T = TypeVar("T")
+
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+NotNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Small = Annotated[int, Meta(ge=0, le=1 << 53)]  # of epochs and elections: exact in every language's JSON
+Ordinal = Annotated[int, Meta(ge=1, le=1 << 53)]
+Name = Annotated[str, Meta(max_length=128)]
+ShortText = Annotated[str, Meta(max_length=64)]
+
+_BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
+
+
+def unpack(data: Any, max_bytes: int, what: str) -> Any:
+    """One msgpack value; ProtocolError when it is too large or none. A list in it is no longer than the data."""
+    if len(data) > max_bytes:
+        raise ProtocolError(f"{what} has {len(data)} bytes, more than {max_bytes}")
+    try:
+        return msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:  # ExtraData, nesting, bad UTF-8
+        raise ProtocolError(f"{what} is not valid msgpack: {error}") from error
+
+
+def read(value: Any, kind: type[T], what: str) -> T:
+    """Plain data as a value of this type, a dataclass as a rule; ProtocolError says which field of `what` is wrong."""
+    try:
+        return msgspec.convert(value, kind, builtin_types=_BYTES)
+    except (msgspec.ValidationError, RecursionError) as error:
+        said, _, path = str(error).rpartition(" - at `")
+        said, path = (said, path.strip("`").removeprefix("$.") + ": ") if said else (path, "")
+        said = "Unknown value" if said.startswith("Invalid enum value") else said  # which may be of any length
+        raise ProtocolError(f"{what}: {path}{said[:1].lower()}{said[1:]}") from error
+
+
+def refuse_unprintable(value: Any, what: str) -> None:
+    """Terminals will show these texts: no dataclass or tuple in it holds an escape sequence, or ProtocolError."""
+    if isinstance(value, str) and not value.isprintable():
+        raise ProtocolError(f"{what} must be printable")
+    for one in value if isinstance(value, tuple) else ():
+        refuse_unprintable(one, what)
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        refuse_unprintable(getattr(value, field.name), f"{what}: {field.name}")
