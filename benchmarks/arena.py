@@ -2,7 +2,7 @@
 
 The idea: everything is a process of its own that is started and struck from outside; what is measured is what a user sees,
 the lines that `meshcee train --json` prints, with the time at which they came. Where there is a WAN lab, each process has a host
-of its own in it, and links can be struck too.
+of its own in it, and links can be struck too; where it may mount, each owner has a disk of its own, which can refuse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.disks import SmallDisk
 from benchmarks.lab import Lab
 from benchmarks.wires import Wires
 from meshcee.files.home import Home, Run
 from peers.cli.local import Children
+from peers.device.emulation import HANG_FILE
 
 __all__ = ["Arena"]
 
@@ -39,51 +42,101 @@ from benchmarks.augmented import Augmented
 from meshcee._demo_job import VOCABULARY
 job = replace(job, data=Augmented(job.data, len(VOCABULARY)))
 """
-LONGEST_S = 120.0  # without a new step: a hang
+LONGEST_S = 240.0  # without a new step: a hang; a device that hangs in an epoch's first step is given two minutes
 END_S = 5.0  # that a p2pd may outlive its peer
 OWNER, HEIR = "owner", "heir"
 LEAVE = "members leave: the job goes on without them"  # what the owner's log says of members that end politely
+TAKES_OVER = "is gone: this machine goes on with it"  # says who stands by
 
 
-class LabChildren(Children):
-    """Each on the lab's host of its name."""
+PACE_GFLOPS = 1000.0  # of devices that may hang: more than they have
 
-    def __init__(self, home: Path, lab: Lab) -> None:
+
+class ArenaChildren(Children):
+    """Each on the lab's host of its name, if there is a lab; peers' devices may hang, if they are `paced`."""
+
+    def __init__(self, home: Path, lab: Lab | None, paced: bool) -> None:
         super().__init__(home)
-        self._lab = lab
+        self._lab, self._paced = lab, paced
+
+    def hang_file(self, name: str) -> Path:
+        return self.home / f"{name}.hangs"
 
     def listen(self, name: str) -> str:
-        return f"{self._lab.addresses[name]}:0"
+        return super().listen(name) if self._lab is None else f"{self._lab.addresses[name]}:0"
 
-    async def spawn(self, name: str, command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
-        return await self._lab.run(name, command, **options)
+    async def spawn(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str], **options: Any
+    ) -> asyncio.subprocess.Process:
+        if self._paced and name not in (OWNER, HEIR):
+            command = [*command, "--pace-gflops", str(PACE_GFLOPS)]
+            env = {**env, HANG_FILE: str(self.hang_file(name))}
+        start = super().spawn if self._lab is None else self._lab.run
+        return await start(name, command, env=env, **options)
+
+
+@dataclass
+class Owner:
+    """Of the run, or who stands by to become that: a process with a home of its own."""
+
+    name: str
+    home: Home
+    log: Path
+    disk: SmallDisk | None = None
+    process: asyncio.subprocess.Process | None = None
+    reader: asyncio.Task[None] | None = None
+    told: list[dict[str, Any]] = field(default_factory=list)  # its reports
+    first_s: float | None = None  # when the first of them came
+
+    @property
+    def is_over(self) -> bool:
+        return self.process is None or self.process.returncode is not None
 
 
 class Arena:
-    """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`."""
+    """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`.
+
+    With `disks`, runs lie on a disk of the owner's own. `paced` devices may hang.
+    """
 
     def __init__(
-        self, folder: Path, steps: int, stages: int, lab: Lab | None = None, *, augmented: bool = False
+        self,
+        folder: Path,
+        steps: int,
+        stages: int,
+        lab: Lab | None = None,
+        *,
+        augmented: bool = False,
+        disks: bool = False,
+        paced: bool = False,
     ) -> None:
         self.augmented = augmented
         self.home = Home(folder / "home")
-        self.children = Children(self.home.folder) if lab is None else LabChildren(self.home.folder, lab)
+        self.children = ArenaChildren(self.home.folder, lab, paced)
         self.wires = Wires(lab) if lab is not None else None
-        self.events: list[tuple[float, dict[str, Any]]] = []  # (when, a line of the owner)
+        self.events: list[tuple[float, dict[str, Any]]] = []  # (when, a line of an owner)
         self.names: dict[str, str] = {}
+        homes = {OWNER: self.home, HEIR: Home(folder / HEIR)}
+        self.owners = {name: Owner(name, home, self.home.folder / f"{name}.log") for name, home in homes.items()}
+        self.owner = self.owners[OWNER]
+        self._disks = disks
         self._stages = stages
         self._job = folder / "demo_job.py"
         self._job.write_text(JOB.format(steps=steps) + AUGMENTED * augmented)
-        self._owner: asyncio.subprocess.Process | None = None
         self._news = asyncio.Event()
-        self._reader: asyncio.Task[None] | None = None
         self._stopped: set[str] = set()
+        self._hung: set[str] = set()
         self._lab = lab
         self._apart: set[str] = set()
         self._ends: list[asyncio.Task[None]] = []  # of what lasts for a while
         self._group = asyncio.TaskGroup()
+        self._mounts = contextlib.ExitStack()
+        self._lost_s = 0.0  # when the first owner was killed
 
     async def __aenter__(self) -> Arena:
+        if self._disks:
+            for owner in self.owners.values():
+                owner.disk = self._mounts.enter_context(SmallDisk(owner.home.folder / "runs"))
         await self.children.__aenter__()
         await self._group.__aenter__()
         return self
@@ -93,80 +146,134 @@ class Arena:
             end.cancel()
         for name in list(self._stopped):
             self.resume(name)
-        if self._owner is not None and self._owner.returncode is None:
-            self._owner.kill()
-            await self._owner.wait()
-        if self._reader is not None:
-            self._reader.cancel()
+        for owner in self.owners.values():
+            if owner.process is not None and not owner.is_over:
+                owner.process.kill()
+                await owner.process.wait()
+            if owner.reader is not None:
+                owner.reader.cancel()
         await self._group.__aexit__(*error)
         await self.children.__aexit__(*error)
+        self._mounts.close()
 
     # -- the owner -----------------------------------------------------------------------------------------------------
 
     async def train(self, *flags: str) -> None:
         """Start `meshcee train`; its lines go to `events` until it ends."""
-        if self._reader is not None:
-            await self._reader
-        command = [sys.executable, "-m", "meshcee", "train", str(self._job), "--join", self.children.token, "--json"]
-        log = (self.home.folder / "owner.log").open("ab")
-        environment = {"MESHCEE_HOME": str(self.home.folder), "OMP_NUM_THREADS": "1", "MESHCEE_LOG": "debug"}
-        self._owner = await self.children.spawn(
-            OWNER,
-            [*command, "--stages", str(self._stages), *flags],
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **environment},
-            limit=16 << 20,
-        )
-        log.close()
-        self._reader = self._group.create_task(self._read(self._owner))
+        await self._start(self.owner, "--stages", str(self._stages), *flags)
 
-    async def _read(self, owner: asyncio.subprocess.Process) -> None:
-        assert owner.stdout is not None
-        while line := await owner.stdout.readline():
+    async def stand_by(self) -> None:
+        """Start a second owner in waiting, with a home of its own, as on another machine."""
+        await self._start(self.owners[HEIR], "--stages", str(self._stages), "--standby")
+
+    async def _start(self, owner: Owner, *flags: str) -> None:
+        if owner.reader is not None:
+            await owner.reader
+        command = [sys.executable, "-m", "meshcee", "train", str(self._job), "--join", self.children.token, "--json"]
+        environment = {"MESHCEE_HOME": str(owner.home.folder), "OMP_NUM_THREADS": "1", "MESHCEE_LOG": "debug"}
+        with owner.log.open("ab") as log:
+            owner.process = await self.children.spawn(
+                owner.name,
+                [*command, *flags],
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                limit=16 << 20,
+            )
+        owner.reader = self._group.create_task(self._read(owner, owner.process))
+
+    async def _read(self, owner: Owner, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while (line := await process.stdout.readline()).endswith(b"\n"):  # one that is killed may leave half a line
             event = json.loads(line)
             self.names.update(event.get("names", {}))
             self.events.append((time.monotonic(), event))
+            if "report" in event:
+                owner.told.append(event["report"])
+                owner.first_s = owner.first_s or time.monotonic()
             self._news.set()
-        await owner.wait()
+        await process.wait()
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Raises TimeoutError when nothing new comes for LONGEST_S, RuntimeError when the owner ends first."""
         while not condition():
-            if self._owner is None or self._owner.returncode is not None:
-                tail = (self.home.folder / "owner.log").read_text(errors="replace")[-2000:]
+            if self.owner.is_over:
+                tail = self.owner.log.read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"the owner has ended: {tail}")
             self._news.clear()
             async with asyncio.timeout(LONGEST_S):
                 await self._news.wait()
 
     async def ends(self) -> int:
-        """The owner's exit code, once it has ended by itself."""
-        assert self._owner is not None
+        """The owner's exit code, once it has ended by itself; that of who stood by in vain, if it is another one than 0."""
         with contextlib.suppress(RuntimeError):
             await self.until(lambda: False)
-        return self._owner.returncode or 0
+        heir = self.owners[HEIR]
+        if heir.process is not None:
+            async with asyncio.timeout(LONGEST_S):
+                await heir.process.wait()
+        codes = [owner.process.returncode for owner in (self.owner, heir) if owner.process is not None]
+        return next((code for code in codes if code), 0)
 
     def kill_owner(self) -> None:
-        assert self._owner is not None
-        self._owner.kill()
+        assert self.owner.process is not None
+        self.owner.process.kill()
+
+    @property
+    def can_lose_the_owner(self) -> bool:
+        """A standby knows of the run by now."""
+        heir = self.owners[HEIR]
+        return self.owner is not heir and not heir.is_over and any(run.reports() for run in heir.home.runs())
+
+    def lose_owner(self) -> None:
+        """By kill -9, for good: who stands by is the owner from now on."""
+        self.kill_owner()
+        self._lost_s = time.monotonic()
+        self.owner = self.owners[HEIR]
+
+    @property
+    def taken_over_s(self) -> float | None:
+        """From the owner's death to the first report of the next one; None where there was none."""
+        return None if (first_s := self.owners[HEIR].first_s) is None else first_s - self._lost_s
+
+    @property
+    def refuses(self) -> bool:
+        """The owner's disk does."""
+        return self.owner.disk is not None and bool(self.owner.disk.refuses)
+
+    @property
+    def can_refuse(self) -> bool:
+        """Before its first step an owner does not begin on a disk that refuses."""
+        return self.owner.disk is not None and not self.refuses and bool(self.owner.told)
+
+    def refuse(self, kind: str, seconds: float) -> None:
+        """The owner's disk does, for a while."""
+        disk = self.owner.disk
+        assert disk is not None
+        disk.refuse(kind)
+
+        async def accept() -> None:
+            disk.accept()
+
+        self._later(seconds, accept)
 
     @property
     def steps(self) -> int:
-        """Steps that the owner has told of."""
-        return sum(1 for _, event in self.events if "report" in event)
+        """Steps that the owners have told of."""
+        return max((owner.told[-1]["step"] + 1 for owner in self.owners.values() if owner.told), default=0)
 
     @property
     def run(self) -> Run:
-        return self.home.run("last")
+        """Of the last owner."""
+        return self.owner.home.run("last")
 
     # -- the peers -----------------------------------------------------------------------------------------------------
 
     @property
     def living(self) -> list[str]:
-        """Peers that run and are on the owner's side of the network."""
-        away = self._stopped | self._apart
+        """Peers that run, can compute, and are on the owner's side of the network."""
+        away = self._stopped | self._apart | self._hung
         return [n for n, p in self.children.processes.items() if p.returncode is None and n not in away]
 
     def members(self) -> list[str]:
@@ -209,6 +316,11 @@ class Arena:
         self.stop(name)
         self._later(seconds, go_on)
 
+    def hang(self, name: str) -> None:
+        """Its device, for good; the peer itself answers."""
+        self._hung.add(name)
+        self.children.hang_file(name).touch()
+
     def _later(self, seconds: float, end: Callable[[], Awaitable[None]]) -> None:
         """Beside whatever else happens."""
 
@@ -220,11 +332,12 @@ class Arena:
 
     def kill_daemon(self, name: str | None) -> None:
         """The p2pd alone, of a peer, or of the owner (None)."""
-        process = self._owner if name is None else self.children.processes[name]
+        process = self.owner.process if name is None else self.children.processes[name]
         assert process is not None
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if child.name() == "p2pd":
-                child.kill()
+        daemons = [c for c in psutil.Process(process.pid).children(recursive=True) if c.name() == "p2pd"]
+        assert daemons or process.returncode is not None
+        for daemon in daemons:
+            daemon.kill()
 
     # -- links, in a lab
 
@@ -260,24 +373,29 @@ class Arena:
 
     # -- what is left
 
-    def log(self) -> list[dict[str, Any]]:
-        """The owner's, from debug upwards."""
-        lines = (self.home.folder / "owner.log").read_text(errors="replace").splitlines()
+    def log(self, *owners: str) -> list[dict[str, Any]]:
+        """Of these owners, or all of them one after the other; from debug upwards."""
+        logs = [self.owners[name].log for name in owners or self.owners]
+        lines = [line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()]
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """What it says of each loss that it has got over."""
+        """What owners say of each loss that they have got over."""
         return [entry for entry in self.log() if entry["event"] == "the run goes on"]
 
     def noticed_s(self, after_s: float) -> float | None:
-        """When the owner first noticed behind this time, both by the wall clock, that a member is lost or wants to leave."""
+        """When an owner first noticed behind this time, both by the wall clock, that a member is lost or wants to leave, or who
+        stands by that the owner is gone.
+        """
+        ahead_s = time.time() - time.monotonic()
+        found = [when_s + ahead_s for when_s, event in self.events if event.get("note", "").endswith(TAKES_OVER)]
         for entry in self.log():
             at_s = datetime.fromisoformat(entry["timestamp"]).timestamp()
             if entry["event"] == "the run goes on":
-                at_s -= entry["seconds"]["new step"]
-            if entry["event"] in ("the run goes on", LEAVE) and at_s >= after_s:
-                return at_s
-        return None
+                found.append(at_s - entry["seconds"]["new step"])
+            elif entry["event"] == LEAVE:
+                found.append(at_s)
+        return min((at_s for at_s in found if at_s >= after_s), default=None)
 
     def orphans(self) -> list[int]:
         """Processes of ours that outlive the peers and the owner; looks for END_S."""
@@ -287,9 +405,9 @@ class Arena:
         return left
 
     def _ours(self) -> list[int]:
-        found = []
+        found, homes = [], {str(owner.home.folder) for owner in self.owners.values()}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("MESHCEE_HOME") == str(self.home.folder):
+                if process.environ().get("MESHCEE_HOME") in homes:
                     found.append(process.pid)
         return found

@@ -16,7 +16,7 @@ from meshcee.errors import PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.local import die_with_parent
 from peers.cli.session import configure_logging, run_async
-from peers.device import Pace, versions
+from peers.device import paced, versions
 from peers.measure import resolve_device
 from peers.node import Departure, JoinOptions, agent, ask_to_leave, find_peer, join
 
@@ -91,7 +91,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         shape=options.shape,
         shape_device=options.shape_device,
         jitter_s=options.jitter_ms / 1e3,
-        pace=Pace(options.pace_gflops * 1e9) if options.pace_gflops else None,
+        pace=paced(options.pace_gflops * 1e9) if options.pace_gflops else None,
         leave_s=options.leave_within,
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )

@@ -1,7 +1,7 @@
 """One thread per device is the only door to it (`Compute`); copies of a GPU, the machine around a peer, emulated devices."""
 
 from peers.device.compute import Compute, Pace, one_thread
-from peers.device.emulation import device_names, emulate
+from peers.device.emulation import device_names, emulate, paced
 from peers.device.this_host import capability, cores, host_id, quiet, versions
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "emulate",
     "host_id",
     "one_thread",
+    "paced",
     "quiet",
     "versions",
 ]

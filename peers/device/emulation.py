@@ -2,11 +2,13 @@
 
 The idea: relative speeds are kept, absolute ones cannot be: all devices of a shape together are paced to what a small
 machine computes with ease, so that pacing and not the processor decides. Links are the testbed's own. A device may be
-slower than it tells others: then only what it shows at work gives it away.
+slower than it tells others: then only what it shows at work gives it away. A paced device may hang: see `paced`.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,29 @@ from meshcee.figures import LinkProfile, Scenario, load_scenario, packaged
 from peers.device.compute import Pace
 from peers.transport import Shape
 
-__all__ = ["TOTAL_FLOPS_PER_S", "Emulated", "device_names", "emulate"]
+__all__ = ["HANG_FILE", "TOTAL_FLOPS_PER_S", "Emulated", "device_names", "emulate", "paced"]
 
 TOTAL_FLOPS_PER_S = 6e9  # all devices of a shape together; two cores of 2020 compute about ten times as much
+
+HANG_FILE = (
+    "MESHCEE_HANG_FILE"  # a variable of the environment, for tests: the file that hangs this peer's paced device
+)
+
+
+@dataclass(frozen=True)
+class _MayHang(Pace):
+    """Once the file exists, no call to the device ends any more; the peer itself answers."""
+
+    file: Path = Path()
+
+    def seconds(self, flops: float) -> float:
+        return math.inf if self.file.exists() else super().seconds(flops)
+
+
+def paced(speed_flops_per_s: float) -> Pace:
+    """A device of this speed, on real links. It may hang where MESHCEE_HANG_FILE names a file."""
+    file = os.environ.get(HANG_FILE)
+    return _MayHang(speed_flops_per_s, file=Path(file)) if file else Pace(speed_flops_per_s)
 
 
 @dataclass(frozen=True)

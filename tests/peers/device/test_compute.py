@@ -1,8 +1,13 @@
 """The emulated device: what is paced takes its time, and no call makes the next one late."""
 
+import asyncio
 import time
+from pathlib import Path
+
+import pytest
 
 from peers.device.compute import Compute, Pace
+from peers.device.emulation import HANG_FILE, paced
 
 
 async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_no_more() -> None:
@@ -24,3 +29,20 @@ async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_n
 async def test_work_without_flops_is_not_paced() -> None:
     async with Compute(pace=Pace(1.0)) as compute:
         assert await compute.run(lambda: 7) == 7
+
+
+async def test_a_paced_device_hangs_for_good_once_its_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hang"
+    assert paced(1e12) == Pace(1e12)  # without the variable nothing can hang it
+    monkeypatch.setenv(HANG_FILE, str(file))
+    async with Compute(pace=paced(1e12)) as compute:
+        assert await compute.run(lambda: 7, flops=1.0) == 7
+        file.touch()
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await compute.run(lambda: 7, flops=1.0)
+            file.unlink(missing_ok=True)  # which changes nothing any more
+        assert await compute.run(lambda: 7) == 7  # what is no work of the device
