@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgpack
@@ -24,6 +25,7 @@ __all__ = [
     "Ordinal",
     "ShortText",
     "Small",
+    "plain",
     "read",
     "refuse_unprintable",
     "unpack",
@@ -52,15 +54,41 @@ def unpack(data: Any, max_bytes: int, what: str) -> Any:
         raise ProtocolError(f"{what} is not valid msgpack: {error}") from error
 
 
-def read(value: Any, kind: type[T], what: str) -> T:
-    """Plain data as a value of this type, a dataclass as a rule; ProtocolError says which field of `what` is wrong."""
+def plain(value: Any) -> Any:
+    """What `read` reads: maps, lists and scalars for a value of dataclasses, and of classes that have `to_json`."""
+    return msgspec.to_builtins(value, builtin_types=_BYTES, enc_hook=lambda one: one.to_json())
+
+
+def read(value: Any, kind: type[T], what: str, *, defaults: bool = False) -> T:
+    """Plain data as a value of this type, a dataclass as a rule; ProtocolError says which field of `what` is wrong.
+
+    defaults  whether what a class has a default for may be left out: in files that people write
+    """
     try:
-        return msgspec.convert(value, kind, builtin_types=_BYTES)
+        found = msgspec.convert(value, kind, builtin_types=_BYTES, dec_hook=lambda kind, one: kind.from_json(one))
     except (msgspec.ValidationError, RecursionError) as error:
         said, _, path = str(error).rpartition(" - at `")
         said, path = (said, path.strip("`").removeprefix("$.") + ": ") if said else (path, "")
         said = "Unknown value" if said.startswith("Invalid enum value") else said  # which may be of any length
         raise ProtocolError(f"{what}: {path}{said[:1].lower()}{said[1:]}") from error
+    if not defaults and (missing := _left_out(value, found)):
+        raise ProtocolError(f"{what}: {missing} is missing")
+    return found
+
+
+def _left_out(told: Any, found: Any) -> str | None:
+    """The first field that a class gave its default instead."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if dataclasses.is_dataclass(found) and isinstance(told, Mapping):
+        names = [field.name for field in dataclasses.fields(found)]
+        if absent := [name for name in names if name not in told]:
+            return absent[0]
+        pairs = ((told[name], getattr(found, name)) for name in names)
+    elif isinstance(found, tuple | list) and isinstance(told, Sequence):
+        pairs = zip(told, found)
+    elif isinstance(found, Mapping):
+        pairs = ((told[key], one) for key, one in found.items())
+    return next((missing for one, read in pairs if (missing := _left_out(one, read))), None)
 
 
 def refuse_unprintable(value: Any, what: str) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshcee.errors import PlanError
+from meshcee.errors import PlanError, ProtocolError
+from meshcee.fields import read
 
 __all__ = ["MOST_THREADS", "LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage"]
 
@@ -190,36 +191,15 @@ class Plan:
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """Inverse of `to_json`; raises PlanError on anything that is not a plan."""
         try:
-            predicted = data.get("predicted")
-            return cls(
-                micro_batch=int(data["micro_batch"]),
-                pipelines=tuple(
-                    Pipeline(
-                        num_micro=int(p["num_micro"]),
-                        stages=tuple(
-                            Stage(
-                                first=int(s["blocks"][0]),
-                                end=int(s["blocks"][1]),
-                                members=tuple(Member(str(m["peer"]), int(m["samples"])) for m in s["members"]),
-                                window=int(s["window"]),
-                                live_cap=int(s["live_cap"]),
-                                codec_out=str(s.get("codec_out", "none")),
-                                codec_back=str(s.get("codec_back", "none")),
-                                recompute=bool(s.get("recompute", False)),
-                                fused=bool(s.get("fused", False)),
-                            )
-                            for s in p["stages"]
-                        ),
-                    )
-                    for p in data["pipelines"]
-                ),
-                predicted=None if predicted is None else Predicted(**{k: float(v) for k, v in predicted.items()}),
-                left_out=tuple(LeftOut(str(x["peer"]), str(x["why"])) for x in data.get("left_out", ())),
-                threads=int(data.get("threads", 0)),
-                kernels=tuple(map(str, data.get("kernels", ()))),
-            )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise PlanError(f"this is not a plan: {error!r}") from error
+            pipelines = [
+                {**p, "stages": [{**s, "first": s["blocks"][0], "end": s["blocks"][1]} for s in p["stages"]]}
+                for p in data["pipelines"]
+            ]
+            return read({**data, "pipelines": pipelines}, cls, "this is not a plan", defaults=True)
+        except (ProtocolError, KeyError, TypeError, IndexError) as error:
+            raise PlanError(
+                str(error) if isinstance(error, ProtocolError) else f"this is not a plan: {error!r}"
+            ) from error
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, predictions and reasons left out."""

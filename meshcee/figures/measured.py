@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
+from msgspec import Meta
+
+from meshcee.errors import ProtocolError
+from meshcee.fields import Count, NotNegative
+from meshcee.figures.kernels import MIXES
+from meshcee.figures.profile import BlockCost, Cores, DeviceProfile, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 
 __all__ = ["DEFAULT_LINK", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
 
 NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
+MAX_BLOCKS = 4096
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
+
+
+_Message = Annotated[int, Meta(ge=0, lt=1 << 30)]
+_Parameter = Annotated[int, Meta(ge=0, lt=1 << 50)]
+_Sample = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 @dataclass(frozen=True)
@@ -28,23 +40,37 @@ class JobCosts:
     groups whether devices of one region may share a stage; direct_sums and clips as the job says
     """
 
-    blocks: Sequence[BlockCost]
-    batch_size: int
-    micro_batch: int | None = None
+    blocks: Annotated[Sequence[BlockCost], Meta(min_length=1, max_length=MAX_BLOCKS)]
+    batch_size: Annotated[int, Meta(ge=1, le=1 << 24)]
+    micro_batch: Annotated[int, Meta(ge=1)] | None = None
     recompute: bool = False
-    element_bytes: int = 4
-    message_bytes: tuple[int, int] = (0, 0)
-    alike: tuple[int, ...] = ()
-    tied: tuple[tuple[int, int, int], ...] = ()
+    element_bytes: Annotated[int, Meta(ge=2, le=4, multiple_of=2)] = 4
+    message_bytes: tuple[_Message, _Message] = (0, 0)
+    alike: Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS)] = ()
+    tied: Annotated[tuple[tuple[Count, Count, _Parameter], ...], Meta(max_length=MAX_BLOCKS)] = ()
     codec: str = "none"
     groups: bool = False
     direct_sums: bool = False
     clips: bool = False
     mix: str = "devices"
     versions: Versions | None = None
-    threads: int = 0
-    feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    data_s: float = 0.0
+    threads: Cores = 0
+    feeds: Annotated[tuple[tuple[_Sample, tuple[Count, ...]], ...], Meta(max_length=MAX_BLOCKS)] = ()
+    data_s: NotNegative = 0.0
+
+    def check(self) -> None:
+        """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""
+        count = len(self.blocks)
+        if len(self.alike) not in (0, count) or any(k > i for i, k in enumerate(self.alike)):
+            raise ProtocolError("each block is like itself or an earlier one")
+        if not all(first < last < count for first, last, _ in self.tied):
+            raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
+        if not all(block < count for _, blocks in self.feeds for block in blocks):
+            raise ProtocolError("a raw input has a size, and blocks of the job read it")
+        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+            raise ProtocolError("a batch is of equal micro-batches")
+        if self.mix not in MIXES:
+            raise ProtocolError(f"mix {self.mix[:40]!r} is unknown to this coordinator; upgrade it")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import networkx as nx
 from msgspec import Meta
 
 from meshcee.errors import ProtocolError, UsageError
-from meshcee.fields import Count, Finite, Name, ShortText
+from meshcee.fields import Count, Finite, Name, NotNegative, ShortText
 from meshcee.figures.versions import Versions
 
 __all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
@@ -64,7 +64,7 @@ class LinkProfile:
 
     latency_s: float  # one way
     bandwidth_bytes_per_s: float
-    measured_at: float = 0.0  # wall clock, seconds since the epoch
+    measured_at: Finite = 0.0  # wall clock, seconds since the epoch
     latency_range_s: tuple[float, float] | None = None
     bandwidth_range_bytes_per_s: tuple[float, float] | None = None
 
@@ -97,12 +97,12 @@ class BlockCost:
     """
 
     name: str  # the modules it covers, e.g. "h.0" or "wte..h.0"
-    flops: float  # forward, per sample
-    parameter_bytes: int  # at full precision, trainable and frozen
-    trainable_bytes: int
-    activation_bytes: int
-    boundary_bytes: int
-    boundary_grad_bytes: int
+    flops: NotNegative  # forward, per sample
+    parameter_bytes: Count  # at full precision, trainable and frozen
+    trainable_bytes: Count
+    activation_bytes: Count
+    boundary_bytes: Count
+    boundary_grad_bytes: Count
     parameters: tuple[str, ...] = field(default=())  # original names
 
 

@@ -7,12 +7,14 @@ checked here, and nowhere else.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from meshcee.errors import ProtocolError
+from meshcee.fields import Finite, read
 from meshcee.figures.workload import KindTimes
 
 __all__ = ["KINDS", "MAX_DISTINCT", "MAX_SIZES", "BlockTimes"]
@@ -22,7 +24,8 @@ MAX_SIZES = 8
 MAX_DISTINCT = 4096
 LONGEST_S = 3600.0
 
-Triple = tuple[float, float, float]  # p10, p50, p90
+Triple = tuple[Finite, Finite, Finite]  # p10, p50, p90
+_Whole = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,10 @@ class BlockTimes:
     `blocks` names the distinct blocks by their first places in the model; `apply_s` is the optimizer's part of each.
     """
 
-    blocks: tuple[int, ...]
-    sizes: tuple[int, ...]
+    blocks: Annotated[tuple[_Whole, ...], Meta(max_length=MAX_DISTINCT)]
+    sizes: Annotated[tuple[_Whole, ...], Meta(max_length=MAX_SIZES)]
     seconds: tuple[tuple[tuple[Triple, ...], ...], ...]
-    apply_s: tuple[float, ...]
+    apply_s: tuple[Finite, ...]
     call_s: Triple = (0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
@@ -88,53 +91,7 @@ class BlockTimes:
             self, seconds=seconds, apply_s=tuple(factor * s for s in self.apply_s), call_s=longer(self.call_s)
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "blocks": list(self.blocks),
-            "sizes": list(self.sizes),
-            "seconds": [[[list(t) for t in row] for row in rows] for rows in self.seconds],
-            "apply_s": list(self.apply_s),
-            "call_s": list(self.call_s),
-        }
-
     @classmethod
     def from_json(cls, data: Any) -> BlockTimes:
-        """Inverse of `to_json`; ProtocolError on anything that is not a profile."""
-        if not isinstance(data, Mapping):
-            raise ProtocolError("a profile is a mapping")
-        try:
-            f, b, w = (
-                tuple(tuple(_triple(t) for t in row) for row in _bounded(rows, MAX_SIZES)) for rows in data["seconds"]
-            )
-            return cls(
-                tuple(map(_whole, _bounded(data["blocks"], MAX_DISTINCT))),
-                tuple(map(_whole, _bounded(data["sizes"], MAX_SIZES))),
-                (f, b, w),
-                tuple(map(_number, _bounded(data["apply_s"], MAX_DISTINCT))),
-                _triple(data["call_s"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"this is not a profile of blocks: {error!r}") from error
-
-
-def _bounded(items: Any, most: int) -> list[Any]:
-    if not isinstance(items, list) or len(items) > most:
-        raise ValueError(f"a list of at most {most} entries was expected")
-    return items
-
-
-def _triple(value: Any) -> Triple:
-    a, b, c = map(_number, _bounded(value, 3))
-    return a, b, c
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 31:
-        raise ValueError(f"{value!r} is no count")
-    return value
+        """Inverse of `plain`; ProtocolError on anything that is not a profile."""
+        return read(data, cls, "a profile of blocks")

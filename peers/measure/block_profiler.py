@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import numpy as np
 import structlog
 import torch
+from msgspec import Meta
 
 from meshcee.capture import Program, StageSpec, decode_program
 from meshcee.capture.graph import Value, integer
 from meshcee.config import Limits
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
+from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.job import Optimizer
 from meshcee.plan import MOST_THREADS
@@ -44,6 +46,8 @@ CALLS = 9  # empty ones, for what a call costs whatever is in it
 PACED_CALL_S = 0.005
 KEPT = 16
 REQUEST_BYTES = 1 << 20
+_Flops = Annotated[float, Meta(ge=0, lt=1e21)]
+_Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 SEED = 0x5EED
 
 
@@ -51,46 +55,29 @@ SEED = 0x5EED
 class ProfileRequest:
     """What the owner wants to know. `most` bounds the random values of integer inputs (ids of tokens, classes)."""
 
-    blocks: tuple[int, ...]  # distinct ones, by their first places
+    blocks: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_DISTINCT)]  # distinct ones, by first places
     pair: int | None  # this block and the next are the same work: measured together, they show what a call costs
-    sizes: tuple[int, ...]
-    flops: tuple[float, ...]  # forward, per sample, of each of `blocks`: what an emulated device is paced by
+    sizes: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=MAX_SIZES)]
+    flops: tuple[_Flops, ...]  # forward, per sample, of each of `blocks`: what an emulated device is paced by
     precision: str
     optimizer: Optimizer
     most: Mapping[str, int]
-    threads: int = 0  # of a CPU; 0: as it is
+    threads: Annotated[int, Meta(ge=0, le=MOST_THREADS)] = 0  # of a CPU; 0: as it is
 
     def pack(self) -> bytes:
-        return bytes(msgpack.packb({**vars(self), "optimizer": self.optimizer.to_json(), "most": dict(self.most)}))
+        return bytes(msgpack.packb(plain(self)))
 
     @classmethod
     def unpack(cls, data: Any) -> ProfileRequest:
         """ProtocolError on anything that is not a request."""
-        body = messages.body_of(data, "a request for a profile")
-        try:
-            pair = body.get("pair")
-            found = cls(
-                tuple(map(int, need(body, "blocks", list))),
-                None if pair is None else int(pair),
-                tuple(map(int, need(body, "sizes", list))),
-                tuple(map(float, need(body, "flops", list))),
-                need(body, "precision", str),
-                Optimizer.from_json(need(body, "optimizer", dict)),
-                {str(k): int(v) for k, v in need(body, "most", dict).items()},
-                need(body, "threads", int),
-            )
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ProtocolError(f"this is not a request for a profile: {error}") from error
-        if not 1 <= len(found.blocks) <= MAX_DISTINCT or len(found.flops) != len(found.blocks):
-            raise ProtocolError(f"a profile is of 1 to {MAX_DISTINCT} blocks, each with its FLOPs")
-        if not 1 <= len(found.sizes) <= MAX_SIZES or list(found.sizes) != sorted(set(found.sizes)):
-            raise ProtocolError(f"a profile is of 1 to {MAX_SIZES} ascending micro-batch sizes")
-        if not 1 <= found.sizes[0] <= found.sizes[-1] <= 1 << 24 or not all(0 <= f < 1e21 for f in found.flops):
-            raise ProtocolError("a profile was asked for absurd sizes")
+        what = "a request for a profile"
+        found = read(unpack(data, REQUEST_BYTES, what), cls, what)
+        if len(found.flops) != len(found.blocks):
+            raise ProtocolError(f"{what} is of blocks each with its FLOPs")
+        if list(found.sizes) != sorted(set(found.sizes)):
+            raise ProtocolError(f"{what} has ascending micro-batch sizes")
         if found.precision not in ("fp32", "bf16"):
             raise ProtocolError(f"unknown precision {found.precision!r}")
-        if not 0 <= found.threads <= MOST_THREADS:
-            raise ProtocolError(f"a profile was asked for with {found.threads} threads")
         return found
 
 
@@ -142,7 +129,7 @@ class BlockProfiler:
                     await self._compute.use_threads(request.threads)
                     async with asyncio.timeout(LONGEST * self._budget_s):
                         self._remember(key, await self.measure(program, request))
-            await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(self._known[key].to_json())]))
+            await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key]))]))
         except MeshceeError as error:
             log.warning("blocks not profiled", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))

@@ -8,36 +8,35 @@ that they have accepted.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple
 
 import msgpack
 import structlog
+from msgspec import Meta
 
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
-from meshcee.figures import MIXES, BlockCost, BlockTimes, JobCosts, LinkProfile, Measured, Versions, without_links
+from meshcee.fields import plain, read, unpack
+from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
-from meshcee.plan import MOST_THREADS, LeftOut, Plan
+from meshcee.plan import LeftOut, Plan
 from meshcee.planner import plan_job
 from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
-from peers.wire import messages, need
+from peers.wire import messages
 
 __all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
 
 log = structlog.get_logger()
 
-MAX_BLOCKS = 4096
 MAX_WANTED = 16
 MAX_NAMED = 512
-MAX_BATCH = 1 << 24
 MAX_PROFILES = 1024
 MAX_NOTES = 64
-REQUEST_BYTES = 8 << 20  # MAX_BLOCKS costs with room to spare; msgpack may unfold to 64 times as much
+REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may unfold to 64 times as much
 PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
-FLAGS = ("groups", "direct_sums", "clips")
+_Profiles = Meta(max_length=MAX_PROFILES)
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
 
 
@@ -50,124 +49,44 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Answer:
+    plan: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """What an owner asks: its job's costs, what devices measured of it, and how it wants it."""
 
     job: JobCosts
-    times: Mapping[str, BlockTimes] = field(default_factory=dict)  # peer -> seconds of the job's blocks
-    stages: int | None = None  # exactly so many; None leaves it to the planner
+    times: Annotated[Mapping[str, BlockTimes], _Profiles] = field(
+        default_factory=dict
+    )  # peer -> seconds of the job's blocks
+    stages: Annotated[int, Meta(ge=1)] | None = None  # exactly so many; None leaves it to the planner
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
     free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
     without: tuple[str, ...] = ()  # peers that the owner has just missed
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
-    feeds: Mapping[str, LinkProfile] = field(
+    feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(
         default_factory=dict
-    )  # peer -> the owner's link to it, as the owner measured it
+    )  # the owner's own links, as it measured
 
     def frame(self) -> Frame:
-        job = self.job
-        body = {
-            "costs": [{**asdict(cost), "parameters": []} for cost in job.blocks],
-            "alike": list(job.alike),
-            "tied": [list(t) for t in job.tied],
-            "inputs": [[size, list(blocks)] for size, blocks in job.feeds],
-            "data_s": job.data_s,
-            "feeds": {peer: [link.latency_s, link.bandwidth_bytes_per_s] for peer, link in self.feeds.items()},
-            "times": {peer: times.to_json() for peer, times in self.times.items()},
-        }
-        header = {
-            "batch_size": job.batch_size,
-            "micro_batch": job.micro_batch,
-            "recompute": job.recompute,
-            "codec": job.codec,
-            **{name: getattr(job, name) for name in FLAGS},
-            "mix": job.mix,
-            "threads": job.threads,
-            "versions": None if job.versions is None else [*vars(job.versions).values()],
-            "element_bytes": job.element_bytes,
-            "message_bytes": list(job.message_bytes),
-            "stages": self.stages,
-            "wanted": list(self.wanted),
-            "free": list(self.free),
-            "without": list(self.without),
-            "parted": [list(pair) for pair in self.parted],
-        }
-        return Frame(messages.PLAN_REQUEST, header, [msgpack.packb(body)])
+        blocks = [replace(cost, parameters=()) for cost in self.job.blocks]
+        body = plain(replace(self, job=replace(self.job, blocks=blocks)))
+        return Frame(messages.PLAN_REQUEST, {}, [msgpack.packb(body)])
 
     @classmethod
     def from_frame(cls, frame: Frame) -> PlanRequest:
         if frame.kind != messages.PLAN_REQUEST or len(frame.payloads) != 1:
             raise ProtocolError(f"expected a request for a plan, got a frame of kind {frame.kind!r}")
-        body = messages.body_of(frame.payloads[0], "a request for a plan")
-        try:
-            raw, times = need(body, "costs", list), need(body, "times", dict)
-            if not 1 <= len(raw) <= MAX_BLOCKS or len(times) > MAX_PROFILES:
-                raise ProtocolError(f"a job has 1 to {MAX_BLOCKS} blocks and at most {MAX_PROFILES} profiles")
-            if not all(_sensible(n, value) for cost in raw for n, value in cost.items()):
-                raise ProtocolError("a block's costs are its name and finite numbers")
-            costs = [BlockCost(**{**cost, "parameters": ()}) for cost in raw]
-            alike, tied = need(body, "alike", list), need(body, "tied", list)
-            if len(alike) not in (0, len(costs)) or not all(
-                type(k) is int and 0 <= k <= i for i, k in enumerate(alike)
-            ):
-                raise ProtocolError("each block is like itself or an earlier one")
-            if len(tied) > MAX_BLOCKS or not all(_is_tie(t, len(costs)) for t in tied):
-                raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
-            inputs, data_s, feeds = need(body, "inputs", list), need(body, "data_s", float), need(body, "feeds", dict)
-            if len(inputs) > MAX_BLOCKS or not all(_is_input(one, len(costs)) for one in inputs):
-                raise ProtocolError("a raw input has a size, and blocks of the job read it")
-            if not 0 <= data_s < math.inf or len(feeds) > MAX_PROFILES or not all(map(_is_link, feeds.values())):
-                raise ProtocolError("an owner's links have a latency and a bandwidth, and its data some time")
-            found = {str(peer): BlockTimes.from_json(data) for peer, data in times.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ProtocolError(f"this is not a request for a plan: {error}") from error
-        header = frame.header
-        optional = {n: None if header.get(n) is None else need(header, n, int) for n in ("micro_batch", "stages")}
-        batch_size = need(header, "batch_size", int)
-        micro, stages = optional["micro_batch"], optional["stages"]
-        if not 1 <= batch_size <= MAX_BATCH or (micro is not None and (micro < 1 or batch_size % micro)):
-            raise ProtocolError(f"a batch has 1 to {MAX_BATCH} samples in equal micro-batches")
-        if stages is not None and stages < 1:
-            raise ProtocolError("a plan has at least one stage")
-        extra = need(header, "message_bytes", list)
-        if len(extra) != 2 or not all(type(x) is int and 0 <= x < 1 << 30 for x in extra):
-            raise ProtocolError("a message has bytes beside its samples, out and back")
-        if (element_bytes := need(header, "element_bytes", int)) not in (2, 4):
-            raise ProtocolError("an element has 2 or 4 bytes")
-        if (codec := need(header, "codec", str)) not in CODEC_CHOICES:
-            raise ProtocolError(f"codec {codec[:40]!r} is unknown to this coordinator; upgrade it")
-        if (mix := need(header, "mix", str)) not in MIXES:
-            raise ProtocolError(f"mix {mix[:40]!r} is unknown to this coordinator; upgrade it")
-        if not 0 <= (threads := need(header, "threads", int)) <= MOST_THREADS:
-            raise ProtocolError(f"a run has 0 to {MOST_THREADS} threads, got {threads}")
-        versions = None if header.get("versions") is None else need(header, "versions", list)
-        if versions is not None and (len(versions) != 3 or not all(type(v) is str and len(v) <= 32 for v in versions)):
-            raise ProtocolError("an owner runs a meshcee, a torch and a Python, each with a short version")
-        job = JobCosts(
-            costs,
-            batch_size,
-            micro,
-            need(header, "recompute", bool),
-            element_bytes,
-            (extra[0], extra[1]),
-            tuple(alike),
-            tuple((first, last, size) for first, last, size in tied),
-            codec,
-            **{name: need(header, name, bool) for name in FLAGS},
-            mix=mix,
-            versions=None if versions is None else Versions(*versions),
-            threads=threads,
-            feeds=tuple((size, tuple(blocks)) for size, blocks in inputs),
-            data_s=data_s,
-        )
-        wanted = tuple(map(str, need(header, "wanted", list)[:MAX_WANTED]))
-        free, without = (tuple(map(str, need(header, name, list)[:MAX_NAMED])) for name in ("free", "without"))
-        parted = need(header, "parted", list)[:MAX_NAMED]
-        if not all(type(pair) is list and len(pair) == 2 for pair in parted):
-            raise ProtocolError("a link has two ends")
-        cut = tuple((str(a), str(b)) for a, b in parted)
-        own = {str(peer): LinkProfile(float(latency), float(rate)) for peer, (latency, rate) in feeds.items()}
-        return cls(job, found, stages, wanted, free, without, cut, own)
+        what = "a request for a plan"
+        found = read(unpack(frame.payloads[0], REQUEST_BYTES, what), cls, what)
+        found.job.check()
+        if found.job.codec not in CODEC_CHOICES:
+            raise ProtocolError(f"codec {found.job.codec[:40]!r} is unknown to this coordinator; upgrade it")
+        named = {name: getattr(found, name)[:MAX_NAMED] for name in ("free", "without", "parted")}
+        return replace(found, wanted=found.wanted[:MAX_WANTED], **named)
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
@@ -177,30 +96,6 @@ class PlanRequest:
         plan, notes = plan_job(measured, self.job, self.stages)
         left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
         return replace(plan, left_out=left_out), tuple(notes)
-
-
-def _sensible(name: str, value: Any) -> bool:
-    if name in ("name", "parameters"):
-        return True
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _is_tie(value: Any, blocks: int) -> bool:
-    if not isinstance(value, list) or len(value) != 3 or not all(type(x) is int for x in value):
-        return False
-    return bool(0 <= value[0] < value[1] < blocks and 0 <= value[2] < 1 << 50)
-
-
-def _is_input(value: Any, blocks: int) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or type(value[0]) is not int or type(value[1]) is not list:
-        return False
-    return 0 <= value[0] < 1 << 40 and all(type(block) is int and 0 <= block < blocks for block in value[1])
-
-
-def _is_link(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(x) in (int, float) for x in value):
-        return False
-    return bool(0 <= value[0] < math.inf and 0 < value[1] < math.inf)
 
 
 class PlanService:
@@ -278,6 +173,6 @@ def _planned(frame: Frame) -> Planned:
     term = messages.term_of(frame.header)
     if len(frame.payloads) != 1:
         raise ProtocolError("a plan comes with its notes as one payload")
-    body = messages.body_of(frame.payloads[0], "a plan with its notes")
-    notes = tuple(str(note)[:500] for note in need(body, "notes", list)[:MAX_NOTES])
-    return Planned(Plan.from_json(need(body, "plan", dict)), term, notes)
+    what = "a plan with its notes"
+    told = read(unpack(frame.payloads[0], PLAN_BYTES, what), _Answer, what)
+    return Planned(Plan.from_json(told.plan), term, tuple(note[:500] for note in told.notes[:MAX_NOTES]))

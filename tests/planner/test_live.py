@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshcee.errors import PlanError, ProtocolError
+from meshcee.fields import plain
 from meshcee.figures.measured import JobCosts as Costs
 from meshcee.figures.measured import Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
@@ -253,7 +254,7 @@ def test_identical_blocks_take_the_time_of_their_first() -> None:
     ],
 )
 def test_absurd_profiles_are_refused(wrong: dict[str, Any]) -> None:
-    good = block_times(1e9, (2,)).to_json()
+    good = plain(block_times(1e9, (2,)))
     assert BlockTimes.from_json(good) == block_times(1e9, (2,))
     with pytest.raises(ProtocolError):
         BlockTimes.from_json({**good, **wrong})

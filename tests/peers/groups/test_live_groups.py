@@ -12,6 +12,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch import nn
@@ -232,5 +233,7 @@ def test_the_coordinator_hears_of_groups_and_believes_only_flags() -> None:
     frame = PlanRequest(costs).frame()
     heard = PlanRequest.from_frame(frame).job
     assert (heard.groups, heard.direct_sums, heard.clips) == (True, False, True)
+    body = msgpack.unpackb(frame.payloads[0])
+    wrong = {**body, "job": {**body["job"], "groups": 1}}
     with pytest.raises(ProtocolError, match="groups"):
-        PlanRequest.from_frame(Frame(frame.kind, {**frame.header, "groups": 1}, frame.payloads))
+        PlanRequest.from_frame(Frame(frame.kind, {}, [msgpack.packb(wrong)]))

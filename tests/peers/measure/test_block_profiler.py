@@ -193,7 +193,7 @@ async def refusal(data: bytes, ask: Frame, graph: Frame, **settings: Any) -> Fra
     ("changes", "settings", "says"),
     [
         ({"sizes": (4, 2)}, {}, "ascending"),
-        ({"sizes": (1 << 30,)}, {}, "absurd"),
+        ({"sizes": (1 << 30,)}, {}, "sizes[0]: expected `int` <= 16777216"),
         ({"flops": (1.0,)}, {}, "each with its FLOPs"),
         ({"precision": "int3"}, {}, "precision"),
         ({"blocks": (0, 99), "flops": (1.0, 1.0)}, {}, "blocks that the graph does not have"),

@@ -19,6 +19,8 @@ from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.figures.measured import JobCosts
 from meshcee.figures.profile import BlockCost, LinkProfile
+from meshcee.figures.timing import BlockTimes
+from meshcee.figures.versions import Versions
 from meshcee.job import Job, Optimizer
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Walk
@@ -29,6 +31,7 @@ from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
 from tests.peers.measure.test_depths import MICRO, MICROS, Wide, walk_of
 from tests.rig.mesh_fixture import train
+from tests.rig.mutations import check_every_field
 from tests.rig.virtual_time import virtual_time
 
 NAMES = {"p0": "ann", "p1": "ben"}
@@ -132,14 +135,14 @@ async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_he
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"inputs": [[1, [9]]]},
-        {"inputs": [[-1, [0]]]},
-        {"inputs": [5]},
-        {"data_s": -1.0},
-        {"data_s": float("inf")},
-        {"feeds": {"p": [0.1, 0.0]}},
-        {"feeds": {"p": [0.1]}},
-        {"feeds": {"p": [0.1, float("nan")]}},
+        {"job": {"feeds": [[1, [9]]]}},
+        {"job": {"feeds": [[-1, [0]]]}},
+        {"job": {"feeds": [5]}},
+        {"job": {"data_s": -1.0}},
+        {"job": {"data_s": float("inf")}},
+        {"feeds": {"p": {"bandwidth_bytes_per_s": 0.0}}},
+        {"feeds": {"p": {"latency_s": None}}},
+        {"feeds": {"p": {"bandwidth_bytes_per_s": float("nan")}}},
         {"feeds": []},
     ],
 )
@@ -149,7 +152,35 @@ def test_a_request_whose_feeds_make_no_sense_is_refused(wrong: dict[str, Any]) -
     assert PlanRequest.from_frame(frame).job.feeds == costs.feeds
     body = msgpack.unpackb(bytes(frame.payloads[0]))
     with pytest.raises(ProtocolError):
-        PlanRequest.from_frame(Frame(frame.kind, frame.header, [msgpack.packb(body | wrong)]))
+        PlanRequest.from_frame(Frame(frame.kind, {}, [msgpack.packb(but(body, wrong))]))
+
+
+def but(body: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
+    """The same, with some of its fields, or of theirs, as `by` has them."""
+    inner = {k: but(body[k], v) if isinstance(v, dict) else v for k, v in by.items()}
+    return {**body, **inner}
+
+
+def test_each_field_of_a_request_is_checked() -> None:
+    times = BlockTimes((0,), (1, 2), (((((1.0, 2.0, 3.0),),) * 2),) * 3, (0.1,))
+    costs = JobCosts(
+        [BlockCost("b", 1.0, 1, 1, 1, 1, 1)] * 3,
+        8,
+        4,
+        alike=(0, 0, 0),
+        tied=((0, 2, 8),),
+        feeds=((4, (0, 1)),),
+        data_s=0.1,
+        versions=Versions("0.1", "2.13.0", "3.11"),
+    )
+    request = PlanRequest(costs, {"p": times}, 2, ("p",), ("q",), ("r",), (("p", "q"),), {"p": LinkProfile(0.1, 1e6)})
+    frame = request.frame()
+    assert PlanRequest.from_frame(frame) == request
+    check_every_field(
+        msgpack.unpackb(frame.payloads[0]),
+        lambda body: PlanRequest.from_frame(Frame(frame.kind, {}, [msgpack.packb(body)])),
+        free=(".stages = None", ".job.micro_batch = None", ".job.versions = None", ".times.p left", ".feeds.p left"),
+    )
 
 
 def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:

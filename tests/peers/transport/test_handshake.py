@@ -91,7 +91,7 @@ async def test_a_peer_that_is_not_the_one_that_was_dialled_is_refused() -> None:
     async with sockets() as (near, far):
         task = asyncio.create_task(handshake.dial(near, "a", "x", KEY))
         hello = await far.recv()
-        answer = {"version": 1, "software": "0", "peer": "c", "nonce": b"n" * 32, "clock": 0.0}
+        answer = {"version": handshake.PROTOCOL_VERSION, "software": "0", "peer": "c", "nonce": b"n" * 32, "clock": 0.0}
         proof = handshake.prove(KEY, "acceptor", hello.header, answer)
         await far.send(Frame("answer", {**answer, "proof": proof}))
         with pytest.raises(NotPermittedError, match="not the one that was dialled"):
@@ -122,7 +122,7 @@ async def test_an_acceptors_proof_cannot_be_reflected() -> None:
     async with sockets() as (near, far):
         accepting = asyncio.create_task(handshake.accept(far, "b", KEY))
         hello = {
-            "version": 1,
+            "version": handshake.PROTOCOL_VERSION,
             "software": "0",
             "peer": "a",
             "to": "b",
@@ -138,17 +138,38 @@ async def test_an_acceptors_proof_cannot_be_reflected() -> None:
 
 
 async def test_a_proof_holds_for_one_purpose_and_pair_only() -> None:
-    hello = {"version": 1, "peer": "a", "to": "b", "purpose": "x", "nonce": b"n" * 32, "clock": 1.0}
-    answer = {"version": 1, "peer": "b", "nonce": b"m" * 32, "clock": 2.0}
+    hello = {
+        "version": handshake.PROTOCOL_VERSION,
+        "peer": "a",
+        "to": "b",
+        "purpose": "x",
+        "nonce": b"n" * 32,
+        "clock": 1.0,
+    }
+    answer = {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 2.0}
     proofs = {handshake.prove(KEY, role, hello, answer) for role in ("dialer", "acceptor")}
-    for name, value in (("purpose", "y"), ("peer", "z"), ("to", "c"), ("nonce", b"o" * 32), ("version", 2)):
+    for name, value in (
+        ("purpose", "y"),
+        ("peer", "z"),
+        ("to", "c"),
+        ("nonce", b"o" * 32),
+        ("version", handshake.PROTOCOL_VERSION + 1),
+    ):
         proofs.add(handshake.prove(KEY, "dialer", {**hello, name: value}, answer))
         if name in answer:
             proofs.add(handshake.prove(KEY, "dialer", hello, {**answer, name: value}))
     assert len(proofs) == 2 + 5 + 3
 
 
-GOOD = {"version": 1, "software": "0", "peer": "a", "to": "b", "purpose": "x", "nonce": b"n" * 32, "clock": 0.0}
+GOOD = {
+    "version": handshake.PROTOCOL_VERSION,
+    "software": "0",
+    "peer": "a",
+    "to": "b",
+    "purpose": "x",
+    "nonce": b"n" * 32,
+    "clock": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +202,15 @@ async def test_a_mistyped_hello_is_a_protocol_error(wrong: dict[str, Any]) -> No
     [
         Frame("something"),
         Frame("answer"),
-        Frame("answer", {"version": 1, "peer": "b", "nonce": b"m" * 32, "clock": 0.0}),
-        Frame("answer", {"version": 1, "peer": "b", "nonce": b"m", "clock": 0.0, "proof": b"p" * 32}),
-        Frame("answer", {"version": 1, "peer": "b", "nonce": b"m" * 32, "clock": 0.0, "proof": "p" * 32}),
+        Frame("answer", {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 0.0}),
+        Frame(
+            "answer",
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m", "clock": 0.0, "proof": b"p" * 32},
+        ),
+        Frame(
+            "answer",
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 0.0, "proof": "p" * 32},
+        ),
         Frame("refused", {}),
         Frame("refused", {"code": "key", "reason": "x" * 600}),
     ],
