@@ -1,8 +1,10 @@
 """When the network changes under a running plan: what steps show (senses), what it means (paces), whether to go over (rule).
 
-Pure: reports in, figures and a choice out. `peers/owner/adaptation.py` asks and acts.
+And what a run does from epoch to epoch, whatever befalls its members (course, moves).
+Pure: reports and events in, figures, choices and commands out. `peers/owner/` asks and acts.
 """
 
+from meshcee.adapt import course, moves
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
@@ -20,4 +22,6 @@ __all__ = [
     "Pair",
     "Senses",
     "as_shown",
+    "course",
+    "moves",
 ]

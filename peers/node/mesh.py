@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshcee.adapt import course
 from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.files import Home
@@ -22,7 +23,6 @@ from meshcee.sampling import unrepeatable
 from peers.measure import Trace
 from peers.node.agent import Agent
 from peers.owner import (
-    REPLANS,
     EvaluationFeed,
     Predictions,
     Report,
@@ -115,7 +115,7 @@ class Mesh:
             captured = await asyncio.to_thread(capture, job, evaluate=True)
         captured = with_state(captured, state)
         predictions = Predictions(captured) if predicts else None
-        for attempt in range(REPLANS + 1):
+        for attempt in range(course.REPLANS + 1):
             plan, term, _ = await self.plan(job, captured, stages)
             epoch = (next_incarnation(self._home), 1)
             owner = own(self.agent, job, captured, plan, term, epoch)
@@ -123,7 +123,7 @@ class Mesh:
             try:
                 metrics = await owner.evaluate(feed, predictions.hear if predictions else None)
             except StaleTermError:
-                if attempt == REPLANS:
+                if attempt == course.REPLANS:
                     raise
                 await self.agent.later_than(term)
             else:

@@ -6,11 +6,10 @@ diary, a standby in waiting. Imports everything below; members never import this
 
 from peers.owner.epoch import Report
 from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
-from peers.owner.job_run import REPLANS, Result, Training, next_incarnation, own
+from peers.owner.job_run import Result, Training, next_incarnation, own
 from peers.owner.standby import stand_by
 
 __all__ = [
-    "REPLANS",
     "EvaluationFeed",
     "Predictions",
     "Report",

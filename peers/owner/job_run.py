@@ -10,16 +10,17 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import structlog
 
+from meshcee.adapt import course, moves
 from meshcee.capture import Capture, capture
 from meshcee.equality import cuts_of, examine, sizes_of
-from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError, UsageError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.figures import BlockTimes, DeviceProfile, class_of
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
@@ -32,7 +33,7 @@ from peers.owner.adaptation import Adaptation, Newcomers
 from peers.owner.diary import Diary, Told
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed, Stalls
-from peers.owner.recovery import Recovery
+from peers.owner.recovery import Recovery, Stopwatch
 from peers.owner.result import Result
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
@@ -51,13 +52,12 @@ from peers.state import (
     description,
     noted,
 )
-from peers.wire import Failures
+from peers.wire import Failures, Suspects, unless_late
 
-__all__ = ["REPLANS", "Result", "Training", "next_incarnation", "own"]
+__all__ = ["Result", "Training", "next_incarnation", "own"]
 
 log = structlog.get_logger()
 
-REPLANS = 3  # when the coordinator changes between planning and offering
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
@@ -95,6 +95,18 @@ _incarnations = itertools.count(1)
 def next_incarnation(home: Home | None, after: int = 0) -> int:
     """Higher than any before: on disk where there is a home, else in this process, which then is all there is."""
     return home.next_incarnation(after) if home is not None else next(_incarnations)
+
+
+def proposed(planned: Planned) -> moves.Proposal:
+    return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
+
+
+def losses(failures: Failures) -> moves.Losses:
+    """What an epoch's failures say of its members."""
+    blamed = next((peer for peer, _ in failures.blamed.most_common(1)), None)
+    return moves.Losses(
+        failures.noticed_s, frozenset(failures.stuck), tuple(failures.faults), frozenset(failures.parted), blamed
+    )
 
 
 class Training:
@@ -145,30 +157,33 @@ class Training:
         self._known = Told()  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
-        self._epoch_number = (0, 0)
+        self._incarnation = 0
         self._turn = Turn(agent, job.name, on_wait, after)
         self._after = after  # the owner whose run it goes on with, if that is another peer
         self._journal = Journal(agent)
         self._last = 0  # the incarnation of the run's owner before this one
+        self._course: course.Course | None = None  # once the run is known
         self._recovery = Recovery(agent)
+        self._stopwatch = Stopwatch()
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent, self._trouble)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
         self._copies = Copies(self._ledger.note)
         self._noted: list[Copied] = []  # what an owner that has died knew of them
+        self._is_examined = False
+        self._devices: Mapping[str, DeviceProfile] = {}  # of the newest plan's members
         self._request: PlanRequest
-        self._stopping = False
         self._reported_s: float | None = None  # when the last step was
         self._adaptation: Adaptation | None = None
         self._newcomers: Newcomers | None = None
-        self._next: Planned | None = None  # to go over to at the next step's end
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
-        if self._owner is None:
+        if self._owner is None or self._course is None:
             return False
-        self._stopping = True
-        self._owner.stop()
+        for command in self._course.handle(moves.Stopped()):
+            if isinstance(command, moves.Stop):
+                self._owner.stop(hand_over=command.hand_over)
         return True
 
     async def run(self) -> None:
@@ -266,56 +281,182 @@ class Training:
 
     async def _epochs(self) -> None:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
-        captured = self._captured
+        members = None
+        if self._after and self._diary is not None:  # the owner before this one was another peer
+            members = Plan.from_json(self._diary.run.info["plan"]).peers
+        going = self._course = course.Course(
+            self._job.steps,
+            told=self._known,
+            done=len(self.result.losses),
+            keeps=self._home is not None,
+            blame=Suspects().hear,
+            members=members,
+        )
+        commands = going.begin()
+        while going.state is not course.State.OVER:
+            if going.state is course.State.SEARCHING:
+                commands = await self._search(going, commands)
+            elif (event := await self._do(going, commands)) is not None:
+                commands = going.handle(event)
+        await self._do(going, commands)
+
+    async def _search(self, going: course.Course, commands: list[moves.Command]) -> list[moves.Command]:
+        """Until there is a plan; what to do then, or after regroup_s."""
+
+        async def found() -> None:
+            nonlocal commands
+            while going.state is course.State.SEARCHING:
+                if (event := await self._do(going, commands)) is not None:
+                    commands = going.handle(event)
+
+        try:
+            await unless_late(found, self._agent.timeouts.regroup_s, self._agent.timeouts)
+        except TimeoutError:
+            if going.state is course.State.SEARCHING:
+                return going.handle(moves.TimeUp())
+        return commands
+
+    async def _do(
+        self, going: course.Course, commands: Iterable[moves.Command], report: Report | None = None
+    ) -> moves.Event | None:
+        """Carry these out, one after the other, for this report of a step if there is one; what came of the last."""
+        event: moves.Event | None = None
+        for command in commands:
+            event = await (self._carry_out(going, command) if report is None else self._tell(going, command, report))
+        return event
+
+    async def _carry_out(self, going: course.Course, command: moves.Command) -> moves.Event | None:
+        agent, recovery = self._agent, self._recovery
+        match command:
+            case moves.TakeTurn():
+                return moves.Turned(await self._turn.wait())
+            case moves.Profile():
+                assert self._captured is not None
+                self._request = await question(agent, self._job, self._captured, self._stages, self._lent)
+                return moves.Profiled()
+            case moves.AskPlan():
+                return await self._proposed(self._plan())
+            case moves.AskPlanOf(free, without):
+                request = replace(self._asking(going), free=free, without=without)
+                return await self._proposed(recovery.plan(request))
+            case moves.Meet(proposal):
+                return await self._meet(proposal.what)
+            case moves.Offer(proposal, number):
+                return await self._offer(going, proposal.what, number)
+            case moves.CallRoll(members):
+                return await recovery.call(members)
+            case moves.FindStates(done, without):
+                return await self._states(done, without)
+            case moves.LookAround(missed):
+                return recovery.around(missed, going.plan.members if going.plan is not None else ())
+            case moves.See(members):
+                return await recovery.see(members)
+            case moves.Forgive():
+                return moves.Forgiven(agent.forgive())
+            case moves.AwaitChange():
+                await agent.directory.wait_for_change()
+                return moves.Changed()
+            case moves.AwaitTerm(term):
+                await agent.later_than(term)
+                return moves.Changed()
+            case moves.Notice(at_s):
+                self._stopwatch.notice(at_s)
+            case moves.Mark(moment):
+                self._stopwatch.mark(moment)
+            case moves.Pause(for_s):
+                await asyncio.sleep(for_s)
+            case moves.Part(pairs):
+                agent.part(pairs)
+            case moves.Shun(peers):
+                agent.shun(peers)
+            case moves.TellLost():
+                recovery.tell_lost(command)
+            case moves.TellLeaving():
+                recovery.tell_leaving(command)
+            case moves.GoOnFrom(step, with_peers, copies):
+                self._base = copies if with_peers else self._durable
+                on_disk = self._durable.next_step if self._durable is not None else 0
+                log.info(
+                    "the state to go on from", next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk
+                )
+            case moves.Stop(hand_over):
+                assert self._owner is not None
+                self._owner.stop(hand_over=hand_over)
+            case moves.Fail(error):
+                raise error
+            case moves.GiveUp(lost, error):
+                raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+        return None
+
+    async def _tell(self, going: course.Course, command: moves.Command, report: Report) -> moves.Event | None:
+        """Carry out what is to be done with a step that has been reported."""
+        match command:
+            case moves.Compare():
+                self._compare(report)
+            case moves.Count():
+                self.result.losses.append(report.loss)
+                if report.metrics:
+                    self.result.metrics.append((report.step, dict(report.metrics)))
+            case moves.Consider():
+                faster = await self._adaptation.hear(report) if self._adaptation is not None else None
+                if faster is None:
+                    return moves.Better(None)
+                return moves.Better(proposed(Planned(faster, self._agent.newest_term, self.result.notes)))
+            case moves.Tell():
+                if self._diary is not None:
+                    self._diary.report(report.to_json())
+                await self._reports.put(report)
+            case _:
+                return await self._carry_out(going, command)
+        return None
+
+    async def _proposed(self, planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
+        try:
+            return moves.Found(proposed(await planning))
+        except (PlanError, JoinError) as error:
+            log.debug("no plan yet", error=str(error))
+            return moves.NoPlan(error)
+
+    async def _meet(self, planned: Planned) -> moves.Met | moves.Failed:
+        """See that all members of the plan are here and can run it; before the first epoch, that the plan computes the module."""
+        captured, plan = self._captured, planned.plan
         assert captured is not None
-        stale = done = 0
-        plan, term, self.result.notes = await self._first_plan(captured)
+        self.result.notes = planned.notes
         if self._noted:
             self._copies.restore(self._noted, self._agent.directory.peers.keys())
             self._base = self._copies.newest(len(self.result.losses)) or self._base
-        if self._job.verify:  # once: it tries the finest cut too, which covers what later plans cut
+            self._noted = []
+        if (
+            self._job.verify and not self._is_examined
+        ):  # once: the finest cut is tried, which covers what later plans cut
+            self._is_examined = True
             await self._look_at_module(captured, plan)
-        while True:
-            try:
-                devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
-            except PeerLostError as error:
-                plan, term, self.result.notes = await self._go_on_without(error, plan, Failures())
-                continue
-            check_generators(captured.train, plan, {peer: device.kind for peer, device in devices.items()})
-            try:
-                await self._epoch(captured, plan, term, devices)
-                assert self._owner is not None
-                over = self._stopping and not self._owner.handed_over
-                if self._next is None or over or len(self.result.losses) == self._job.steps:
-                    return
-                lost = None
-                if not self._leave_out(plan, self._next.plan):
-                    plan, term, self.result.notes = self._next
-                    self._next = None
-                    self._base = await self._newest()
-                    continue
-            except (
-                StaleTermError
-            ):  # another coordinator came between planning and offering; nothing of this epoch has run yet
-                stale, done = stale + 1 if len(self.result.losses) == done else 1, len(self.result.losses)
-                if stale > REPLANS:
-                    raise
-                await self._agent.later_than(term)
-                lost = None
-            except PeerLostError as error:
-                lost = error
-            except PlanError as error:  # somebody else was quicker
-                if not self._recovery.count and not await self._turn.wait():
-                    raise
-                self._recovery.free = ()
-                lost = PeerLostError(str(error)) if self._recovery.count else None
-            except MeshceeError as error:
-                lost = self._one_peers(error)
-            if lost is None and not self._recovery.count:
-                plan, term, self.result.notes = await self._plan(captured)
-            else:
-                assert self._owner is not None
-                plan, term, self.result.notes = await self._go_on_without(lost, plan, self._owner.failures)
+        try:
+            self._devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
+        except PeerLostError as error:
+            return moves.Failed(error)
+        check_generators(captured.train, plan, {peer: device.kind for peer, device in self._devices.items()})
+        return moves.Met()
+
+    async def _offer(self, going: course.Course, planned: Planned, number: int) -> moves.Ended | moves.Failed:
+        """One epoch, to its end."""
+        try:
+            await self._epoch(going, planned, number)
+        except MeshceeError as error:
+            failures = self._owner.failures if self._owner is not None else Failures()
+            return moves.Failed(error, losses(failures))
+        assert self._owner is not None
+        here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
+        return moves.Ended(self._owner.handed_over, frozenset(self._owner.leaving), here, self._agent.clock())
+
+    async def _states(self, done: int, without: Collection[str]) -> moves.States:
+        """What is on the disk, and the copies that peers hold."""
+        if self._store is not None:
+            found = await asyncio.to_thread(self._store.complete)
+            self._durable = found[0] if found else None
+        copied = self._copies.newest(done, without)
+        on_disk = self._durable.next_step if self._durable is not None else 0
+        return moves.States(on_disk, copied.next_step if copied is not None else None, copied)
 
     async def _look_at_module(self, captured: Capture, plan: Plan) -> None:
         """Raise UnequalError where the captured model is not the user's module."""
@@ -330,75 +471,21 @@ class Training:
         self._request = replace(self._request, times={**self._request.times, **found})
         return found
 
-    async def _first_plan(self, captured: Capture) -> Planned:
-        """Once it is this job's turn. Where the owner before this one was another peer, once its members have noticed."""
-        if self._after and self._diary is not None:
-            await self._turn.wait()
-            members = Plan.from_json(self._diary.run.info["plan"]).peers
-            await self._recovery.take_over(members)
-            self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
-            return await self._recovery.plan(self._request)
-        while True:
-            await self._turn.wait()
-            self._request = await question(self._agent, self._job, captured, self._stages, self._lent)
-            try:
-                return await self._plan(captured)
-            except PlanError:
-                if not await self._turn.wait():  # somebody else was quicker
-                    raise
-
-    async def _plan(self, captured: Capture) -> Planned:
+    async def _plan(self) -> Planned:
         if self._given is not None:
-            return await given_plan(self._agent, self._given, self._job, captured)
+            assert self._captured is not None
+            return await given_plan(self._agent, self._given, self._job, self._captured)
         job = replace(
             self._request.job, micro_batch=self._job.micro_batch_size
         )  # that of the first plan, if there was one
         return await ask_plan(self._agent, replace(self._request, job=job))
 
-    def _one_peers(self, error: MeshceeError) -> PeerLostError:
-        """An error that a member has met by itself is the loss of that member. Raises any other."""
-        faults = self._owner.failures.faults if self._owner is not None else ()
-        if not any(fault.error is error for fault in faults):
-            raise error
-        return PeerLostError(str(error))
-
-    def _leave_out(self, plan: Plan, following: Plan) -> bool:
-        """Whether the plan to go over to has members that have left, or are about to, since it was made."""
-        assert self._owner is not None
-        known = self._agent.directory.peers
-        late = [p for p in following.peers if p in self._owner.leaving or p not in known or known[p].leaving]
-        if late:
-            self._recovery.leave_out(late, plan.peers)
-        return bool(late)
-
-    async def _go_on_without(self, lost: PeerLostError | None, plan: Plan, failures: Failures) -> Planned:
-        """A plan for those who are left, and the newest state that can be had; PeerLostError when there is no plan."""
-        try:
-            if lost is not None:
-                self._recovery.notice(failures.noticed_s)
-                await self._recovery.after(lost, plan.peers, failures, len(self.result.losses))
-            self._base = await self._newest()
-            self._next = None
-            return await self._recovery.plan(self._asking(plan))
-        except (PeerLostError, PlanError, JoinError) as error:
-            raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
-
-    def _asking(self, plan: Plan) -> PlanRequest:
-        """For another plan than this, with the same micro-batches."""
-        return replace(self._request, job=replace(self._request.job, micro_batch=plan.micro_batch), wanted=())
-
-    async def _newest(self) -> Checkpoint | Copied | None:
-        """The state to go on from: copies that peers hold, where they are newer than what is on the disk."""
-        if self._store is not None:
-            found = await asyncio.to_thread(self._store.complete)
-            self._durable = found[0] if found else None
-        copied = self._copies.newest(len(self.result.losses), self._recovery.mute)
-        durable_step = self._durable.next_step if self._durable is not None else 0
-        with_peers = copied is not None and copied.next_step > durable_step
-        next_step = copied.next_step if copied is not None and with_peers else durable_step
-        done = len(self.result.losses)
-        log.info("the state to go on from", next_step=next_step, done=done, with_peers=with_peers, on_disk=durable_step)
-        return copied if with_peers else self._durable
+    def _asking(self, going: course.Course) -> PlanRequest:
+        """For another plan than the one there is, with the same micro-batches."""
+        if going.plan is None:
+            return self._request
+        micro_batch = going.plan.what.plan.micro_batch
+        return replace(self._request, job=replace(self._request.job, micro_batch=micro_batch), wanted=())
 
     def _how_to_go_on(self, error: MeshceeError) -> str:
         waited_s = self._agent.timeouts.regroup_s
@@ -410,10 +497,10 @@ class Training:
             f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
         )
 
-    async def _epoch(
-        self, captured: Capture, plan: Plan, term: tuple[int, str], devices: Mapping[str, DeviceProfile]
-    ) -> None:
-        """Offer this plan, feed it to the end; `devices` are its members', who may be gone by now."""
+    async def _epoch(self, going: course.Course, planned: Planned, number: int) -> None:
+        """Offer this plan, feed it to the end; its members may be gone by now."""
+        captured, devices, (plan, term, _) = self._captured, self._devices, planned
+        assert captured is not None
         names = self._agent.names()
         self.result.plan, self.result.names = plan, names
         self.result.steps_s.clear()
@@ -425,9 +512,8 @@ class Training:
         self._rounds_as(plan)
         classes = {class_of(device, plan.threads) for device in devices.values()}
         self._kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
-        if self._epoch_number == (0, 0):
-            self._epoch_number = (next_incarnation(self._home, self._last), 0)
-        epoch = self._epoch_number = (self._epoch_number[0], self._epoch_number[1] + 1)
+        self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
+        epoch = self._incarnation, number
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         if self._diary is not None:
             resumed = self._resume is not None
@@ -441,7 +527,7 @@ class Training:
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
         async def hear(report: Report) -> None:
-            await self._hear(report, Planned(plan, term, self.result.notes), epoch)
+            await self._hear(going, report, plan, epoch)
 
         if self._trace is not None:
             self._trace.begin(plan, names, start, self._job.steps)
@@ -472,19 +558,19 @@ class Training:
                 self._trouble,
             ),
         )
-        if self._stopping:
+        if going.stopping:
             self._owner.stop()
         self.result.state = await self._owner.train(
             Feed(self._job, captured, plan.micro_batch, start, self._fed, self._hyper), hear
         )
-        self.result.stopped = self._stopping and self._owner.stopped
+        self.result.stopped = going.stopping and self._owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
         """The run's folder, made or taken over by this process, and its checkpoints."""
         if self._home is None:
             return None
         info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
-        info |= {"rounds": (self._shares, self._coded), "key": self._key, "incarnation": self._epoch_number[0]}
+        info |= {"rounds": (self._shares, self._coded), "key": self._key, "incarnation": self._incarnation}
         info |= {
             "job": description(self._job, captured),
             "micro_batch": plan.micro_batch,
@@ -516,38 +602,16 @@ class Training:
         found = self._store.complete() if self._store is not None else []
         return found[-1].next_step if found else 0
 
-    async def _hear(self, report: Report, planned: Planned, epoch: tuple[int, int]) -> None:
+    async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
-        plan = planned.plan
+        assert self._owner is not None
         self.result.steps_s.append(report.step_s)
         self._reported_s = self._agent.monotonic()
-        again = report.step in self._known
-        if self._owner is not None:
-            self._recovery.hear(report.step, new=not again, ready_s=self._owner.ready_s)
-        if again:
-            self._compare(report)
-        if report.step == len(self.result.losses):
-            self.result.losses.append(report.loss)
-            if report.metrics:
-                self.result.metrics.append((report.step, dict(report.metrics)))
+        self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self._owner.ready_s)
         self._turn.report(epoch, report.step, report.loss, plan)
-        if self._next is None and self._owner is not None:
-            self._next = await self._other_plan(report, planned, self._owner.leaving)
-            if self._next is not None:
-                self._owner.stop(hand_over=True)
-        if again:
-            return
-        self._known[report.step] = report.loss
-        if self._diary is not None:
-            self._diary.report(report.to_json())
-        await self._reports.put(report)
-
-    async def _other_plan(self, report: Report, planned: Planned, leaving: set[str]) -> Planned | None:
-        """What to go over to at the next step's end: it does without members that want to leave, or is faster."""
-        if leaving and self._diary is not None:  # else nothing is kept that another epoch could begin with
-            return await self._recovery.part(leaving, planned.plan.peers, self._asking(planned.plan))
-        faster = await self._adaptation.hear(report) if self._adaptation is not None else None
-        return planned._replace(plan=faster, term=self._agent.newest_term) if faster is not None else None
+        event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self._owner.leaving))
+        while event is not None:
+            event = await self._do(going, going.handle(event), report)
 
     def _rounds_as(self, plan: Plan) -> None:
         self._shares |= plan.sums_gradients

@@ -14,12 +14,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
+from meshcee.adapt.course import REPLANS
 from meshcee.eager import plain
 from meshcee.plan import Plan
 from peers.device.compute import Pace
 from peers.node.agent import Agent
 from peers.owner.epoch import Report
-from peers.owner.job_run import REPLANS
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.virtual_time import quiet, run
 

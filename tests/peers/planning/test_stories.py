@@ -26,10 +26,10 @@ from benchmarks.virtual_chaos import (
     train,
     watched_frames,
 )
+from meshcee.adapt.course import Course
 from meshcee.plan import LeftOut, Plan
 from peers.member.service import Session
 from peers.owner.epoch import Owner
-from peers.owner.recovery import Recovery
 from peers.planning.coordinator import Planned, PlanRequest, PlanService, request_plan
 from peers.planning.job_costs import costs_of
 from peers.state.snapshot import Snapshots
@@ -126,7 +126,7 @@ def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path
 
     Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up, long before the owner would ask what its
     step waits for. That the next plan did not use the same
-    pair again, and fail once more, is Recovery.after's `self._agent.part(parted)`.
+    pair again, and fail once more, is Course._count_losses' `Part(parted), `.
     """
     seen: list[str] = []
     offered_s: list[float] = []  # after that
@@ -208,9 +208,9 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
         (
             test_a_link_between_two_members_delivers_nothing_and_breaks_nothing,
             (),
-            Recovery.after,
-            "self._agent.part(parted)",
-            "pass",
+            Course._count_losses,
+            "Part(parted), ",
+            "",
         ),
         (
             test_a_plan_names_a_thousand_peers_that_are_left_out,
