@@ -79,6 +79,7 @@ class Directory:
         self.peers: dict[str, PeerRecord] = {}
         self.links: dict[str, LinkRecord] = {}
         self.runs: dict[str, RunRecord] = {}
+        self.over: set[str] = set()  # owners who have said that their run is
         self.changed = asyncio.Condition()  # notified after every refresh and whatever is heard
         self.on_publish: Callable[[tuple[str, str], bytes], None] | None = None  # (kind, peer) and the sealed record
         self._started_at = clock()
@@ -231,6 +232,7 @@ class Directory:
         live_links, live_runs = self._live(LinkRecord, links), self._live(RunRecord, runs)
         self.links = {p: r for p, r in live_links.items() if p in peers}
         self.runs = {p: r for p, r in live_runs.items() if p in peers and r.state != "over"}
+        self.over = {p for p, r in live_runs.items() if r.state == "over"}
         for change in differences(self.peers, peers):
             self._note(change, said_goodbye=change.record.peer_id in told)
         self.peers = peers

@@ -16,7 +16,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     in            event     what follows                                                             next
     turn          Turned    profile, or plan; of another owner's run, call the roll of its members   planning, turn
     turn          Turned    nobody was before us, so the plan was refused for another reason: fail   over
-    turn          Called    who answers is free for the first plan: profile                          planning
+    turn          Called    who answers is free for the first plan, but those who failed: profile    planning
     planning      Profiled  ask for a plan; for another owner's run, as after a loss                 planning, searching
     planning      Found     see whether all its members are still here                               meeting
     planning      NoPlan    the first: wait for our turn; a later one: fail                          turn, over
@@ -228,13 +228,14 @@ class Course:
         keeps: bool,
         blame: Callable[[Collection[Any]], Collection[str]],
         members: Collection[str] | None = None,
+        failed: Collection[str] = (),
     ) -> None:
         self.state = State.TURN
         self.plan: Proposal | None = None  # the newest that was to be run
         self.following: Proposal | None = None  # to go over to at the next step's end
         self.done = done
         self.stopping = False
-        self.missing = Missing()
+        self.missing = Missing(failed=frozenset(failed))  # of another owner's run, whom that one left out
         self._steps = steps
         self._told = told
         self._keeps = keeps
@@ -316,7 +317,7 @@ class Course:
             self.state = State.PLANNING
             return [AskPlan()]
         if self._members is not None:
-            return [CallRoll(self._members)]
+            return [CallRoll((*self._members, *sorted(self.missing.failed - {*self._members})))]
         self.state = State.PLANNING
         return [Profile()]
 
@@ -495,9 +496,12 @@ class Course:
     def _called(self, event: Called) -> list[Command]:
         match self.state:
             case State.TURN:
-                self.missing.free = tuple(sorted(event.here))
+                failed = self.missing.failed
+                self.missing.answering = failed & event.here
+                self.missing.gone.update(dict.fromkeys(failed, event.at))
+                self.missing.free = tuple(sorted(event.here - failed))
                 self.state = State.PLANNING
-                return [Profile()]
+                return [*([Shun(failed)] if failed else []), Profile()]
             case State.CALLING:
                 return self._count_losses(event)
         for peer in event.here:

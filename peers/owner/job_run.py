@@ -281,9 +281,10 @@ class Training:
 
     async def _epochs(self) -> None:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
-        members = None
+        members, failed = None, []
         if self._after and self._diary is not None:  # the owner before this one was another peer
-            members = Plan.from_json(self._diary.run.info["plan"]).peers
+            info = self._diary.run.info
+            members, failed = Plan.from_json(info["plan"]).peers, [str(peer) for peer in info.get("failed", ())]
         going = self._course = course.Course(
             self._job.steps,
             told=self._known,
@@ -291,6 +292,7 @@ class Training:
             keeps=self._home is not None,
             blame=Suspects().hear,
             members=members,
+            failed=failed,
         )
         commands = going.begin()
         while going.state is not course.State.OVER:
@@ -575,6 +577,7 @@ class Training:
             "job": description(self._job, captured),
             "micro_batch": plan.micro_batch,
             "devices": sorted(self._kinds),
+            "failed": sorted(self._course.missing.failed) if self._course is not None else [],
         }
         try:
             if self._diary is None:

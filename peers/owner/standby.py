@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ async def stand_by(
     loop = asyncio.get_running_loop()
     trouble = Trouble(loop.time)
     mirror: Mirror | None = None
-    owner, lost_s = "", -1.0
+    owner, lost_s, silent_at = "", -1.0, math.inf
     told: list[str] = []
 
     def told_once(text: str) -> None:
@@ -74,9 +75,16 @@ async def stand_by(
         except OSError as error:  # of this machine's disk; all is read anew
             trouble.tell(WHAT, error)
         run = mirror.run
+        if run is not None and owner in agent.directory.over:
+            return None
         if lives(agent, owner):
-            if run is not None and owner not in agent.directory.runs:
-                return None  # its last word was lost: the run is over
+            sent_at = agent.directory.peers[owner].sent_at
+            if run is None or owner in agent.directory.runs:
+                silent_at = math.inf
+            elif sent_at > silent_at:
+                return None  # it announces itself, and no run any more: its last word was lost
+            else:  # the records of an owner that is dead expire one after the other
+                silent_at = sent_at
             lost_s = loop.time()
         elif lost_s < 0:
             lost_s = loop.time()

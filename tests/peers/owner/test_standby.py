@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from benchmarks.virtual_chaos import MICRO, STEPS, captured_job, expected, job_of, quick_planning, stormy
+from dht.directory import Directory
+from dht.records import Record, RunRecord
 from dht.signing import Identity
 from meshcee import plain
 from meshcee.errors import MeshceeError, ProtocolError, UsageError
@@ -200,6 +202,40 @@ def test_a_standby_that_has_fallen_behind_has_the_newest_journal_from_a_peer(tmp
     assert story.heir == list(range(story.heir[0], steps))
     assert story.heir[0] > Behind.DIES_AT / 2  # it has itself heard of the first few only
     assert story.took_over_s < TAKES_OVER_WITHIN_S
+
+
+def test_that_the_record_of_its_run_expires_first_is_no_word_of_a_dead_owner(tmp_path: Path) -> None:
+    lasts_s = Directory._ttl_s
+
+    def shorter_s(directory: Directory, kind: type[Record]) -> float:
+        return lasts_s(directory, kind) - (4.0 if kind is RunRecord else 0.0)
+
+    story = Story(tmp_path, killed)
+    with quiet(), quick_planning(), mock.patch.object(Directory, "_ttl_s", shorter_s):
+        result = run(story.play())
+    assert_exact(result)
+
+
+class WithAHungDevice(Story):
+    """A member's device hangs at step HANGS_AT, its owner leaves it out, and dies behind the next steps."""
+
+    HANGS_AT = 3
+
+    async def _until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+        async for report in super()._until_struck(training):
+            yield report
+            if report.step == self.HANGS_AT:
+                self.hung = self.storm.here.agents[self.storm.members()[1]]
+                self.hung._compute.pace = Pace(1e-9)
+
+
+def test_a_standby_leaves_out_at_once_whom_the_dead_owner_left_out(tmp_path: Path) -> None:
+    story = WithAHungDevice(tmp_path, killed)
+    with quiet(), quick_planning():
+        result = run(story.play())
+    assert_exact(result)
+    assert story.took_over_s < TAKES_OVER_WITHIN_S  # else it would wait for the hung device first
+    assert story.hung.peer_id in story.homes["heir"].runs()[0].info["failed"]
 
 
 def test_without_any_copy_a_standby_begins_again_and_tells_of_no_step_twice(tmp_path: Path) -> None:
