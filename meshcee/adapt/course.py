@@ -486,11 +486,11 @@ class Course:
         # Who is left out from now on: that leads somewhere, as often as there are peers.
         is_news = bool(failed - self.missing.failed)
         self.missing.failed |= failed
-        in_counts = self._counts.lost(self.done, is_news=is_news)
-        if in_counts >= FRUITLESS:
+        in_vain = self._counts.lost(self.done, is_news=is_news)
+        if in_vain >= FRUITLESS:
             return self._give_up(lost)
         self.state, self._setback.failed = State.CALLING, failed
-        pause = [Pause(min(0.5 * 2**in_counts, LONGEST_PAUSE_S))] if in_counts > 1 else []
+        pause = [Pause(min(0.5 * 2**in_vain, LONGEST_PAUSE_S))] if in_vain > 1 else []
         return [Notice(losses.noticed_s), *pause, CallRoll(tuple(sorted(set(self.plan.members))))]
 
     def _called(self, event: Called) -> list[Command]:

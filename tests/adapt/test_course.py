@@ -16,9 +16,11 @@ from meshcee.adapt.course import FRUITLESS, LONGEST_PAUSE_S, REPLANS, Course, St
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError
 from peers.wire.suspects import Fault, Suspects
 from tests.adapt.transcript import FOLDER, replayed
+from tests.mutation import breaks, changed
 
 PEERS = "abcdef"
 QUESTIONS = tuple(moves.ANSWERS)
+STALE, LOST = 1, 12  # of the ways in which an epoch fails
 ENDS = (moves.Finish, moves.Fail, moves.GiveUp)
 
 
@@ -200,13 +202,13 @@ class World:
             return moves.Ended(self.chance.random() < 0.7, leaving, here, self.now)
         return self.failure(members)
 
-    def failure(self, members: frozenset[str]) -> moves.Failed:
+    def failure(self, members: frozenset[str], how: int | None = None) -> moves.Failed:
         self.following = None
         one = self.chance.choice(sorted(members))
-        match self.chance.randrange(20):
+        match self.chance.randrange(20) if how is None else how:
             case 0:
                 return moves.Failed(MeshceeError("data[i] fails"))
-            case 1 | 2 | 3:
+            case 1 | 2 | 3:  # STALE
                 return moves.Failed(StaleTermError("an older term"))
             case 4 | 5 | 6:
                 return moves.Failed(PlanError("is taken"))
@@ -217,7 +219,7 @@ class World:
                 return moves.Failed(error, moves.Losses(1.0, faults=(fault,)))
             case 10 | 11:
                 return moves.Failed(PeerLostError("is stuck"), moves.Losses(1.0, stuck=frozenset({one})))
-        other = self.chance.choice(sorted(members))
+        other = self.chance.choice(sorted(members))  # LOST
         parted = frozenset({(one, other), (other, one)} if one != other else ())
         return moves.Failed(PeerLostError("is lost"), moves.Losses(1.0, parted=parted, blamed=one))
 
@@ -293,21 +295,53 @@ def test_when_nothing_comes_any_more_the_run_soon_ends_and_says_why(seed: int, e
     assert isinstance(world.question, ENDS)
 
 
-@given(seeds)
-def test_plans_that_always_fail_do_not_go_on_for_ever(seed: int) -> None:
-    """Who fails is left out once; what fails without anybody's fault is tried so often."""
+def always_fails(seed: int) -> None:
+    """Plans come, and no epoch does a step."""
     world = World(seed)
-    least: Callable[[], moves.Event] = world.answer
+    how = world.chance.choice((None, STALE, LOST))
     while world.course.state is not State.OVER:
         if isinstance(world.question, moves.Offer):
-            world.give(world.failure(frozenset(world.question.proposal.members)))
+            world.give(world.failure(frozenset(world.question.proposal.members), how))
         elif isinstance(world.question, moves.TakeTurn):
             world.give(moves.Turned(False))
         elif isinstance(world.question, moves.AwaitChange) and world.chance.random() < 0.5:
             world.give(moves.TimeUp())
         else:
-            world.give(least())
+            world.give(world.answer())
         assert world.epochs <= (len(PEERS) + 1) * FRUITLESS + REPLANS + 1
+
+
+@given(seeds)
+def test_plans_that_always_fail_do_not_go_on_for_ever(seed: int) -> None:
+    """Who fails is left out once; what fails without anybody's fault is tried so often."""
+    always_fails(seed)
+
+
+def goes_on(seed: int) -> None:
+    World(seed).go_on(400)
+
+
+@pytest.mark.parametrize(
+    ("story", "function", "line", "instead"),
+    [
+        (goes_on, Course.handle, "type(event) not in self._awaited", "False"),
+        (goes_on, Course._next, "self.missing.gone.update(dict.fromkeys(event.peers, event.at))", "pass"),
+        (goes_on, Course._offer, "self._counts.epoch += 1", "pass"),
+        (goes_on, Course._tell, " or self.is_known(step.step)", ""),
+        (goes_on, Course._ended, "if late:", "if False:"),
+        (goes_on, Course._failed, "self._step = self.following = None", "self._step = None"),
+        (goes_on, Course._count_losses, "missed | failed, event.at", "missed, event.at"),
+        (goes_on, Course._called, "self.missing.gone.pop(peer, None)", "self.missing.gone.clear()"),
+        (always_fails, Course._failed, "self._counts.refused(self.done) > REPLANS", "False"),
+        (always_fails, Course._lose, "in_vain >= FRUITLESS", "False"),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") if callable(value) else "",
+)
+def test_without_its_line_a_run_breaks_what_must_be_so(
+    story: Callable[[int], None], function: Callable[..., object], line: str, instead: str
+) -> None:
+    with changed(function, line, instead):
+        assert breaks(lambda: [story(seed) for seed in range(600)])
 
 
 ROW = re.compile(r"    (\S+(?: \S+)*)  +([A-Z]\w+) +(\S.*?)  +(\S.*)")
