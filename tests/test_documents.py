@@ -5,6 +5,7 @@ The idea: a page that nobody checks ages; what a machine can hold against the co
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from functools import cache
@@ -126,6 +127,26 @@ def test_the_job_in_the_readme_trains(tmp_path: Path) -> None:
     exec(compile(block, "README.md", "exec"), space)
     result = meshcee.train(replace(space["job"], steps=3), local=2)
     assert len(result.losses) == 3
+
+
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """Of docs/architecture.md: what walks, and its stops as file and function."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Three walks")[1].split("\n## ")[0]
+    parts = re.split(r"^\*\*([^*]+)\*\*", section, flags=re.MULTILINE)[1:]
+    stop = re.compile(r"^\d+\. `([\w/.]+)` `([\w.]+)`", flags=re.MULTILINE)
+    return {name: stop.findall(text) for name, text in zip(parts[::2], parts[1::2])}
+
+
+@pytest.mark.parametrize(("name", "most"), [("A micro-batch", 14), ("A change of bandwidth", 10), ("A death", 12)])
+def test_a_walk_is_short_and_every_stop_is_there(name: str, most: int) -> None:
+    stops = walks()[name]
+    assert 5 < len(stops) <= most
+    for path, where in stops:
+        scope: ast.AST = ast.parse((ROOT / path).read_text())
+        for part in where.split("."):
+            found = [n for n in ast.iter_child_nodes(scope) if getattr(n, "name", None) == part]
+            assert found, f"{path} has no {where}"
+            scope = found[0]
 
 
 def test_the_architecture_is_one_sitting() -> None:
