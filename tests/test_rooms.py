@@ -69,6 +69,16 @@ def test_a_door_says_what_the_room_is_for(room: str) -> None:
     assert room in ("meshcee", "meshcee.capture", "meshcee.codec") or len(text.splitlines()) <= DOOR_LINES
 
 
+@pytest.mark.parametrize("room", [room for room in rooms() if room != "meshcee.capture"])
+def test_a_door_gives_out_no_name_of_a_file(room: str) -> None:
+    """Else `room.name` is the file or the function, by what was imported last. meshcee.capture is a package that can be called."""
+    door = ast.parse((rooms()[room] / "__init__.py").read_text())
+    names = {
+        alias.asname or alias.name for node in door.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert {name for name in names if (rooms()[room] / f"{name}.py").exists()} == set()
+
+
 def test_peers_has_eleven_rooms_at_most() -> None:
     assert len([room for room in rooms() if room.count(".") == 1 and room.startswith("peers.")]) <= MOST_ROOMS_OF_PEERS
 

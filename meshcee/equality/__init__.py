@@ -4,7 +4,7 @@
 `Recorder` and `line_that` find the tensor and the user's line that differ.
 """
 
-from meshcee.equality.check import STAGES, Checked, check, refuse
+from meshcee.equality.checking import STAGES, Checked, check, refuse
 from meshcee.equality.net import cuts_of, examine, sizes_of
 from meshcee.equality.trial import check_sharing, why_not_shared
 

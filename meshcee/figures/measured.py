@@ -31,7 +31,7 @@ _Sample = Annotated[int, Meta(ge=0, lt=1 << 40)]
 class JobCosts:
     """What a planner must know of a job: no tensor, no code.
 
-    alike  per block the first block that is the same work (meshcee.capture.graph.alike); () when nothing was profiled
+    alike  per block the first block that is the same work (meshcee.capture.graph.same_work); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
     mix    which devices a plan may put together (meshcee.figures.kernels.MIXES), for an owner who runs these `versions`
     threads that every CPU computes with; 0: each with its own number

@@ -5,7 +5,7 @@ change (weather.py); `period_s` is the seconds of a step that a plan is judged b
 """
 
 from meshcee.simulator.instance import Edge, Instance, build
-from meshcee.simulator.simulate import Span, Timeline, bound_s, period_s, quick_period_s, simulate, slowest_s
+from meshcee.simulator.timeline import Span, Timeline, bound_s, period_s, quick_period_s, simulate, slowest_s
 
 __all__ = [
     "Edge",

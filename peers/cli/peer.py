@@ -18,7 +18,7 @@ from peers.cli.local import die_with_parent
 from peers.cli.session import configure_logging, run_async
 from peers.device import paced, versions
 from peers.measure import resolve_device
-from peers.node import Departure, JoinOptions, agent, ask_to_leave, find_peer, join
+from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 
 __all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_drain", "run_peer"]
 
@@ -113,7 +113,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
 
 async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool) -> bool:
     """Until it is asked to leave; whether no job has lost a stage with it."""
-    async with agent(where, Home()) as me:
+    async with a_peer(where, Home()) as me:
         current.append(departure := Departure(me))
         await me.directory.refresh()
         for why in dict.fromkeys(

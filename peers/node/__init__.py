@@ -3,8 +3,8 @@
 `Agent` owns every task in one TaskGroup; `assemble` hands it a transport and a store.
 """
 
-from peers.node.assemble import JoinOptions, agent, join
+from peers.node.assemble import JoinOptions, a_peer, join
 from peers.node.departure import Departure, ask_to_leave, find_peer
 from peers.node.mesh import Mesh, Result
 
-__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "agent", "ask_to_leave", "find_peer", "join"]
+__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "a_peer", "ask_to_leave", "find_peer", "join"]

@@ -32,7 +32,7 @@ from peers.transport import MemoryNetwork, Shape, ShapedTransport, StreamClosed,
 if TYPE_CHECKING:
     from peers.transport.p2p import P2PDaemon
 
-__all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "agent", "join"]
+__all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
 
 
 log = structlog.get_logger()
@@ -83,7 +83,7 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         if options.compute:
             lending = replace(options, name=f"{options.name}-device")
             lent.append(await stack.enter_async_context(_lender(lending, home, lent.clear)))
-        node = await stack.enter_async_context(agent(replace(options, compute=False), home))
+        node = await stack.enter_async_context(a_peer(replace(options, compute=False), home))
         await node.wait_for_peers(lent)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         yield Mesh(node, group, home, lent)
@@ -97,7 +97,7 @@ async def _lender(options: JoinOptions, home: Home, gone: Callable[[], None]) ->
 
     async def lend() -> None:
         try:
-            async with agent(options, home) as lender:
+            async with a_peer(options, home) as lender:
                 departure = Departure(lender)
                 up.set_result(lender.peer_id)
                 await departure.run()
@@ -206,7 +206,7 @@ class InProcess:
 
 
 @asynccontextmanager
-async def agent(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
+async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
     from dht import KademliaStore
     from peers.transport import Direct

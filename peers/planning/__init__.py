@@ -2,7 +2,7 @@
 
 from peers.planning.asking import ask_plan, question
 from peers.planning.coordinator import Planned, PlanRequest, PlanService, answer, request_plan
-from peers.planning.given_plan import given_plan, read_plan
+from peers.planning.given import given_plan, read_plan
 from peers.planning.job_costs import costs_of, profile
 
 __all__ = [

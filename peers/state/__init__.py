@@ -10,7 +10,7 @@ from peers.state.journal import Journal, Mirror, seek, take
 from peers.state.keeping import Keeping
 from peers.state.kept import Kept, Part, state_for
 from peers.state.policy import RETRY_S, Buddies, Cadence, buddies_with_room
-from peers.state.restore import Moments, Remains, Taken, restore
+from peers.state.restoring import Moments, Remains, Taken, restore
 from peers.state.shelf import Shelf
 from peers.state.snapshot import Held, by_parameter
 

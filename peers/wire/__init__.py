@@ -13,7 +13,8 @@ from peers.wire.outbox import Outbox
 from peers.wire.progress import OWNER, Doing, Watch
 from peers.wire.pulse import SILENT, beat, live, unless_closed, unless_late, unless_silent, while_alive, while_moving
 from peers.wire.spans import Span, Spans, micro_of, read_spans
-from peers.wire.state_frames import (
+from peers.wire.suspects import Fault, Suspects, is_own
+from peers.wire.weights import (
     DIGEST_BYTES,
     SLACK_BYTES,
     SLOWEST_BYTES_PER_S,
@@ -25,7 +26,6 @@ from peers.wire.state_frames import (
     names_of,
     state_frames,
 )
-from peers.wire.suspects import Fault, Suspects, is_own
 
 __all__ = [
     "DIGEST_BYTES",

@@ -14,7 +14,7 @@ from peers.transport import Frame, Stream
 from peers.wire import messages
 from peers.wire.offer import Offer
 from peers.wire.outbox import Outbox
-from peers.wire.state_frames import StateReceiver, digests_in
+from peers.wire.weights import StateReceiver, digests_in
 
 __all__ = ["Link", "ReplicaReceiver", "check_replicas"]
 

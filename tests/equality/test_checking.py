@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import meshcee
-from meshcee.equality import check as checking
-from meshcee.equality.check import check
+from meshcee.equality import checking
+from meshcee.equality.checking import check
 from meshcee.errors import CaptureError
 from meshcee.job import Job
 from meshcee.jobfile import load_job

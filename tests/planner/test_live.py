@@ -19,7 +19,7 @@ from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, STEPS_SHARE, choose, has_
 from meshcee.planner.rules import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.planner.steady import NEARLY
-from meshcee.show.explain import explain
+from meshcee.show.words import explain
 from meshcee.simulator import period_s
 from tests.planner.test_regions import DEVICES, FAR, HOME, LINKS, NEAR, PEERS
 

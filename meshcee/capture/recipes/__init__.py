@@ -3,7 +3,7 @@
 A recipe is a few calls of initialising operators over storages of stated size, checked like a program.
 """
 
-from meshcee.capture.recipes.construct import InitialState, construct
+from meshcee.capture.recipes.constructor import InitialState, construct
 from meshcee.capture.recipes.initial import from_checkpoint
 from meshcee.capture.recipes.recipe import decode
 

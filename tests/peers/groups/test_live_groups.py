@@ -32,7 +32,7 @@ from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.job_run import Result, question
 from peers.planning.coordinator import PlanRequest
-from peers.planning.given_plan import placed
+from peers.planning.given import placed
 from peers.planning.job_costs import costs_of, sizes_of
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from meshcee.capture import Capture, capture, encode_program
-from meshcee.capture.graph.alike import alike, tied
+from meshcee.capture.graph.same_work import alike, tied
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes

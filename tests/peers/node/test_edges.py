@@ -16,7 +16,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, ProtocolError
 from peers.measure.sounding import ASK_S, sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
-from peers.state.restore import Remains
+from peers.state.restoring import Remains
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages

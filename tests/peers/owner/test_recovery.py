@@ -35,7 +35,7 @@ from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment
 from peers.wire.failures import Failures
 from peers.wire.offer import Offer
-from peers.wire.state_frames import names_of
+from peers.wire.weights import names_of
 from tests.peers.member.test_training import make_job
 
 STEPS = 30

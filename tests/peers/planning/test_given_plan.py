@@ -10,7 +10,7 @@ import pytest
 
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
-from peers.planning.given_plan import check_plan, placed, read_plan
+from peers.planning.given import check_plan, placed, read_plan
 from tests.peers.groups.test_groups import mixing_job
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import beside, even_plan, grouped

@@ -39,7 +39,7 @@ from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
-from peers.wire.state_frames import digest_of, digests_in, digests_of
+from peers.wire.weights import digest_of, digests_in, digests_of
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import even_plan, grouped, train
 from tests.rig.virtual_time import run

@@ -31,7 +31,7 @@ from peers.state.policy import Buddies, Cadence, FarCadence, Stride, buddies, bu
 from peers.state.snapshot import Held
 from peers.transport.base import Frame
 from peers.wire import messages
-from peers.wire.state_frames import digest_of
+from peers.wire.weights import digest_of
 from tests.peers.state.test_buddy import TIMES, Epoch, answered, offers
 from tests.planner.test_live import JOB
 from tests.rig.mesh_fixture import beside, even_plan, grouped

@@ -20,7 +20,7 @@ from peers.state.policy import CHUNK_BYTES, Cadence
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
-from peers.wire.state_frames import digest_of
+from peers.wire.weights import digest_of
 from tests.mutation import breaks, changed
 from tests.rig.virtual_time import run, virtual_time
 

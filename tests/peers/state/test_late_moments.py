@@ -28,11 +28,11 @@ from peers.state.copies import Copied, Copies
 from peers.state.fetch import Fetch
 from peers.state.kept import Kept
 from peers.state.policy import Buddies, Cadence, buddies
-from peers.state.restore import Remains
+from peers.state.restoring import Remains
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
-from peers.wire.state_frames import digest_of
+from peers.wire.weights import digest_of
 from tests.rig.mesh_fixture import even_plan, members
 from tests.rig.virtual_time import virtual_time
 

@@ -19,7 +19,7 @@ from meshcee.errors import ProtocolError
 from meshcee.job import Job
 from peers.transport.base import Frame
 from peers.wire import messages, state_frames
-from peers.wire.state_frames import StateReceiver, StateSender, names_of
+from peers.wire.weights import StateReceiver, StateSender, names_of
 from tests.peers.member.test_training import Net, make_job
 from tests.rig import zoo
 from tests.rig.mesh_fixture import train
