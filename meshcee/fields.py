@@ -41,6 +41,7 @@ Ordinal = Annotated[int, Meta(ge=1, le=1 << 53)]
 Name = Annotated[str, Meta(max_length=128)]
 ShortText = Annotated[str, Meta(max_length=64)]
 
+_SCALARS = (str, int, float, bool, bytes, type(None))
 _BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
 
 
@@ -88,7 +89,8 @@ def _left_out(told: Any, found: Any) -> str | None:
         pairs = zip(told, found)
     elif isinstance(found, Mapping):
         pairs = ((told[key], one) for key, one in found.items())
-    return next((missing for one, read in pairs if (missing := _left_out(one, read))), None)
+    inner = ((one, read) for one, read in pairs if type(read) not in _SCALARS)
+    return next((missing for one, read in inner if (missing := _left_out(one, read))), None)
 
 
 def refuse_unprintable(value: Any, what: str) -> None:

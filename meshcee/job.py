@@ -41,12 +41,14 @@ class Optimizer:
     def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
         if name not in PER_PARAMETER:
             raise UsageError(
-                f"optimizer {name!r} cannot be split over stages; use one of {', '.join(sorted(PER_PARAMETER))}"
+                f"optimizer {name!r:.80} cannot be split over stages; use one of {', '.join(sorted(PER_PARAMETER))}"
             )
         for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
             pair = isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value)
             if not (value is None or isinstance(value, bool | int | float) or pair):
-                raise UsageError(f"optimizer option {key}={value!r} must be a number, a flag or a pair of numbers")
+                raise UsageError(
+                    f"optimizer option {key:.80}={value!r:.80} must be a number, a flag or a pair of numbers"
+                )
         self.name = name
         self.options = dict(options)
         self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}

@@ -95,8 +95,8 @@ class Whole:
 
 def presence_of(header: Mapping[str, Any], bucket: Bucket) -> list[bool]:
     """Which parameters of the bucket have a gradient, as another member says."""
-    present = need(header, "present", list)
-    if len(present) != len(bucket.names) or not all(type(p) is bool for p in present):
+    present = need(header, "present", list[bool])
+    if len(present) != len(bucket.names):
         raise ProtocolError("gradients of a group need word for each parameter whether it has one")
     return present
 

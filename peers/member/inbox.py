@@ -149,7 +149,7 @@ def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
 
 def named_tensors(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
     """By the names that its header gives."""
-    names = need(header, "names", list)
+    names = need(header, "names", list[str])
     if len(names) != len(values):
         raise ProtocolError("a frame of shared gradients needs one tensor for each name")
     return dict(zip(names, tensors_of(values)))

@@ -160,11 +160,11 @@ class Session:
             except StreamClosed as closed:
                 raise _OwnerDone from closed
             if frame.kind == messages.INPUT:
-                names = need(frame.header, "names", list)
+                names = need(frame.header, "names", list[str])
                 values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
-                if len(names) != len(values) or not all(isinstance(v, torch.Tensor) for v in values):
+                inputs = {name: value for name, value in zip(names, values) if isinstance(value, torch.Tensor)}
+                if not len(names) == len(values) == len(inputs):
                     raise ProtocolError("an input frame needs one tensor for each name")
-                inputs = dict(zip(names, values))
                 self._inbox.put_raw(need(frame.header, "walk", int), need(frame.header, "micro", int), inputs)
             elif frame.kind in (messages.STEP, messages.EVALUATE):
                 await self._link()

@@ -98,16 +98,14 @@ class Walk:
                 self.codecs[stage, target] = found if known is None else known + found
         if header.get("norm") is not None:
             need(header, "norm", float)
-        figures = list(need(header, "seconds", dict).values())
-        for seen in need(header, "links", dict).values():
-            if type(seen) is not list or len(seen) != 3:
-                raise ProtocolError("a link has three figures: rates out and in, and what waited")
-            figures += [figure for figure in seen if figure is not None]
+        figures: list[float] = [*need(header, "seconds", dict[str, float]).values()]
+        for seen in need(header, "links", dict[str, tuple[float | None, float | None, float | None]]).values():
+            figures += [figure for figure in seen if figure is not None]  # rates out and in, and what waited
         if (fed := header.get("fed")) is not None:
             figures.append(need(header, "fed", float))
             if not fed > 0:
                 raise ProtocolError("what the owner sends comes at some rate")
-        if not all(type(x) in (int, float) and 0 <= x < math.inf for x in figures):
+        if not all(0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
 

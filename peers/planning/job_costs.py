@@ -18,6 +18,7 @@ import torch
 from meshcee.capture import Capture, encode_program
 from meshcee.capture.graph import alike, tied
 from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.fields import unpack
 from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run, fitting
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
@@ -118,7 +119,7 @@ async def _ask(agent: MeshView, peer: str, request: ProfileRequest, data: bytes)
         raise messages.error_from(reply.header)
     if reply.kind != messages.PROFILED or len(reply.payloads) != 1:
         raise ProtocolError(f"it answered with a frame of kind {reply.kind!r}")
-    times = BlockTimes.from_json(messages.body_of(reply.payloads[0], "its profile"))
+    times = BlockTimes.from_json(unpack(reply.payloads[0], PROFILE_BYTES, "its profile"))
     if times.blocks != request.blocks or times.sizes != request.sizes:
         raise ProtocolError("its profile is of other blocks or sizes than were asked for")
     return times

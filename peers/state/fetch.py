@@ -22,6 +22,7 @@ import torch
 
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.fields import Count
 from meshcee.files.tensor_files import byte_view
 from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
 from peers.state.snapshot import CORES
@@ -68,10 +69,7 @@ async def serve(
 def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:
     """The bytes that a PULL asks for."""
     found, left = [], CHUNK_BYTES
-    for entry in need(frame.header, "ranges", list):
-        if not isinstance(entry, list | tuple) or len(entry) != 3 or not all(type(x) is int and x >= 0 for x in entry):
-            raise ProtocolError("a range is a tensor's number, its first byte and a count")
-        which, first, count = entry
+    for which, first, count in need(frame.header, "ranges", list[tuple[Count, Count, Count]]):
         view = views[which] if which < len(views) else None
         left -= count
         if view is None or first + count > len(view) or left < 0:

@@ -396,8 +396,8 @@ async def _shelf(agent: MeshView, peer: str, job: str) -> AsyncIterator[tuple[St
         stream.max_payload_bytes = MOST_RUNS * MOST_SEAL_BYTES
         await stream.send(Frame(messages.SEEK, {"job": job[:MOST_NAME_CHARACTERS]}))
         frame = await stream.recv()
-        live = need(frame.header, "live", list)
-        if frame.kind != messages.FOUND or len(live) != len(frame.payloads) or not all(type(x) is bool for x in live):
+        live = need(frame.header, "live", list[bool])
+        if frame.kind != messages.FOUND or len(live) != len(frame.payloads):
             raise ProtocolError("it did not say which journals it keeps")
         seals = [Seal.read(bytes(data)) for data in frame.payloads]
         if any(seal.job != job[:MOST_NAME_CHARACTERS] for seal in seals):

@@ -39,12 +39,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgpack
+from msgspec import Meta
 
 from meshcee import errors
 from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.fields import Finite, read
 from meshcee.role import B, F
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "F",
     "Step",
     "besides_in",
-    "body_of",
     "epoch_of",
     "error_from",
     "error_header",
@@ -88,21 +88,14 @@ SUMS = PART, SUM, WHOLE, MEET = "part", "sum", "whole", "meet"
 
 
 def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """The field, of exactly this type (a bool is no int); ProtocolError otherwise."""
+    """The field, of exactly this type (a bool is no int, `list[str]` holds texts); ProtocolError otherwise."""
     value = header.get(name)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ProtocolError(f"header field {name!r} must be {kind.__name__}, got {type(value).__name__}")
-    return value
+    return value if type(value) is kind else read(value, kind, f"header field {name!r}")
 
 
 def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
     """The epoch (incarnation, n) that a frame belongs to."""
-    pair = header.get("epoch")
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(x) is int for x in pair):
-        raise ProtocolError("header field 'epoch' must be two integers")
-    return (pair[0], pair[1])
+    return need(header, "epoch", tuple[int, int])
 
 
 def run_of(header: Mapping[str, Any]) -> str:
@@ -115,21 +108,7 @@ def run_of(header: Mapping[str, Any]) -> str:
 
 def term_of(header: Mapping[str, Any]) -> tuple[int, str]:
     """The coordinator's term: its number and the coordinator's peer id."""
-    term = need(header, "term", list)
-    if len(term) != 2 or type(term[0]) is not int or not isinstance(term[1], str):
-        raise ProtocolError("header field 'term' must be a counter and a peer id")
-    return (term[0], term[1])
-
-
-def body_of(payload: Any, what: str) -> dict[str, Any]:
-    """What is too much for a header: a payload that is a mapping in msgpack; `what` says of what, in the ProtocolError."""
-    try:
-        body = msgpack.unpackb(payload, raw=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"{what} is not msgpack: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError(f"{what} is not a mapping")
-    return body
+    return need(header, "term", tuple[int, str])
 
 
 @dataclass(frozen=True)
@@ -146,10 +125,10 @@ class Step:
 
     walk: int
     step: int
-    weights: tuple[float, ...]
+    weights: tuple[Finite, ...]
     hyper: tuple[Mapping[str, Any], ...] = ()
     forward_only: bool = False
-    tail: int | None = None
+    tail: Annotated[int, Meta(ge=1)] | None = None
     trace: bool = False  # members tell what they did when, with their APPLIED
     first: int = 0
 
@@ -182,19 +161,12 @@ class Step:
     @classmethod
     def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:
         count, weights = need(header, "count", int), need(header, "weights", list)
-        hyper = need(header, "hyper", list)
-        if not 1 <= count <= max_micro or not all(isinstance(w, float) for w in weights):
+        if not 1 <= count <= max_micro:
             raise ProtocolError(f"a step needs 1 to {max_micro} micro-batch weights")
         if len(weights) not in (1, count):
             raise ProtocolError(f"a step of {count} micro-batches needs one weight for all or one for each")
         weights = weights * (count // len(weights))
-        if not all(isinstance(h, dict) for h in hyper):
-            raise ProtocolError("a step's group options must be mappings")
-        tail = None if header.get("tail") is None else need(header, "tail", int)
-        if tail is not None and tail < 1:
-            raise ProtocolError("a micro-batch has at least one sample")
-        walk, step, first = need(header, "walk", int), need(header, "step", int), need(header, "first", int)
-        return cls(walk, step, tuple(weights), tuple(hyper), forward_only, tail, need(header, "trace", bool), first)
+        return read({**header, "weights": weights, "forward_only": forward_only}, cls, "a step")
 
 
 def error_header(error: BaseException, **more: Any) -> dict[str, Any]:
@@ -214,4 +186,4 @@ def error_from(header: Mapping[str, Any]) -> MeshceeError:
 
 def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
     """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
-    return tuple(need(header, "besides", list))[:MOST_BESIDES]
+    return tuple(need(header, "besides", list[int]))[:MOST_BESIDES]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import torch
+from msgspec import Meta
 
 from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program, why_unsplit
 from meshcee.capture.graph import whole_draws
 from meshcee.codec import codec_of
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
+from meshcee.fields import Finite, NotNegative, plain, read, unpack
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan, Stage
 from meshcee.role import Place, StageFlops, Sum
@@ -51,13 +53,13 @@ class Terms:
     job: str
     optimizer: Optimizer
     seed: int
-    clip_norm: float | None
+    clip_norm: Annotated[float, Meta(gt=0)] | None
     precision: str
-    flops: tuple[float, ...]  # forward, per sample, of each block: what emulated devices are paced by
+    flops: tuple[NotNegative, ...]  # forward, per sample, of each block: what emulated devices are paced by
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
     direct_sums: bool = False  # groups sum gradients through process groups of their own
-    regroup_s: float = (
+    regroup_s: Finite = (
         60.0  # for so long the owner looks for peers that go on, and members keep what is left of an epoch
     )
 
@@ -77,38 +79,22 @@ class Terms:
             regroup_s,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "job": self.job,
-            "optimizer": self.optimizer.to_json(),
-            "seed": self.seed,
-            "clip_norm": self.clip_norm,
-            "precision": self.precision,
-            "flops": list(self.flops),
-            "parameters": list(self.parameters),
-            "recompute": self.recompute,
-            "direct_sums": self.direct_sums,
-            "regroup_s": self.regroup_s,
-        }
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Terms:
-        clip_norm = data.get("clip_norm")
-        precision = need(data, "precision", str)
-        if precision not in ("fp32", "bf16"):
-            raise ProtocolError(f"unknown precision {precision!r}")
-        return cls(
-            need(data, "job", str)[:200],
-            Optimizer.from_json(need(data, "optimizer", dict)),
-            need(data, "seed", int),
-            None if clip_norm is None else need(data, "clip_norm", float),
-            precision,
-            tuple(float(x) for x in need(data, "flops", list)),
-            tuple(map(str, need(data, "parameters", list))),
-            need(data, "recompute", bool),
-            need(data, "direct_sums", bool),
-            min(max(need(data, "regroup_s", float), 0.0), MOST_REGROUP_S),
-        )
+        found = read(data, cls, "an offer's terms")
+        if found.precision not in ("fp32", "bf16"):
+            raise ProtocolError(f"unknown precision {found.precision[:40]!r}")
+        return replace(found, job=found.job[:200], regroup_s=min(max(found.regroup_s, 0.0), MOST_REGROUP_S))
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What an offer says beside its header and its programs."""
+
+    terms: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    addresses: Mapping[str, tuple[str, ...]]
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -130,12 +116,7 @@ class Offer:
 
     def frame(self, sources: Sequence[str] = ()) -> Frame:
         """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
-        body = {
-            "terms": self.terms.to_json(),
-            "plan": self.plan.to_json(),
-            "addresses": {peer: list(known) for peer, known in self.addresses.items()},
-            "sources": list(sources),
-        }
+        body = plain(_Body(plain(self.terms), self.plan.to_json(), self.addresses, tuple(sources)))
         header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes, "run": self.run}
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
         return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
@@ -145,23 +126,27 @@ class Offer:
         """Parse and check; raises ProtocolError, GraphError, PlanError or UsageError."""
         if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
-        if len(frame.payloads[0]) > BODY_BYTES:
-            raise ProtocolError(f"the offer's plan and settings take more than {BODY_BYTES} bytes")
-        body = messages.body_of(frame.payloads[0], "the offer")
-        term = messages.term_of(frame.header)
+        body = read(unpack(frame.payloads[0], BODY_BYTES, "an offer"), _Body, "an offer")
+        terms, plan = Terms.from_json(body.terms), Plan.from_json(body.plan)
+        epoch, term, run = (
+            messages.epoch_of(frame.header),
+            messages.term_of(frame.header),
+            messages.run_of(frame.header),
+        )
+        resumes = need(frame.header, "resumes", bool)
         programs = [decode_program(bytes(payload), limits) for payload in frame.payloads[1:]]
         offer = cls(
-            Terms.from_json(need(body, "terms", dict)),
-            Plan.from_json(need(body, "plan", dict)),
-            messages.epoch_of(frame.header),
+            terms,
+            plan,
+            epoch,
             term,
             peer_id,
             programs[0],
             programs[1] if len(programs) > 1 else None,
-            {str(p): tuple(map(str, known)) for p, known in need(body, "addresses", dict).items()},
-            need(frame.header, "resumes", bool),
-            tuple(map(str, need(body, "sources", list)))[:MOST_SOURCES],
-            messages.run_of(frame.header),
+            body.addresses,
+            resumes,
+            body.sources[:MOST_SOURCES],
+            run,
             owner,
         )
         if offer.plan.num_blocks != offer.train.num_blocks:

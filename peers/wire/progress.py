@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshcee.config import Timeouts
-from meshcee.errors import ProtocolError
 from meshcee.plan import Plan
 from peers.transport import Frame
 from peers.wire import messages
@@ -51,9 +50,7 @@ class Doing:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> Doing:
-        wants = need(header, "wants", list)
-        if not all(isinstance(peer, str) for peer in wants):
-            raise ProtocolError("a member waits for peers")
+        wants = need(header, "wants", list[str])
         return cls(need(header, "done", int), need(header, "busy", bool), need(header, "moved", int), tuple(wants))
 
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks.virtual_chaos import captured_job, job_of
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, ProtocolError
+from meshcee.fields import plain
 from peers.measure.sounding import ASK_S, sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.state.restoring import Remains
@@ -43,7 +44,7 @@ async def test_what_is_left_of_an_epoch_is_kept_for_as_long_as_its_owner_looks_f
 
 
 def test_members_hear_how_long_the_owner_looks_for_peers_and_believe_no_more_than_a_day() -> None:
-    said = Terms.of(job_of(8), captured_job(), 7.5).to_json()
+    said = plain(Terms.of(job_of(8), captured_job(), 7.5))
     assert Terms.from_json(said).regroup_s == 7.5
     assert Terms.from_json({**said, "regroup_s": 1e12}).regroup_s == 86400
     with pytest.raises(ProtocolError, match="regroup_s"):
