@@ -9,7 +9,7 @@ import sys
 import types
 from typing import Any
 
-from meshcee.capture.capture import Capture, capture
+from meshcee.capture.capture import Capture, capture, watch_sizes
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.graph.program import Batch, Free, Program, StageSpec, Value
 from meshcee.capture.graph.rows import why_unsplit
@@ -29,6 +29,7 @@ __all__ = [
     "inputs_of",
     "prepare",
     "stack",
+    "watch_sizes",
     "why_unsplit",
 ]
 

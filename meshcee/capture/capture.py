@@ -49,10 +49,10 @@ from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import read
+from meshcee.sampling import generators_put_back, read
 from meshcee.user_code import calling
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "watch_sizes"]
 
 _PROBED = 16  # samples whose shapes are compared, to find sizes that vary
 
@@ -74,6 +74,7 @@ class Capture:
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
     took_s: float = 0.0  # the capture
+    built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
 
     @property
     def state_bytes(self) -> int:
@@ -173,6 +174,7 @@ def _as_in_eager() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+@generators_put_back()  # forward may seed or draw, and so may the function that builds the model
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     start_s = time.perf_counter()
@@ -203,7 +205,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     before = Remembered(work, job.loss)
     try:
         train_wrap = _WithLoss(work, job, example, evaluate=False)
-        watch = _watched(train_wrap, job, example, names)
+        watch = _watched(train_wrap, job, example, names, _own_sizes(job))
         with asked_for_masks() as asked:
             exported = _export(train_wrap, example, names, varying, most)
         refuse_idle(asked, [data_rules.inputs_of(data_rules.stack([sample])) for sample in probed])
@@ -238,18 +240,46 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
         took_s=time.perf_counter() - start_s,
+        built=None if recorder is None else model,
     )
 
 
+@generators_put_back()
+def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
+    """Raises CaptureError where forward does something else than the graph with so many samples, by names on fake tensors.
+
+    For sizes that a plan chose: `capture` has looked at the job's own.
+    """
+    sizes = [size for size in sizes if size not in _own_sizes(job)]
+    model = job.model if isinstance(job.model, nn.Module) else captured.built
+    if not sizes or model is None:
+        return
+    modes = {m: m.training for m in model.modules()}
+    if not model.training:
+        model.train()
+    work = model if job.precision == "fp32" else _rounded(model)
+    before = Remembered(work, job.loss)
+    example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
+    try:
+        _watched(_WithLoss(work, job, example, evaluate=False), job, example, _names(model)[0], sizes)(captured.train)
+    finally:
+        before.put_back()
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _own_sizes(job: Job) -> list[int]:
+    micro = job.micro_batch_size or job.batch_size
+    return [size for size in (micro, job.batch_size % micro) if size]
+
+
 def _watched(
-    wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str]
+    wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str], sizes: Sequence[int]
 ) -> Callable[[Program], None]:
-    """Has forward called before export, and returns the check of what export makes of it.
+    """Has forward called before export, and returns the check of what export makes of it, for so many samples.
 
     What is found before is told after, since export says more of what it cannot do at all.
     """
-    micro = job.micro_batch_size or job.batch_size
-    sizes = [size for size in (micro, job.batch_size % micro) if size]
     watch = Watch(
         wrap,
         data_rules.inputs_of(example),

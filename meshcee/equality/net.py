@@ -5,13 +5,16 @@ does not hold) shows when both sides run. So the owner runs a real micro-batch t
 through the stages, the second time with every block as a stage of its own, which any later plan only makes coarser; and
 compares losses, gradients, buffers, generators, and what of Python has changed. Then all of the user's is put back.
 
-What it may take is what the capture took: of a large model it runs fewer samples, or the forward pass alone, and says so.
+What it may take is what the capture took: of a large model it runs fewer samples, or the forward pass alone, and says so. A model
+that does not fit some times over runs forward only, block by block (`blocks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +26,11 @@ import psutil
 import torch
 from torch import nn
 
-from meshcee.capture import Capture, stack
+from meshcee.capture import Capture, stack, watch_sizes
 from meshcee.capture.export import explain
+from meshcee.equality.blocks import Blocks, Weights, entries, stand_ins, without_saving
 from meshcee.equality.lines import line_that
-from meshcee.equality.recorder import Recorder, unlike, unlike_backwards, values_of
+from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError
 from meshcee.job import Job, Optimizer, seed_of
@@ -43,6 +47,9 @@ _NOTHING = Slot("value", None, lambda: None)
 WAY_OUT = "Job(verify=False) or --no-verify trains it all the same"
 MEMORY_SHARE = 0.8  # of what is free
 COPIES = 4  # of the model's state: what is put back, the stages', and both sides' gradients
+BLOCKS = (
+    3  # what a model that is run block by block takes, in its largest block: as made, laid out, and while it is made
+)
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
 UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
 LEAST_S = 1.0  # for models whose capture takes no time
@@ -103,33 +110,73 @@ class _Net:
         self, job: Job, captured: Capture, cuts: Sequence[Cut], budget_s: float, say: Callable[[str], None]
     ) -> None:
         self.job, self.captured, self.cuts, self.budget_s, self.say = job, captured, cuts, budget_s, say
+        self.compared: set[int] = set()  # sizes of which every sample was
+        self.weights: Weights | None = None  # of a model that does not fit
 
     def run(self, sizes: Sequence[int]) -> None:
-        state = self.captured.state_bytes
+        self._look(sizes)
+        watch_sizes(self.job, self.captured, [size for size in dict.fromkeys(sizes) if size not in self.compared])
+
+    def _look(self, sizes: Sequence[int]) -> None:
         own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
-        needed, free = (COPIES + (not own)) * state, psutil.virtual_memory().available
-        if needed > MEMORY_SHARE * free:
-            self.say(
-                f"whether the captured model is the module was not checked: that takes {needed / 2**30:.1f} GiB here, and "
-                f"{free / 2**30:.1f} GiB are free"
-            )
-            return
+        free = MEMORY_SHARE * psutil.virtual_memory().available
+        whole = (COPIES + (not own)) * self.captured.state_bytes <= free
+        if not whole:
+            sizes = [min(sizes)]
+            if (needed := self._block_bytes(sizes[0])) > free:
+                self.say(
+                    f"whether the captured model is the module was not checked: that takes {needed / 2**30:.1f} GiB here, and "
+                    f"{free / MEMORY_SHARE / 2**30:.1f} GiB are free"
+                )
+                return
         with GENERATORS, torch.enable_grad():
             generator = torch.get_rng_state()
             try:
-                self.model = self._module()
-                self.watch = Watch(self.model, [self.job.loss])
+                self._take_model(whole)
                 try:
                     self._begin()
                     self.ready = self.watch.look()
-                    trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-                    self.kept = self.captured.layout.keys() - trained  # what forward may write
-                    for size, backward in self._affordable(sizes):
-                        self._compare(size, backward)
+                    if whole:
+                        for size, backward in self._affordable(sizes):
+                            self._compare(size, backward)
+                    else:
+                        self._forward_only(sizes[0])
                 finally:
                     self.watch.restore()
             finally:
                 torch.set_rng_state(generator)
+
+    def _take_model(self, whole: bool) -> None:
+        """The module to run, what forward may write of it, and what is to be put back."""
+        spared: set[int] = set()
+        if whole:
+            self.model = self._module()
+            trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            self.kept = self.captured.layout.keys() - trained
+        else:
+            self.kept = {entry.name for entry in self.captured.train.inputs if entry.mutated}
+            if isinstance(self.job.model, nn.Module) and self.job.precision == "fp32":
+                self.model = self.job.model
+            else:
+                model = self.captured.built or self.job.model
+                assert isinstance(model, nn.Module)
+                real = {name: self.captured.state[name] for name in self.kept}
+                dtype = torch.bfloat16 if self.job.precision == "bf16" else torch.float32
+                self.model = stand_ins(model, dtype, real)
+            self.weights = Weights(self.model, self.captured, self._largest_block())
+            spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.kept}
+        self.watch = Watch(self.model, [self.job.loss], spared=spared)
+
+    def _largest_block(self) -> int:
+        layout = self.captured.layout
+        return max(
+            sum(layout[n][0].itemsize * math.prod(layout[n][1]) for n in cost.parameters)
+            for cost in self.captured.costs
+        )
+
+    def _block_bytes(self, size: int) -> int:
+        """What a forward pass of so many samples takes, block by block."""
+        return BLOCKS * self._largest_block() + 2 * size * max(c.activation_bytes for c in self.captured.costs)
 
     def _module(self) -> nn.Module:
         """The user's own module: what closures refer to. A copy where the plain loop computes with other numbers than its."""
@@ -141,13 +188,12 @@ class _Net:
 
     def _affordable(self, sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """What to run: (samples, with the backward pass), as much of the plan's sizes as the budget allows."""
-        flops = sum(cost.flops for cost in self.captured.costs)
-        one_s = flops / (UTILISATION * _flops_per_s())
-        left_s = self.budget_s
+        one_s, left_s = self._one_s(), self.budget_s
         for size in dict.fromkeys(sizes):
             passes = 4 * (1 + BACKWARD)
             few = min(size, 2)  # one sample is often special, two are as many
             if size * one_s * passes <= left_s:
+                self.compared.add(size)
                 yield size, True
                 left_s -= size * one_s * passes
             elif few * one_s * passes <= left_s:
@@ -165,16 +211,37 @@ class _Net:
             else:
                 self._less(f"a micro-batch of {size} was not compared with the module", size * one_s * passes)
 
+    def _one_s(self) -> float:
+        """A sample's forward pass."""
+        return sum(cost.flops for cost in self.captured.costs) / (UTILISATION * _flops_per_s())
+
+    def _forward_only(self, size: int) -> None:
+        """Compares as many samples of a model that does not fit as the budget allows."""
+        one_s = self._one_s()
+        few = next((n for n in (size, min(size, 2), 1) if 2 * n * one_s <= self.budget_s), 0)
+        if not few:
+            self._less(f"a micro-batch of {size} was not compared with the module", 2 * size * one_s)
+        elif self._compare_blocks(few):
+            if few == size:
+                self.compared.add(size)
+            self.say(
+                f"the model does not fit here some times over: only the forward pass of {self._samples()} was compared with the "
+                "module, block by block"
+            )
+
     def _less(self, what: str, wanted_s: float) -> None:
         self.say(f"{what}: all would take about {wanted_s:.0f} s here; `meshcee check JOB.py` takes the time")
 
     # -- one size ------------------------------------------------------------------------------------------------------
 
-    def _compare(self, size: int, backward: bool) -> None:
+    def _draw(self, size: int, backward: bool) -> None:
         job = self.job
         drawn = draw(job.seed, len(job.data), job.batch_size, 0)[:size]
         self.batch = stack(read(job.data, drawn, job.seed, 0))
         self.size, self.backward = size, backward
+
+    def _compare(self, size: int, backward: bool) -> None:
+        self._draw(size, backward)
         finest = tuple((b, b + 1) for b in range(self.captured.train.num_blocks))
         seen: list[Mapping[str, Slot]] = [self.ready]
         for cuts in [self.cuts, [finest]] if backward else [self.cuts]:
@@ -190,13 +257,80 @@ class _Net:
             raise UnequalError(found)
         self._put_back()
 
+    def _compare_blocks(self, size: int) -> bool:
+        """The forward pass alone, of a model that does not fit. False where its code wants its tensors as they are."""
+        assert self.weights is not None
+        self._draw(size, backward=False)
+        state = {name: t.clone() for name, t in self._state().items() if name in self.kept}
+        torch.manual_seed(seed_of(self.job.seed, 0, 0))
+        ours = Blocks(self.captured.train, self.captured.inputs_of(self.batch), self.weights, state)
+        failed: list[Exception] = []
+
+        def follow() -> None:
+            try:
+                if not failed:
+                    ours.follow()
+            except Exception as error:  # kernels raise what they like
+                failed.append(error)
+
+        self.weights.before = follow
+        recorder = Recorder(forget=True)
+        try:
+            loss = self._forward(recorder).detach()
+        except Exception as error:
+            if self.weights.stand_in:
+                self._put_back()
+                self.say(f"the module was not compared: without its weights at hand, {_first_line(error)}")
+                return False
+            raise CaptureError(_failed(error, self._samples())) from error
+        theirs = _Outcome(loss, None, self.watch.look(), torch.get_rng_state())
+        try:
+            if failed:
+                raise failed[0]
+            with without_saving():
+                ours.finish()
+        except Exception as error:
+            raise self._fails(error) from error
+        written = {n: replace(self.ready[n], seen=seen) for n, seen in ours.written().items()}
+        found = self._difference(theirs, _Outcome(ours.loss, None, {**self.ready, **written}, ours.rng))
+        self.weights.forget()
+        if found is None and (wrote := sorted(self.weights.written)):
+            found = "state", f"parameter {wrote[0]!r} is not what the module leaves in it"
+        apart = [(block, number) for block, number, seen in ours.ends if seen not in recorder.numbers]
+        call = unlike(recorder, loss, ours.numbers) if apart or found else None
+        if found is not None or call is not None:
+            if carried := self._carried([self.ready, theirs.seen], differs=True):
+                raise UnequalError(carried)
+            raise self._blocks_differ(found[1] if found else "", apart, call)
+        if carried := self._carried([self.ready, theirs.seen]):
+            raise UnequalError(carried)
+        self._put_back()
+        return True
+
+    def _blocks_differ(self, what: str, apart: Sequence[tuple[int, int]], call: Told | None) -> UnequalError:
+        wanted = seed_of(self.job.seed, 0, 0)
+        where = f"; the first operation that differs is {call.name}{call.where}" if call is not None else ""
+        if line := line_that(lambda: torch.initial_seed() != wanted, self._forward):
+            where = f"; the generator is seeded{line}: leave seeding to meshcee, which seeds each micro-batch"
+        if apart:
+            (block, number), program = apart[0], self.captured.train
+            at = program.nodes[number - len(program.inputs)].at
+            what = f"block {block + 1} of {program.num_blocks} ({self.captured.costs[block].name}) ends with another tensor{at}"
+        return UnequalError(
+            f"the captured model does not do what your module does: for a micro-batch of {self._samples()}, {what}{where}; "
+            f"{WAY_OUT}",
+            "capture",
+        )
+
+    def _fails(self, error: Exception) -> UnequalError:
+        return UnequalError(
+            f"the captured model fails on a micro-batch of {self._samples()}, which your module computes: "
+            f"{_first_line(error)}; give another micro_batch_size"
+        )
+
     def _state(self) -> dict[str, torch.Tensor]:
         """The module's tensors by the names of the program; the same memory."""
-        entries = [
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ]
-        return {name: tensor.detach() for name, tensor in entries if name in self.captured.layout}
+        return {name: tensor.detach() for name, tensor in entries(self.model) if name in self.captured.layout}
 
     def _put_back(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """All of the user's as it was before the first pass; then what forward may write as it was in `state`."""
@@ -212,7 +346,7 @@ class _Net:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _forward(self) -> torch.Tensor:
+    def _forward(self, recorder: Recorder | None = None) -> torch.Tensor:
         x, y = self.batch
         tensors = self.captured.inputs_of(self.batch)
         if self.job.precision == "bf16":
@@ -220,7 +354,15 @@ class _Net:
                 n: t.bfloat16() if n.split(".")[0] == "x" and t.is_floating_point() else t for n, t in tensors.items()
             }
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
-        loss: torch.Tensor = self.job.loss(call_model(self.model, rebuild(x, "x", tensors)), rebuild(y, "y", tensors))
+        with contextlib.ExitStack() as around:
+            if self.weights is not None:
+                around.enter_context(without_saving())
+                around.enter_context(self.weights)
+            if recorder is not None:  # what it is given are stand-ins
+                around.enter_context(recorder)
+            loss: torch.Tensor = self.job.loss(
+                call_model(self.model, rebuild(x, "x", tensors)), rebuild(y, "y", tensors)
+            )
         return loss
 
     def _eager(self) -> _Outcome:
@@ -248,10 +390,7 @@ class _Net:
             if self.backward:
                 chain.fused(0, 0, 1.0)
         except Exception as error:  # kernels raise what they like
-            raise UnequalError(
-                f"the captured model fails on a micro-batch of {self._samples()}, which your module computes: "
-                f"{_first_line(error)}; give another micro_batch_size"
-            ) from error
+            raise self._fails(error) from error
         written = {n: replace(before[n], seen=digest(t)) for runner in chain.runners for n, t in runner.written.items()}
         rng = chain.rng if isinstance(chain.rng, torch.Tensor) else untouched
         return _Outcome(loss, chain.grads() if self.backward else None, {**before, **written}, rng)
@@ -317,7 +456,7 @@ class _Net:
         recorder, loss = self._recorded()
         told = recorder.told
         values, numbers = self._graph_values(state)
-        call = unlike(told, loss, numbers)
+        call = unlike(recorder, loss, numbers)
         if call is None:
             call = unlike_backwards(recorder, loss, values, values[self.captured.train.outputs[0]])
             return (
@@ -342,9 +481,7 @@ class _Net:
 
     def _recorded(self) -> tuple[Recorder, torch.Tensor]:
         recorder = Recorder()
-        with recorder:
-            loss = self._forward()
-        return recorder, loss
+        return recorder, self._forward(recorder)
 
     def _graph_values(self, state: Mapping[str, torch.Tensor]) -> tuple[list[Any], set[Any]]:
         program, raw = self.captured.train, self.captured.inputs_of(self.batch)
@@ -391,14 +528,15 @@ class _Net:
         """Whether a value of Python's differs after two passes from the same tensors."""
         found = []
         self._put_back()
-        tensors = {n: t.clone() for n, t in self._state().items()}
+        tensors = {n: t.clone() for n, t in self._state().items() if self.weights is None or n in self.kept}
         for _ in range(2):
             self._forward()
             slot = self.watch.look().get(name)
             found.append(slot.seen if slot is not None else "absent")
             with torch.no_grad():
                 for n, t in self._state().items():
-                    t.copy_(tensors[n])
+                    if n in tensors:
+                        t.copy_(tensors[n])
         return found[0] != found[1]
 
     def _keeps(self, name: str) -> str:

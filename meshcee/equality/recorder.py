@@ -7,19 +7,21 @@ it apart. Of the operations that the loss depends on, the first whose numbers ar
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshcee.capture.graph import Program, resolve
 from meshcee.equality.lines import at, users
 from meshcee.equality.watch import digest
 
-__all__ = ["Recorder", "Told", "unlike", "unlike_backwards", "values_of"]
+__all__ = ["Recorder", "Told", "memory_of", "tensors_in", "unlike", "unlike_backwards", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -35,37 +37,59 @@ class Told:
 
 
 class Recorder(TorchFunctionMode):
-    """Around an eager pass."""
+    """Around an eager pass. With `forget`, tensors may go when the pass is done with them, and `numbers` has what they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forget: bool = False) -> None:
         super().__init__()
+        self.forget = forget
         self.told: list[Told] = []
         self.kept: list[tuple[list[Any], list[Any]]] = []  # given and left: alive, so that no memory is used twice
+        self._numbered: dict[int, int] = {}  # address -> what its memory is called now
+        self._count = itertools.count(1)
+        self.numbers: set[Any] = set()  # fingerprints of all that was given or left
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = str(getattr(func, "__name__", func))
         given = list(tensors_in([args, kwargs]))
-        left = list(tensors_in(out))
+        left = [t for t in tensors_in(out) if not isinstance(t, FakeTensor)]  # a stand-in has no numbers
         if given and (name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))):
             left.append(given[0])
         if isinstance(kwargs.get("out"), torch.Tensor):
             left.append(kwargs["out"])
         if left:
-            self.kept.append((given, left))
+            reads, writes = self._places(given, left)
             full = resolve_name(func) or name
+            fingerprints = tuple(digest(t) for t in left)
+            if self.forget:
+                self.numbers.update(fingerprints, map(digest, given))
             self.told.append(
                 Told(
                     full.removeprefix("torch.nn.functional.").removeprefix("torch.Tensor.").removeprefix("torch."),
                     _users_line(),
                     tuple(left[-1].shape),
-                    tuple(digest(t) for t in left),
-                    frozenset(map(_memory, given)),
-                    frozenset(map(_memory, left)),
+                    fingerprints,
+                    reads,
+                    writes,
                 )
             )
         return out
+
+    def memory(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory; memory that is used again counts as other memory."""
+        address = memory_of(tensor)
+        return self._numbered.setdefault(address, address) if self.forget else address
+
+    def _places(self, given: list[Any], left: list[Any]) -> tuple[frozenset[int], frozenset[int]]:
+        """The memory that a call read and wrote."""
+        reads = frozenset(map(self.memory, given))
+        if self.forget:  # no reference keeps an address: not even a weak one, which would keep the bytes
+            before = set(map(memory_of, given))
+            self._numbered |= {m: -next(self._count) for m in map(memory_of, left) if m not in before}
+        else:
+            self.kept.append((given, left))
+        return reads, frozenset(map(self.memory, left))
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -79,7 +103,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
@@ -98,7 +122,7 @@ def values_of(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[list[An
 
     def note(tensors: Sequence[torch.Tensor]) -> None:
         for t in tensors:
-            of_memory.setdefault(_memory(t), []).append(t)
+            of_memory.setdefault(memory_of(t), []).append(t)
             found.add(digest(t))
 
     note(list(inputs))
@@ -113,15 +137,15 @@ def values_of(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[list[An
             for place in node.operator.mutates:
                 if place < len(node.args):
                     for written in tensors_in(resolve(node.args[place], values)):
-                        found.update(digest(t) for t in of_memory.get(_memory(written), ()))
+                        found.update(digest(t) for t in of_memory.get(memory_of(written), ()))
     return values, found
 
 
-def unlike(told: Sequence[Told], loss: torch.Tensor, known: set[Any]) -> Told | None:
+def unlike(recorder: Recorder, loss: torch.Tensor, known: set[Any]) -> Told | None:
     """The first call that the loss depends on and whose numbers the program does not have."""
-    needed = {_memory(loss)}
+    needed = {recorder.memory(loss)}
     behind: list[Told] = []
-    for call in reversed(told):
+    for call in reversed(recorder.told):
         if call.writes & needed:
             needed |= call.reads
             behind.append(call)

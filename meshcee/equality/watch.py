@@ -13,7 +13,7 @@ import logging
 import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,9 @@ class Slot:
 class Watch:
     """The state before a pass. `changed()` names what is different now, `restore()` puts everything back."""
 
-    def __init__(self, model: nn.Module, functions: Sequence[Any]) -> None:
-        self._model, self._functions = model, functions
+    def __init__(self, model: nn.Module, functions: Sequence[Any], *, spared: Set[int] = frozenset()) -> None:
+        """`spared` are ids of tensors too large to copy: whether they are written is seen, and not put back."""
+        self._model, self._functions, self._spared = model, functions, spared
         self._undo: list[Callable[[], Any]] = []
         self.slots = self._walk(self._undo)
 
@@ -75,7 +76,7 @@ class Watch:
             undo()
 
     def _walk(self, undo: list[Callable[[], Any]] | None) -> dict[str, Slot]:
-        walk = _Walk(undo)
+        walk = _Walk(undo, self._spared)
         walk.generators()
         walk.module("", self._model)
         for function in self._functions:
@@ -84,9 +85,9 @@ class Watch:
 
 
 class _Walk:
-    def __init__(self, undo: list[Callable[[], Any]] | None) -> None:
+    def __init__(self, undo: list[Callable[[], Any]] | None, spared: Set[int]) -> None:
         self.slots: dict[str, Slot] = {}
-        self.undo = undo
+        self.undo, self.spared = undo, spared
         self.seen: set[int] = set()
         self.kept: list[Any] = []  # alive while ids are compared
 
@@ -126,10 +127,12 @@ class _Walk:
         tensor = held[key]
         if tensor is None or self._met(tensor):
             return
-        self.slots[name] = Slot("tensor", digest(tensor), lambda: digest(held[key]))
+        look = _version if id(tensor) in self.spared else digest
+        self.slots[name] = Slot("tensor", look(tensor), lambda: look(held[key]))
         self.slots[f"{name}.requires_grad"] = Slot("flag", tensor.requires_grad, lambda: held[key].requires_grad)
         if self.undo is not None:
-            self.undo.append(functools.partial(_put_tensor, tensor, tensor.detach().clone(), tensor.requires_grad))
+            if id(tensor) not in self.spared:
+                self.undo.append(functools.partial(_put_tensor, tensor, tensor.detach().clone(), tensor.requires_grad))
             self.undo.append(functools.partial(setattr, tensor, "grad", tensor.grad))
 
     def value(self, name: str, container: Any, key: Any, depth: int) -> None:
@@ -298,6 +301,10 @@ def _fingerprint(item: Any) -> Any:
 
 def _repr(look: Callable[[], Any]) -> str:
     return repr(look())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
 
 
 def _look(container: Any, key: Any) -> Any:

@@ -7,7 +7,7 @@ each step. The owner and the plain loop share this room; members never see a dat
 from meshcee.sampling.data import call_model, inputs_of, rebuild, stack
 from meshcee.sampling.fed import FED, Fed, repeats, unrepeatable
 from meshcee.sampling.hyper import HyperSchedule
-from meshcee.sampling.order import GENERATORS, NO_STEP, draw, read
+from meshcee.sampling.order import GENERATORS, NO_STEP, draw, generators_put_back, read
 
 __all__ = [
     "FED",
@@ -17,6 +17,7 @@ __all__ = [
     "HyperSchedule",
     "call_model",
     "draw",
+    "generators_put_back",
     "inputs_of",
     "read",
     "rebuild",

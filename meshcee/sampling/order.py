@@ -23,7 +23,7 @@ import torch
 
 from meshcee.user_code import calling
 
-__all__ = ["GENERATORS", "NO_STEP", "draw", "read"]
+__all__ = ["GENERATORS", "NO_STEP", "draw", "generators_put_back", "read"]
 
 NO_STEP = -1  # of reads that belong to no step of training: evaluation, and looks at what samples are like
 
@@ -60,7 +60,7 @@ def read(data: Any, indices: Iterable[int], seed: int, step: int = NO_STEP, *, n
     def asked() -> str:
         return f"{name}[{i}]" + (f" of step {step + 1}" if step != NO_STEP else "")
 
-    with _put_back(), calling(asked):
+    with generators_put_back(), calling(asked):
         for i in indices:
             _seed(seed, step, i)
             found.append(data[i])
@@ -76,7 +76,8 @@ def _seed(seed: int, step: int, index: int) -> None:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
+def generators_put_back() -> Iterator[None]:
+    """Holds `GENERATORS`; afterwards the process's generators are as they were."""
     with GENERATORS:
         states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:

@@ -137,8 +137,10 @@ def test_state_and_contexts_that_a_graph_does_not_hold(then: Callable[[Any, torc
         model.plain.clone(),
         repr(model.drawer.bit_generator.state),
     )
+    generator = torch.get_rng_state()
     with pytest.raises(CaptureError, match=REFUSED[then]) as raised:
         capture(job_of(model))
+    assert torch.equal(torch.get_rng_state(), generator)
     assert "\n" not in str(raised.value)
     after = CALLS, model.temperature, model.calls, list(model.seen), model.plain, repr(model.drawer.bit_generator.state)
     assert before[:4] == after[:4]

@@ -12,6 +12,7 @@ import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ import torch
 
 import meshcee
 from meshcee.capture import capture
+from meshcee.equality import net
 from meshcee.equality.net import examine
 from meshcee.errors import CaptureError, UnequalError
+from meshcee.files.tensor_files import OnDemand
 from meshcee.job import Job
 from meshcee.jobfile import load_job
 from meshcee.stage.chain import split_blocks
+from tests.rig.resident import growth
 
 CAPTURE = importlib.import_module("meshcee.capture.capture")  # the module, not the function of that name
 
@@ -189,3 +193,109 @@ def test_a_part_in_eval_mode_stays_so(tmp_path: Path) -> None:
 def test_what_is_equal_passes_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     job, _ = job_of(tmp_path, *EQUAL[name])
     captured_and_examined(job, EQUAL[name][3])
+
+
+# -- models that do not fit ------------------------------------------------------------------------------------------------
+
+LARGE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import meshcee
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
+        self.drop, self.calls = nn.Dropout(0.1), 0
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))  # HERE
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(300, 512)
+        self.layers, self.norm = nn.ModuleList(Layer() for _ in range(6)), nn.BatchNorm1d(512)
+    def forward(self, x):
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = layer(h)
+        return F.linear(self.norm(h.transpose(1, 2)).transpose(1, 2), self.embedding.weight)
+
+def loss(out, y):
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+g = torch.Generator().manual_seed(1)
+data = [(torch.randint(300, (4,), generator=g), torch.randint(300, (4,), generator=g)) for _ in range(16)]
+job = meshcee.Job(Net, loss, data, meshcee.Optimizer("SGD", lr=1e-2), batch_size=8, steps=3, micro_batch_size=4)
+"""
+LAYER_BYTES = 4 * (2 * 512 * 2048 + 2048 + 3 * 512)
+
+
+def large(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Job, Any, int]:
+    """The job of that file, captured, on a machine that seems to have room for most of its state; and its marked line."""
+    path = folder / "large.py"
+    path.write_text(LARGE)
+    job = replace(load_job(path), **options)
+    found = capture(job)
+    monkeypatch.setattr(
+        net, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=int(0.8 * found.state_bytes)))
+    )
+    return job, found, next(i for i, text in enumerate(LARGE.splitlines(), 1) if "# HERE" in text)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_a_model_that_does_not_fit_is_compared_block_by_block(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, found, line = large(tmp_path, monkeypatch, **options)
+    said: list[str] = []
+    made: list[str] = []
+    state = found.state
+    watched = replace(found, state=OnDemand(found.layout, lambda name: (made.append(name), state[name])[1]))
+    generator, grown = torch.get_rng_state(), growth()
+    examine(job, watched, [4, 2], [cut(found)], say=said.append, budget_s=float("inf"))
+    assert grown() < 4 * LAYER_BYTES < found.state_bytes
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert said == [
+        "the model does not fit here some times over: only the forward pass of 2 samples was compared with the module, "
+        "block by block"
+    ]
+    large_ones = [name for name in made if name.endswith(("up.weight", "down.weight"))]
+    assert len(large_ones) == len(set(large_ones)) == 12  # for both sides at once
+
+    nodes = list(found.train.nodes)
+    place = next(i for i, n in enumerate(nodes) if n.block == 2 and n.operator.name == "aten.gelu.default")
+    nodes[place] = replace(nodes[place], kwargs={"approximate": "tanh"})
+    tampered = replace(found, train=replace(found.train, nodes=tuple(nodes)))
+    with pytest.raises(UnequalError, match=rf"block 3 of {found.train.num_blocks} .* gelu at .*large\.py:{line} "):
+        examine(job, tampered, [4, 2], [cut(found)], say=said.append, budget_s=float("inf"))
+
+
+def test_a_given_model_that_does_not_fit_is_compared_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _, _ = large(tmp_path, monkeypatch)
+    assert not isinstance(job.model, torch.nn.Module)
+    model = job.model()
+    job = replace(job, model=model)
+    found = capture(job)
+    before = [t.clone() for t in model.state_dict().values()]
+    examine(job, found, [4], [cut(found)], say=lambda text: None, budget_s=float("inf"))
+    assert alike([*model.state_dict().values()], before)
+    model.layers[3].register_forward_hook(lambda layer, given, out: out * 1.0000001)  # what the graph does not have
+    with pytest.raises(UnequalError, match=r"block \d of .* the first operation that differs is mul at .*test_net\.py"):
+        examine(job, found, [4], [cut(found)], say=lambda text: None, budget_s=float("inf"))
+    assert alike([*model.state_dict().values()], before)
+
+
+def test_sizes_that_are_not_compared_are_watched_on_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, line = job_of(tmp_path, *CASES["one sample"])
+    job = replace(job, micro_batch_size=None)  # of 8: the planner chooses another
+    found = capture(job)
+    monkeypatch.setattr(net, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0)))
+    said: list[str] = []
+    examine(job, found, [2], [cut(found)], say=said.append)
+    assert "was not checked" in said[0]
+    with pytest.raises(CaptureError, match=rf"with micro-batches of 1 samples, .*job\.py:{line}\b"):
+        examine(job, found, [1], [cut(found)], say=said.append)
