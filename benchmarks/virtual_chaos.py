@@ -48,9 +48,7 @@ from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
-from peers.transport.base import Frame
-from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
-from peers.transport.stream import FramedStream
+from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.messages import Step
 from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import Still, run
@@ -69,7 +67,6 @@ __all__ = [
     "quick_planning",
     "stormy",
     "train",
-    "watched_frames",
 ]
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
@@ -116,26 +113,6 @@ def now() -> float:
 def quick_planning() -> Any:
     """Which plan is found does not matter here, and a search of half a second after every blow would."""
     return mock.patch("meshcee.planner.live.EFFORT", Effort(events=1_000, rows=10_000))
-
-
-@contextlib.contextmanager
-def watched_frames(about_to_send: Callable[[str, str, str], None]) -> Iterator[None]:
-    """Calls it with sender, receiver and kind before each frame that is sent on the in-process network."""
-    make = MemoryTransport._new_stream
-
-    def watching(transport: MemoryTransport, peer_id: str, *args: Any, **more: Any) -> FramedStream:
-        stream = make(transport, peer_id, *args, **more)
-        send = stream.send
-
-        async def told(frame: Frame) -> None:
-            about_to_send(transport.peer_id, peer_id, frame.kind)
-            await send(frame)
-
-        stream.send = told  # type: ignore[method-assign]
-        return stream
-
-    with mock.patch.object(MemoryTransport, "_new_stream", watching):
-        yield
 
 
 @contextlib.contextmanager

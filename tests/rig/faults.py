@@ -23,7 +23,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.virtual_chaos import watched_frames
 from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import PeerLostError
@@ -39,6 +38,7 @@ from peers.state.kept import Kept
 from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import GRACE_S
+from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 from tests.rig.virtual_time import run
 

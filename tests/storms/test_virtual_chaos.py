@@ -19,9 +19,9 @@ from benchmarks.virtual_chaos import (
     quick_planning,
     stormy,
     train,
-    watched_frames,
 )
 from peers.owner.epoch import Report
+from tests.rig.frames import watched_frames
 from tests.rig.virtual_time import Still, quiet, run
 
 NEW = {

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks import virtual_chaos
-from benchmarks.virtual_chaos import watched_frames
 from peers.device.compute import Pace
 from peers.transport.memory import Impairment
 from tests.rig.faults import (
@@ -32,6 +31,7 @@ from tests.rig.faults import (
     undisturbed,
     world,
 )
+from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.virtual_time import quiet, run
 

@@ -24,7 +24,6 @@ from benchmarks.virtual_chaos import (
     quick_planning,
     stormy,
     train,
-    watched_frames,
 )
 from meshcee.adapt.course import Course
 from meshcee.plan import LeftOut, Plan
@@ -35,6 +34,7 @@ from peers.planning.job_costs import costs_of
 from peers.state.snapshot import Snapshots
 from peers.transport.memory import Impairment
 from tests.mutation import breaks, changed
+from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.virtual_time import quiet, run
 

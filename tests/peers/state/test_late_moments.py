@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.virtual_chaos import watched_frames
 from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
@@ -33,6 +32,7 @@ from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
 from peers.wire.weights import digest_of
+from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import even_plan, members
 from tests.rig.virtual_time import virtual_time
 
