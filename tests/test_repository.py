@@ -71,6 +71,12 @@ def test_what_the_product_may_not_do(path: Path) -> None:
         assert ast.get_docstring(tree), "the docstring says what the file is for"
 
 
+@pytest.mark.parametrize("path", sources("tests/rig"), ids=lambda p: p.name)
+def test_a_rig_needs_no_benchmark(path: Path) -> None:
+    """Benchmarks import rigs, never the other way round."""
+    assert not imported(ast.parse(path.read_text())) & {"benchmarks"}
+
+
 def test_nothing_imports_the_forking_dht() -> None:
     assert [p for p in sources(*PRODUCT) if re.search(r"hivemind\.DHT\b|import DHT\b", p.read_text())] == []
 
