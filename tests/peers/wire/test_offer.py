@@ -92,7 +92,7 @@ def test_each_field_of_an_offer_is_checked() -> None:
         ({"names": ["a", "b"]}, lambda header: named_tensors(header, [torch.zeros(1), None])),
         (Doing(1, True, 5, ("a",)).frame().header, Doing.from_header),
     ],
-    ids=str,
+    ids=["epoch", "term", "run", "besides", "error", "step", "snapshot", "names", "doing"],
 )
 def test_each_field_of_a_header_is_checked(header: dict[str, Any], reading: Any) -> None:
     check_every_field(header, reading, free=(".tail = None", ".hyper.0.lr"))
