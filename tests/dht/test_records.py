@@ -148,7 +148,7 @@ def test_a_members_malformed_fields_are_refused_or_valid_never_a_crash(record: R
     assert repr(found)
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{type(r).__name__} {r}"[:50])
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
 def test_each_field_is_checked(record: Record) -> None:
     """What a device has beside its five figures may be left out; a plan is anybody's mapping."""
     optional = ("capability", "versions", "host", "cores", "threads_said", "memory_said", "threads")
