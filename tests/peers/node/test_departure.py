@@ -202,7 +202,7 @@ async def test_the_device_that_an_owner_lends_leaves_and_the_owner_stays(
             here.crash(options.name)
             ended.append(options.name)
 
-        monkeypatch.setattr(assemble, "agent", agent)
+        monkeypatch.setattr(assemble, "a_peer", agent)
         other = await here.start("other", lends=False)
         async with assemble.join(JoinOptions(name="mine", compute=True), home) as mesh, asyncio.TaskGroup() as group:
             lender = here.agents["mine-device"].peer_id
@@ -245,7 +245,7 @@ async def test_an_owner_whose_device_cannot_join_says_so_and_goes_on_when_it_is_
                 yield await here.start(options.name, lends=options.compute)
                 task.cancel()
 
-        monkeypatch.setattr(assemble, "agent", agent)
+        monkeypatch.setattr(assemble, "a_peer", agent)
         with pytest.raises(JoinError, match="nobody is there"):
             async with assemble.join(JoinOptions(compute=True, region="nowhere"), Home(tmp_path)):
                 pass
