@@ -211,7 +211,8 @@ async def soak(
                     seen.look()
                     tell(seen)
             told = mesh.result.losses
-    await asyncio.to_thread(_check, folder, told, steps, epochs)  # a million lines: no part of the run, so no pause of its loop
+    # A million lines: no part of the run, so no pause of its loop.
+    await asyncio.to_thread(_check, folder, told, steps, epochs)
     return seen
 
 
