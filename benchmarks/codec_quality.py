@@ -24,7 +24,7 @@ from measure import machine, row
 
 import meshcee
 import peers.member.coding
-from meshcee.jobfile import load_job
+from peers.cli.session import load_job
 
 __all__ = ["run", "svg"]
 

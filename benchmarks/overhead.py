@@ -35,12 +35,12 @@ from sized import LARGE, SIZED
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
-from meshcee.jobfile import load_job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Place, StageFlops
 from meshcee.sampling.hyper import HyperSchedule
 from meshcee.sampling.order import draw, read
 from meshcee.stage.runner import StageRunner
+from peers.cli.session import load_job
 from peers.device.compute import Compute
 from peers.member.executor import Executor
 from peers.member.inbox import Inbox

@@ -101,3 +101,9 @@ def test_a_wrong_flag_is_a_usage_error() -> None:
     assert outcome.returncode == 2
     assert "--no-such-flag" in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+def test_the_command_line_is_there_before_torch() -> None:
+    """OpenMP reads its settings when torch is loaded, and the command sets them first."""
+    code = "import sys, peers.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -18,9 +18,8 @@ from meshcee.equality import STAGES, check, refuse
 from meshcee.errors import UsageError
 from meshcee.figures import BlockCost
 from meshcee.files import disk, dumps
-from meshcee.jobfile import load_job
 from meshcee.show import FIGURES, amount, capture_page, size
-from peers.cli.session import configure_logging
+from peers.cli.session import configure_logging, load_job
 
 __all__ = ["run_capture", "run_check"]
 

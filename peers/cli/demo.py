@@ -23,9 +23,8 @@ from meshcee.capture import capture
 from meshcee.errors import MeshceeError
 from meshcee.files import Home, dumps
 from meshcee.job import Job
-from meshcee.jobfile import load_job
 from peers.cli.local import Children
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.view import View, view_for
 from peers.node import JoinOptions, Mesh, join
 

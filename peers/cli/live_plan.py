@@ -15,10 +15,9 @@ from meshcee.errors import PlanError
 from meshcee.figures import Cluster, Workload
 from meshcee.files import Home
 from meshcee.job import Job
-from meshcee.jobfile import load_job
 from meshcee.plan import Plan
 from meshcee.planner import choose, situation
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import configure_logging, load_job, run_async
 from peers.node import JoinOptions, join
 from peers.planning import question, request_plan
 

@@ -1,29 +1,35 @@
 """How a command runs a coroutine: uvloop, Ctrl-C twice, and errors unwrapped from task groups.
 
 The idea: the first Ctrl-C (or SIGTERM) asks politely, the second cancels; either way every `async with` is left, so
-nothing of ours remains.
+nothing of ours remains. A job file is the user's own Python: it is loaded here, on the owner, and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import uvloop
 
-from meshcee.errors import MeshceeError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.user_code import under_way
 
-__all__ = ["Interrupted", "configure_logging", "run_async", "run_blocking", "spin_briefly", "unwrap"]
+if TYPE_CHECKING:
+    from meshcee.job import Job
+
+__all__ = ["Interrupted", "configure_logging", "load_job", "run_async", "run_blocking", "spin_briefly", "unwrap"]
 
 T = TypeVar("T")
 
@@ -150,3 +156,31 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Of this process and of those that it starts."""
     if not any(name in environment for name in OWN):
         environment.update(SETTINGS)
+
+
+def load_job(path: Path) -> Job:
+    """Import the file under the name `job_file` and return its `job`. Raises UsageError naming the line that failed."""
+    from meshcee.job import Job  # torch comes with it, and what OpenMP reads must be set before
+
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}; give a Python file that defines `job = meshcee.Job(...)`")
+    spec = importlib.util.spec_from_file_location("job_file", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["job_file"] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except MeshceeError:
+        raise
+    except Exception as error:
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        where = f", line {lines[-1].lineno}" if lines else ""
+        raise UsageError(f"{path}{where}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    job = getattr(module, "job", None)
+    if not isinstance(job, Job):
+        raise UsageError(f"{path} defines no `job = meshcee.Job(...)`")
+    return job

@@ -17,10 +17,9 @@ from meshcee.figures import remark
 from meshcee.files import Home, dumps
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
-from meshcee.jobfile import load_job
 from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.view import View, view_for
 from peers.measure import Trace, resolve_device
 from peers.mesh_view import named

@@ -21,9 +21,9 @@ from meshcee.equality import checking
 from meshcee.equality.checking import check
 from meshcee.errors import CaptureError
 from meshcee.job import Job
-from meshcee.jobfile import load_job
 from meshcee.stage.chain import Chain
 from peers.cli.main import main
+from peers.cli.session import load_job
 from tests.equality.test_net import CAPTURE, CASES, EQUAL, job_of, unwatched
 
 ROOT = Path(__file__).parents[2]

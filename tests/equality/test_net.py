@@ -26,8 +26,8 @@ from meshcee.equality.net import examine
 from meshcee.errors import CaptureError, UnequalError
 from meshcee.files.tensor_files import OnDemand
 from meshcee.job import Job
-from meshcee.jobfile import load_job
 from meshcee.stage.chain import split_blocks
+from peers.cli.session import load_job
 from tests.rig.resident import growth
 
 CAPTURE = importlib.import_module("meshcee.capture.capture")  # the module, not the function of that name

@@ -1,4 +1,4 @@
-"""The step and plan protocol of docs/design.md as an explicit-state model: two stages, an owner, several coordinators.
+"""The step and plan protocol of docs/architecture.md as an explicit-state model: two stages, an owner, several coordinators.
 
 The idea: a state is a small tuple, a message once sent stays in a set for ever, and delivering it is one transition. So
 loss (never delivered), duplication (delivered again), delay, reordering and isolation are all explored without a line
