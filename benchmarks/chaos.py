@@ -47,8 +47,8 @@ LEAST = 2  # peers that stay
 KILLS = (
     "kill a member",
     "kill the coordinator",
-    "kill a buddy",
-    "kill a holder and its buddy",
+    "kill a keeper",
+    "kill a holder and its keeper",
     "kill two",
     "lose a region",
 )
@@ -259,7 +259,7 @@ def chosen(arena: Arena, draw: random.Random, kind: str, members: list[str]) -> 
     else:
         stage = draw.randrange(len(stages))
         holders = [name for name in stages[stage] if name in living]
-        if kind == "kill a buddy":
+        if kind == "kill a keeper":
             holders = [name for name in holders if arena.members()[stage : stage + 1] != [name]][:1]
         some = holders or some[:1]
     return some

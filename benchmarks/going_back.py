@@ -83,9 +83,9 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
         elif event in whole or event == "copies are handed over":
             tier = event if event in whole else "copies"
             handed = handed if event in whole else entry["next_step"]
-            keepers = [{names.get(peer, peer) for peer in peers} for peers in entry["keepers"]]
+            held_by = [{names.get(peer, peer) for peer in peers} for peers in entry["held_by"]]
             older = [c for c in whole[tier] if c[0] < entry["next_step"]]
-            whole[tier] = [*older[-1:], (entry["next_step"], keepers)]
+            whole[tier] = [*older[-1:], (entry["next_step"], held_by)]
             if event == "copies":  # older far ones count on members of this plan alone, if it has any
                 members = (
                     {names.get(peer, peer) for stage in entry["holders"] for peer in stage} if entry["far"] else set()
@@ -96,13 +96,13 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
         elif event == "checkpoint":
             kept = entry["next_step"]
         elif event == "a member was lost":
-            for _, keepers in [*whole["copies"], *whole["far copies"]]:
-                for peers in keepers:
+            for _, held_by in [*whole["copies"], *whole["far copies"]]:
+                for peers in held_by:
                     peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
         elif event == "the state to go on from":
             done = entry["done"]
             near, far = (
-                max((s for s, keepers in found if s <= done and all(keepers)), default=-1) for found in whole.values()
+                max((s for s, held_by in found if s <= done and all(held_by)), default=-1) for found in whole.values()
             )
             held = max(near, far)
             back = Back(done, entry["next_step"], entry["with_peers"], held if held >= 0 else None, kept, far > near)

@@ -44,7 +44,7 @@ from peers.cli.session import load_job
 from peers.device.compute import Compute
 from peers.member.executor import Executor
 from peers.member.inbox import Inbox
-from peers.state.snapshot import Held
+from peers.state.store import Held
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.messages import Step

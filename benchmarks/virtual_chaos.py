@@ -79,7 +79,7 @@ BLOWS = (
     "kill a member",
     "kill the coordinator",
     "kill two",
-    "kill a holder and its buddy",
+    "kill a holder and its keeper",
     "restart",
     "restart without its term",
     "stop",
@@ -100,7 +100,7 @@ BLOWS = (
     "kill the owner",
 )
 REFUSALS = {"disk full": errno.ENOSPC, "read-only disk": errno.EROFS}
-KILLS = ("kill a member", "kill the coordinator", "kill two", "kill a holder and its buddy")
+KILLS = ("kill a member", "kill the coordinator", "kill two", "kill a holder and its keeper")
 STEP_S = 2.0, 3600.0  # of a clock
 SUSPENDED_S = 5.0, 200.0
 LORIS_BYTES_PER_S = 20.0, 400.0
@@ -234,12 +234,12 @@ class Storm:
         lease = self.mesh.agent.lease
         return None if lease is None else self.name_of(lease.peer_id)
 
-    def buddy_of(self, name: str) -> str:
+    def keeper_of(self, name: str) -> str:
         """Who keeps the copies of this member's stage; itself where nobody does."""
         training = self.mesh._training
         if training is None or training._owner is None:
             return name
-        chosen = training._owner._kept.buddies.near  # links may have been measured since it was made
+        chosen = training._owner._kept.keepers.near  # links may have been measured since it was made
         return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
 
     # -- blows
@@ -257,7 +257,7 @@ class Storm:
             del self._away[name]
             await self.start(name, forget=kind != "restart")
             return f"{name} {kind}"
-        two = kind in ("kill two", "kill a holder and its buddy")
+        two = kind in ("kill two", "kill a holder and its keeper")
         least = STAGES if self.mesh.result.plan is None else 2
         if kind in KILLS and len(self.lending) > least + two:
             return self._kill(kind)
@@ -329,8 +329,8 @@ class Storm:
         members = self.members()
         first = self.chance.randrange(len(members))
         victims = members[first : first + 2] if kind == "kill two" else [members[first]]
-        if kind == "kill a holder and its buddy":
-            victims = list(dict.fromkeys([victims[0], self.buddy_of(victims[0])]))
+        if kind == "kill a holder and its keeper":
+            victims = list(dict.fromkeys([victims[0], self.keeper_of(victims[0])]))
         if kind == "kill the coordinator" and (coordinator := self.coordinator()) is not None:
             victims = [coordinator]
         for victim in victims:

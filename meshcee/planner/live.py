@@ -164,7 +164,7 @@ def _with_room(
 
 
 def _tiers(plan: Plan, cluster: Cluster) -> int:
-    """Of copies: with buddies, and with far ones where a stage's buddy is in its own region and there are others."""
+    """Of copies: with keepers, and with far ones where a stage's keeper is in its own region and there are others."""
     regions = {cluster.devices[peer].region for peer in plan.peers}
     return (len(plan.peers) > 1) + (len(plan.peers) > len(regions) > 1)
 

@@ -120,7 +120,7 @@ COPY_SHARE = 0.75  # of a stage's state: not its gradients
 
 
 def copies_factor(tiers: int) -> float:
-    """What copies take at a member, times its own state, where stages are about equal: 1 tier for buddies, 2 for far ones too."""
+    """What copies take at a member, times its own state, where stages are about equal: 1 tier for keepers, 2 for far ones too."""
     return COPY_SHARE * (OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1)) if tiers else 0.0
 
 

@@ -83,7 +83,7 @@ class Executor:
             spans=self.spans,
         )
         self.held = held  # snapshots, for whoever reads them
-        self._copied = copied  # told of a copy for a buddy
+        self._copied = copied  # told of a copy for a keeper
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch, crossed, bandwidth)
@@ -131,7 +131,7 @@ class Executor:
         announced = await self._compute.run(self.held.take, *which)
         if wanted.durable:
             await self._owner.put(announced)
-        if wanted.buddy:
+        if wanted.keeper:
             self._copied(wanted.next_step)
 
     # -- one training step ---------------------------------------------------------------------------------------

@@ -34,21 +34,21 @@ class Collect:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a buddy, or both.
+    """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a keeper, or both.
 
     Copies before step `since` are needed no more, but for those of the steps `besides`.
     """
 
     next_step: int
     durable: bool = True
-    buddy: bool = False
+    keeper: bool = False
     since: int = 0
     besides: tuple[int, ...] = ()
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
         next_step, since = need(header, "next_step", int), need(header, "since", int)
-        return cls(next_step, need(header, "durable", bool), need(header, "buddy", bool), since, besides_in(header))
+        return cls(next_step, need(header, "durable", bool), need(header, "keeper", bool), since, besides_in(header))
 
 
 @dataclass

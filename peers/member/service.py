@@ -22,7 +22,7 @@ from meshcee.stage import StageRunner, tensors
 from peers.device import Compute
 from peers.member.executor import Executor
 from peers.member.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
-from peers.state import Buddy, Moments, Remains, Taken, by_parameter, restore
+from peers.state import Keeper, Moments, Remains, Taken, by_parameter, restore
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import (
     Bandwidth,
@@ -63,7 +63,7 @@ class Session:
         transport: Transport,
         compute: Compute,
         timeouts: Timeouts,
-        buddy: Buddy,
+        keeper: Keeper,
         crossed: Crossed,
         bandwidth: Bandwidth,
         moments: Moments,
@@ -78,7 +78,7 @@ class Session:
         # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
         self._owner = Outbox(stream)
-        self._buddy = buddy
+        self._keeper = keeper
         self._executor = Executor(
             runner,
             offer.place,
@@ -86,9 +86,9 @@ class Session:
             compute,
             self._owner,
             offer.flops,
-            buddy.held,
+            keeper.held,
             *offer.boundaries,
-            copied=buddy.copied,
+            copied=keeper.copied,
             crossed=crossed,
             bandwidth=bandwidth,
         )
@@ -111,7 +111,7 @@ class Session:
                 group.create_task(self._executor.run())
                 group.create_task(self._read_owner())
                 group.create_task(self._watch_owner())
-                group.create_task(self._buddy.run(self._owner))
+                group.create_task(self._keeper.run(self._owner))
                 group.create_task(self._complete())
         except* _OwnerDone:
             pass
@@ -183,7 +183,7 @@ class Session:
             elif frame.kind == messages.PULL:
                 self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.KEEP:
-                self._buddy.ask(frame)
+                self._keeper.ask(frame)
             elif frame.kind == messages.COLLECT:
                 self.ending = True
                 wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
@@ -481,9 +481,9 @@ class Member:
         held.offered = {}
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
         stream.max_payload_bytes = self._limits.payload_bytes
-        buddy = Buddy(offer, held, self._transport, self._timeouts, self._memory_bytes)
+        keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
-        session = Session(offer, runner, stream, *ours, buddy, self._begun(), self._bandwidth, moments)
+        session = Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments)
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         await stream.send(Frame(messages.READY, header))

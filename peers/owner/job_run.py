@@ -38,18 +38,18 @@ from peers.owner.result import Result
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
 from peers.state import (
-    Buddies,
     Cadence,
     Checkpoint,
     CheckpointStore,
-    Copied,
-    Copies,
+    CopySet,
     Journal,
+    Keepers,
     Kept,
     Ledger,
-    buddies_with_room,
+    Manifest,
     check_same,
     description,
+    keepers_with_room,
     noted,
 )
 from peers.wire import Failures, Suspects, unless_late
@@ -149,7 +149,7 @@ class Training:
         self._diary: Diary | None = None  # of the run, once it has a folder
         self._trouble = Trouble(asyncio.get_running_loop().time)  # which threads may ask, too
         self._store: CheckpointStore | None = None  # of the newest epoch
-        self._base: Checkpoint | Copied | None = None  # what the next epoch begins with; None: the model as captured
+        self._base: Checkpoint | CopySet | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
@@ -168,8 +168,8 @@ class Training:
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent, self._trouble)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
-        self._copies = Copies(self._ledger.note)
-        self._noted: list[Copied] = []  # what an owner that has died knew of them
+        self._copies = Manifest(self._ledger.note)
+        self._noted: list[CopySet] = []  # what an owner that has died knew of them
         self._is_examined = False
         self._devices: Mapping[str, DeviceProfile] = {}  # of the newest plan's members
         self._request: PlanRequest
@@ -537,7 +537,7 @@ class Training:
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
         mesh = self._agent.measured(plan.peers)
-        chosen = await asyncio.to_thread(buddies_with_room, plan, mesh, devices, self._request.job)
+        chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
         self._owner = own(
             self._agent,
             self._job,
@@ -545,7 +545,7 @@ class Training:
             plan,
             term,
             epoch,
-            self._base.holders if isinstance(self._base, Copied) else (),
+            self._base.holders if isinstance(self._base, CopySet) else (),
             trace=self._trace,
             run=self._key,
             stalls=self._stalls,
@@ -556,7 +556,7 @@ class Training:
                 len(self.result.losses),
                 holders,
                 self._copies if chosen is not None else None,
-                chosen or Buddies(),
+                chosen or Keepers(),
                 self._trouble,
             ),
         )

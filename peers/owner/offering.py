@@ -16,7 +16,7 @@ from meshcee.capture import Capture
 from meshcee.capture.recipes import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, PeerLostError, ProtocolError
-from peers.state import Copied, Kept, Part, state_for
+from peers.state import CopySet, Kept, Part, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, Offer, StateSender, messages, names_of, while_alive
 
@@ -33,7 +33,7 @@ class Offering:
         self._kept = kept
         self._limits = limits
         self._timeouts = timeouts
-        self._missed = kept.base.missed + 1 if isinstance(kept.base, Copied) else 0  # if a member does not find all
+        self._missed = kept.base.missed + 1 if isinstance(kept.base, CopySet) else 0  # if a member does not find all
         self._making = asyncio.Lock()  # frames of weights
         self._held_bytes = 0
         self._freed = asyncio.Event()
@@ -44,7 +44,7 @@ class Offering:
     def missed(self) -> PeerLostError:
         """A member has not found all of the copies that this epoch begins with. ProtocolError where it begins with none."""
         base = self._kept.base
-        if not isinstance(base, Copied):
+        if not isinstance(base, CopySet):
             raise ProtocolError("it asked again for what no peer was to give it")
         base.missed = self._missed
         return PeerLostError(f"no peer has all of the state after {base.next_step} steps any more")
@@ -53,7 +53,7 @@ class Offering:
         """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""
         # Encoding and hashing take seconds for a large model: not on the event loop.
         base = self._kept.base
-        sources = base.sources(offer.expected_state) if isinstance(base, Copied) else ()
+        sources = base.sources(offer.expected_state) if isinstance(base, CopySet) else ()
         frame = await asyncio.to_thread(offer.frame, sources)
         if (size := max(map(len, frame.payloads))) > self._limits.graph_bytes:
             raise CaptureError(
@@ -87,7 +87,7 @@ class Offering:
         reply = await self._answer(stream)
         if reply.kind == messages.AGAIN:
             asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
-            if isinstance(base, Copied) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
+            if isinstance(base, CopySet) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
                 raise self.missed()
             for kind, names in asked.items():
                 await self._send_all(stream, senders[kind].frames(names))

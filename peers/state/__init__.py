@@ -1,43 +1,43 @@
-"""Where a job's state is kept and how it comes back: copies with buddies, checkpoints on the owner's disk, the run's journal.
+"""Where a job's state is kept and how it comes back: copies with keepers, checkpoints on the owner's disk, the run's journal.
 
 `fetch` moves tensors by the hash of their bits; `policy` says who keeps for whom and how often.
 """
 
-from peers.state.buddy import Buddy
 from peers.state.checkpoint import Checkpoint, CheckpointStore, check_same, description
-from peers.state.copies import Copied, Copies, Ledger, noted
 from peers.state.journal import Journal, Mirror, seek, take
+from peers.state.keep import Keeper
 from peers.state.keeping import Keeping
 from peers.state.kept import Kept, Part, state_for
-from peers.state.policy import RETRY_S, Buddies, Cadence, buddies_with_room
+from peers.state.manifest import CopySet, Ledger, Manifest, noted
+from peers.state.policy import RETRY_S, Cadence, Keepers, keepers_with_room
 from peers.state.restoring import Moments, Remains, Taken, restore
 from peers.state.shelf import Shelf
-from peers.state.snapshot import Held, by_parameter
+from peers.state.store import Held, by_parameter
 
 __all__ = [
     "RETRY_S",
-    "Buddies",
-    "Buddy",
     "Cadence",
     "Checkpoint",
     "CheckpointStore",
-    "Copied",
-    "Copies",
+    "CopySet",
     "Held",
     "Journal",
+    "Keeper",
+    "Keepers",
     "Keeping",
     "Kept",
     "Ledger",
+    "Manifest",
     "Mirror",
     "Moments",
     "Part",
     "Remains",
     "Shelf",
     "Taken",
-    "buddies_with_room",
     "by_parameter",
     "check_same",
     "description",
+    "keepers_with_room",
     "noted",
     "restore",
     "seek",

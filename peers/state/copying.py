@@ -1,4 +1,4 @@
-"""One epoch's copies: asked for, described by those who made them, kept by buddies, and then by far ones.
+"""One epoch's copies: asked for, described by those who made them, kept by keepers, and then by far ones.
 
 The idea: every member copies its stage between the same two steps; from there on each copy is a few messages, and none is
 waited for.
@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from meshcee.errors import ProtocolError
-from peers.state.buddy import layouts_of
-from peers.state.copies import Copied, Copies, StageCopy
-from peers.state.policy import Buddies
+from peers.state.keep import layouts_of
+from peers.state.manifest import CopySet, Manifest, StageCopy
+from peers.state.policy import Keepers
 from peers.transport import Frame
 from peers.wire import Link, digests_in, digests_of, messages, need
 
@@ -29,13 +29,13 @@ UNASKED = "it told of a copy that nobody asked for"
 class Copying:
     """One epoch's copies. `hear` is called by the tasks that read from members."""
 
-    def __init__(self, copies: Copies, links: Sequence[Link], chosen: Buddies, start: int) -> None:
+    def __init__(self, copies: Manifest, links: Sequence[Link], chosen: Keepers, start: int) -> None:
         self._copies = copies
         self._links = {link.peer_id: link for link in links}
-        self._buddies = dict(chosen.near)
+        self._keepers = dict(chosen.near)
         self._replicas = any(link.place.has_replicas for link in links)
         self._stages = 1 + max(link.place.number for link in links)
-        self._making: Copied | None = None
+        self._making: CopySet | None = None
         self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
         self._dropped: set[tuple[str, str]] = set()  # what was awaited of the copies that a hand-over has ended
         self._took_s = self._read_s = 0.0
@@ -48,7 +48,7 @@ class Copying:
 
     def is_due(self, next_step: int) -> bool:
         """Not before the last is whole and its steps are reported: until then the one before it is needed."""
-        if not self._buddies and not self._replicas:
+        if not self._keepers and not self._replicas:
             return False  # all have refused
         found = self._copies.newest(next_step)
         known = found is None or found.next_step <= self.reported
@@ -61,12 +61,12 @@ class Copying:
         """Every member is asked for a copy."""
         self._copies.cadence.begun(next_step, _now_s())
         log.debug("copies are asked for", next_step=next_step)
-        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages))))
+        self._await(CopySet(next_step, tuple(StageCopy() for _ in range(self._stages))))
 
     @property
     def is_first_to_copy(self) -> bool:
         """Whether this plan was handed what it began with, and will have copies of its own, but has none yet."""
-        return self._copies.were_handed and (self._replicas or bool(self._buddies))
+        return self._copies.were_handed and (self._replicas or bool(self._keepers))
 
     @property
     def can_hand_over(self) -> bool:
@@ -75,12 +75,12 @@ class Copying:
 
     def hand_over(self, next_step: int) -> None:
         """Nothing is trained from here on, and another plan goes on from this step: every member is asked for a copy, which no
-        buddy keeps. One in the making is dropped; who was asked for it may still answer.
+        keeper keeps. One in the making is dropped; who was asked for it may still answer.
         """
-        self._dropped, self._buddies = self._awaited, {}
-        self._await(Copied(next_step, tuple(StageCopy() for _ in range(self._stages)), handed=True))
+        self._dropped, self._keepers = self._awaited, {}
+        self._await(CopySet(next_step, tuple(StageCopy() for _ in range(self._stages)), handed=True))
 
-    def _await(self, making: Copied) -> None:
+    def _await(self, making: CopySet) -> None:
         self._making = making
         self._awaited = {(messages.COPIED, peer) for peer in self._links}
         self._took_s = self._read_s = 0.0
@@ -97,7 +97,7 @@ class Copying:
         return max(self._since, found.next_step if found is not None else 0)
 
     def hear(self, link: Link, frame: Frame) -> None:
-        """COPIED from a holder, or KEPT from a buddy."""
+        """COPIED from a holder, or KEPT from a keeper."""
         if frame.kind == messages.KEPT and need(frame.header, "far", bool):
             self._far.hear(link, frame)
             return
@@ -110,7 +110,7 @@ class Copying:
             return
         expected = (frame.kind, source) in self._awaited
         if frame.kind == messages.KEPT:
-            expected = expected and self._buddies.get(source) == link.peer_id
+            expected = expected and self._keepers.get(source) == link.peer_id
         if making is None or not expected or need(frame.header, "next_step", int) != making.next_step:
             raise ProtocolError(UNASKED)
         stage = making.stages[self._links[source].place.number]
@@ -121,7 +121,7 @@ class Copying:
         self._awaited.remove((frame.kind, source))
         if not self._awaited and making.handed:
             self._copies.add(making)
-            log.debug("copies are handed over", next_step=making.next_step, keepers=making.keepers)
+            log.debug("copies are handed over", next_step=making.next_step, held_by=making.held_by)
             self.handed_over.set()
         elif not self._awaited:
             self._making = None
@@ -130,10 +130,10 @@ class Copying:
             self._copies.add(making)
             holders = [sorted(stage.holders) for stage in making.stages]
             far = bool(self._far.chosen)
-            log.debug("copies", next_step=making.next_step, holders=holders, keepers=making.keepers, far=far)
+            log.debug("copies", next_step=making.next_step, holders=holders, held_by=making.held_by, far=far)
             self._far.take_up(making)
 
-    def _copied(self, link: Link, frame: Frame, making: Copied, stage: StageCopy) -> None:
+    def _copied(self, link: Link, frame: Frame, making: CopySet, stage: StageCopy) -> None:
         weights, optimizer = digests_in(frame, layouts_of(link.offer))
         if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
             raise ProtocolError("it holds another state than the other members of its group")
@@ -143,10 +143,10 @@ class Copying:
         stage.weights, stage.optimizer = weights, optimizer
         stage.holders.add(link.peer_id)
         self._took_s = max(self._took_s, _seconds(frame, "took_s"))
-        if (buddy := self._buddies.get(link.peer_id)) is not None:
+        if (keeper := self._keepers.get(link.peer_id)) is not None:
             header = {"next_step": making.next_step, "source": link.peer_id, "far": False}
             header |= {"since": self.since, "besides": self._far.steps}
-            self._links[buddy].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
+            self._links[keeper].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
             self._awaited.add((messages.KEPT, link.peer_id))
 
     def _kept(self, link: Link, frame: Frame, source: str, stage: StageCopy) -> None:
@@ -154,22 +154,24 @@ class Copying:
         if need(frame.header, "kept", bool):
             stage.holders.add(link.peer_id)
         elif (missing := need(frame.header, "missing_bytes", int)) > 0:
-            del self._buddies[source]
-            log.warning("a stage has no buddy: the peer has no memory for its copies", peer=link.peer_id, bytes=missing)
+            del self._keepers[source]
+            log.warning(
+                "a stage has no keeper: the peer has no memory for its copies", peer=link.peer_id, bytes=missing
+            )
         else:
-            log.info("a copy did not reach its buddy", holder=source, buddy=link.peer_id)
+            log.info("a copy did not reach its keeper", holder=source, keeper=link.peer_id)
 
 
 class FarCopying:
-    """One epoch's copies in other regions. What near buddies have just made whole is copied on, so members copy and hash nothing
+    """One epoch's copies in other regions. What near keepers have just made whole is copied on, so members copy and hash nothing
     for it: one stage after the other, each as gently as a reader in another region is.
     """
 
-    def __init__(self, copies: Copies, links: Mapping[str, Link], chosen: Mapping[str, str], start: int) -> None:
-        self.chosen = dict(chosen)  # none: there is no such tier, or a far buddy has refused
+    def __init__(self, copies: Manifest, links: Mapping[str, Link], chosen: Mapping[str, str], start: int) -> None:
+        self.chosen = dict(chosen)  # none: there is no such tier, or a far keeper has refused
         self._copies = copies
         self._links = links
-        self._making: Copied | None = None
+        self._making: CopySet | None = None
         self._left: list[str] = []  # members whose stages are to be kept, the one that is being read first
         self._read_s = 0.0
         copies.far_cadence.start(start, _now_s())
@@ -179,7 +181,7 @@ class FarCopying:
         """Of whole ones and of the one in the making."""
         return sorted({*self._copies.far_steps, *([] if self._making is None else [self._making.next_step])})
 
-    def take_up(self, copied: Copied) -> None:
+    def take_up(self, copied: CopySet) -> None:
         """These copies are whole: have them kept in other regions too, if that is due."""
         if (
             not self.chosen
@@ -188,25 +190,25 @@ class FarCopying:
         ):
             return
         self._copies.far_cadence.begun(copied.next_step, _now_s())
-        members: list[set[str]] = [set() for _ in copied.stages]  # a near buddy keeps newer ones
+        members: list[set[str]] = [set() for _ in copied.stages]  # a near keeper keeps newer ones
         for peer, link in self._links.items():
             members[link.place.number].add(peer)
         stages = [
             StageCopy(s.weights, s.optimizer, s.holders & own) for s, own in zip(copied.stages, members, strict=True)
         ]
-        self._making = Copied(copied.next_step, tuple(stages), far=True)
+        self._making = CopySet(copied.next_step, tuple(stages), far=True)
         self._left, self._read_s = list(self.chosen), 0.0
         self._ask(self._making)
 
-    def _ask(self, making: Copied) -> None:
+    def _ask(self, making: CopySet) -> None:
         source = self._left[0]
         stage = making.stages[self._links[source].place.number]
         header = {"next_step": making.next_step, "source": source, "far": True, "since": 0, "besides": self.steps}
-        buddy = self._links[self.chosen[source]]
-        buddy.outbox.post(Frame(messages.KEEP, header, digests_of(stage.weights, stage.optimizer)))
+        keeper = self._links[self.chosen[source]]
+        keeper.outbox.post(Frame(messages.KEEP, header, digests_of(stage.weights, stage.optimizer)))
 
     def hear(self, link: Link, frame: Frame) -> None:
-        """KEPT from a far buddy."""
+        """KEPT from a far keeper."""
         making, source = self._making, need(frame.header, "source", str)
         asked = making is not None and source == self._left[0] and self.chosen[source] == link.peer_id
         if making is None or not asked or need(frame.header, "next_step", int) != making.next_step:
@@ -225,14 +227,14 @@ class FarCopying:
             self.chosen.clear()
             log.warning("no copies in other regions: the peer has no memory for them", peer=link.peer_id, bytes=missing)
         else:
-            log.info("a copy did not reach its far buddy", holder=source, buddy=link.peer_id)
+            log.info("a copy did not reach its far keeper", holder=source, keeper=link.peer_id)
 
-    def _whole(self, making: Copied) -> None:
+    def _whole(self, making: CopySet) -> None:
         self._making = None
         self._copies.far_cadence.ended(read_s=self._read_s, made_s=0.0)
         self._copies.add(making)
         holders = [sorted(stage.holders) for stage in making.stages]
-        log.debug("far copies", next_step=making.next_step, holders=holders, keepers=making.keepers)
+        log.debug("far copies", next_step=making.next_step, holders=holders, held_by=making.held_by)
 
 
 def _seconds(frame: Frame, name: str) -> float:

@@ -1,6 +1,6 @@
 """Tensors from peers that hold a copy of them, asked for by the hash of their bits: both ends of the stream "copies".
 
-The idea: a digest names bits, whoever holds them and from whatever plan they are. So a buddy and a joiner read alike: ask
+The idea: a digest names bits, whoever holds them and from whatever plan they are. So a keeper and a joiner read alike: ask
 each source what it has, share the tensors out, read them chunk by chunk, check each against its digest. A source that dies
 or sends other bits is left out, and what it owed is shared out again among the rest; what had arrived of a tensor stays.
 """
@@ -25,7 +25,7 @@ from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.fields import Count
 from meshcee.files.tensor_files import byte_view
 from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
-from peers.state.snapshot import CORES
+from peers.state.store import CORES
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import DIGEST_BYTES, digest_of, messages, need, unless_silent
 

@@ -40,16 +40,16 @@ from peers.state.shelf import (
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages, need, unless_silent
 
-__all__ = ["Found", "Journal", "Mirror", "keepers", "seek", "take"]
+__all__ = ["Found", "Journal", "Mirror", "seek", "shelves", "take"]
 
 log = structlog.get_logger()
 
 MOST_BYTES = 256 << 20  # of a file that is replaced whole: a digest of each tensor, a few times
 KEEPERS = 2
-AGAIN_S = 10.0  # between two tries to send a keeper the journal
+AGAIN_S = 10.0  # between two tries to send a shelf the journal
 
 
-def keepers(plan: Plan, hosts: Mapping[str, str], owner: str, host: str) -> tuple[str, ...]:
+def shelves(plan: Plan, hosts: Mapping[str, str], owner: str, host: str) -> tuple[str, ...]:
     """The members that keep this owner's journal: the plan's first, those of its own host last. `hosts`: of each peer, ""
     where it shares none.
     """
@@ -67,7 +67,7 @@ class _Sent:
 
 
 class Journal:
-    """The owner's end, one for each agent that trains: serves the stream `follow`, and opens `journal` to keepers."""
+    """The owner's end, one for each agent that trains: serves the stream `follow`, and opens `journal` to shelves."""
 
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
@@ -79,26 +79,26 @@ class Journal:
         self._ended = False
         self._followers = 0
         self._changed = asyncio.Condition()
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._left: set[str] = set()  # that were keepers
+        self._shelves: dict[str, asyncio.Task[None]] = {}
+        self._left: set[str] = set()  # that were shelves
         agent.transport.serve("follow", self._serve)
 
     def begin(self, job: str, run: Run, incarnation: int, plan: Plan, *, resumed: bool) -> None:
-        """This run of this job is going on; followers are told of it at their next look, every `beat_s`, and this plan's keepers.
+        """This run of this job is going on; followers are told of it at their next look, every `beat_s`, and this plan's shelves.
 
-        `resumed`: an owner before this one may have chosen other keepers.
+        `resumed`: an owner before this one may have chosen other shelves.
         """
         self._job, self._run, self._ended = job, run, False
         self._incarnation, self._everywhere = incarnation, resumed
         known = self._agent.directory.peers
         hosts = {peer: device.host for peer in plan.peers if peer in known and (device := known[peer].device)}
-        chosen = keepers(plan, hosts, self._agent.peer_id, self._agent.host)
-        for peer in self._keepers.keys() - set(chosen):
-            self._keepers.pop(peer).cancel()
+        chosen = shelves(plan, hosts, self._agent.peer_id, self._agent.host)
+        for peer in self._shelves.keys() - set(chosen):
+            self._shelves.pop(peer).cancel()
             self._left.add(peer)
         for peer in chosen:
-            if peer not in self._keepers or self._keepers[peer].done():
-                self._keepers[peer] = self._agent.beside(self._send_to(peer))
+            if peer not in self._shelves or self._shelves[peer].done():
+                self._shelves[peer] = self._agent.beside(self._send_to(peer))
                 self._left.discard(peer)
 
     async def end(self) -> None:
@@ -114,9 +114,9 @@ class Journal:
         except TimeoutError:
             log.info("not everybody has heard that the run is over")
         finally:
-            for task in self._keepers.values():
+            for task in self._shelves.values():
                 task.cancel()
-            self._keepers.clear()
+            self._shelves.clear()
 
     def _others(self) -> set[str]:
         """Who may keep the journal and is not sent it any more."""
@@ -124,7 +124,7 @@ class Journal:
             return set()
         everybody = self._agent.directory.peers.keys()
         found = set(everybody) if self._everywhere else self._left & everybody
-        return found - self._keepers.keys() - {self._agent.peer_id}
+        return found - self._shelves.keys() - {self._agent.peer_id}
 
     async def _open(self, peer: str) -> Stream:
         where = self._agent.addresses_of([peer]).get(peer, ())
@@ -368,7 +368,7 @@ async def seek(agent: MeshView, job: str) -> list[Found]:
 
 
 async def take(agent: MeshView, home: Home, mirror: Mirror, found: Sequence[Found]) -> Seal | None:
-    """Let the mirror have the first of these that its keeper gives whole; its seal."""
+    """Let the mirror have the first of these that its shelf gives whole; its seal."""
     for one in found:
         with _folder(home) as folder:
             try:

@@ -1,4 +1,4 @@
-"""What an epoch keeps of its state: copies with buddies, often; checkpoints on the owner's disk, when they may.
+"""What an epoch keeps of its state: copies with keepers, often; checkpoints on the owner's disk, when they may.
 
 The idea: both begin at the same place, between two steps, with one request down every stream, so a member copies its stage
 once for both; and one number tells it which older copies may still be needed.
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from meshcee.capture import Capture
 from peers.state.checkpoint import Checkpoint
-from peers.state.copies import Copied
 from peers.state.copying import Copying
 from peers.state.kept import Kept
+from peers.state.manifest import CopySet
 from peers.state.policy import CHUNK_BYTES, RETRY_S
-from peers.state.snapshot import Snapshots
+from peers.state.store import Snapshots
 from peers.transport import Frame
 from peers.wire import Link, Offer, messages
 
@@ -30,7 +30,7 @@ class Keeping:
         handed = kept.copies is not None and kept.copies.were_handed
         self._start = 0 if handed else start  # what was handed over dies with any of its makers
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
-        self._saved = -1 if isinstance(kept.base, Copied) else start  # the step whose state need not be written
+        self._saved = -1 if isinstance(kept.base, CopySet) else start  # the step whose state need not be written
         self._end = -1  # the step whose state the disk must have before all is over
         leaders = [link for link in links if link.leads]
         self.snapshots: Snapshots | None = None
@@ -38,19 +38,19 @@ class Keeping:
         if kept.store is not None:
             self.snapshots = Snapshots(kept, [link.offer for link in leaders], captured, start)
         if kept.copies is not None:
-            self.copying = Copying(kept.copies, links, kept.buddies, start)
-        keep = bool(kept.buddies.near) or any(link.place.has_replicas for link in links)
-        self._rely = handed or isinstance(kept.base, Copied) or (self.copying is not None and keep)
+            self.copying = Copying(kept.copies, links, kept.keepers, start)
+        keep = bool(kept.keepers.near) or any(link.place.has_replicas for link in links)
+        self._rely = handed or isinstance(kept.base, CopySet) or (self.copying is not None and keep)
         for link in links:
             link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
 
     async def at(self, next_step: int) -> None:
         """Before this step is fed: ask for what is due."""
         durable = self.snapshots is not None and self.snapshots.is_due(next_step)
-        buddy = self.copying is not None and self.copying.is_due(next_step)
+        keeper = self.copying is not None and self.copying.is_due(next_step)
         if self.copying is not None and self.copying.is_first_to_copy:
-            durable = durable and buddy  # members have room for one copy beside those that they may go back to
-        await self._ask(next_step, durable=durable, buddy=buddy)
+            durable = durable and keeper  # members have room for one copy beside those that they may go back to
+        await self._ask(next_step, durable=durable, keeper=keeper)
 
     async def end(self, next_step: int, *, hand_over: bool = False) -> bool:
         """Nothing is trained from here on: bring what the disk has not to it, so that the weights are never lost.
@@ -59,12 +59,12 @@ class Keeping:
         room for them. `copying.handed_over` is set when they are.
         """
         if hand_over and self.copying is not None and self.copying.can_hand_over:
-            await self._ask(next_step, durable=False, buddy=True, hand_over=True)
+            await self._ask(next_step, durable=False, keeper=True, hand_over=True)
             return True
         if self.snapshots is not None and next_step > self._saved:
             self._end = next_step
             self.snapshots.hurry_after(next_step)
-            await self._ask(next_step, durable=True, buddy=False)
+            await self._ask(next_step, durable=True, keeper=False)
         return False
 
     async def again(self) -> bool:
@@ -72,11 +72,11 @@ class Keeping:
         if self._end <= (self.latest.next_step if self.latest is not None else -1):
             return False
         await asyncio.sleep(RETRY_S)
-        await self._ask(self._end, durable=True, buddy=False)
+        await self._ask(self._end, durable=True, keeper=False)
         return True
 
-    async def _ask(self, next_step: int, *, durable: bool, buddy: bool, hand_over: bool = False) -> None:
-        if not durable and not buddy:
+    async def _ask(self, next_step: int, *, durable: bool, keeper: bool, hand_over: bool = False) -> None:
+        if not durable and not keeper:
             return
         since, besides = self._since(next_step), self.snapshots.reading if self.snapshots is not None else []
         if self.copying is not None:
@@ -84,14 +84,14 @@ class Keeping:
             besides = besides + self.copying.besides
         if durable and self.snapshots is not None:
             durable = await self.snapshots.begin(next_step)
-        if buddy and self.copying is not None:
+        if keeper and self.copying is not None:
             begin = self.copying.hand_over if hand_over else self.copying.begin
             begin(next_step)
-        if not durable and not buddy:
+        if not durable and not keeper:
             return
-        header = {"next_step": next_step, "buddy": buddy, "since": since, "besides": besides}
+        header = {"next_step": next_step, "keeper": keeper, "since": since, "besides": besides}
         for link in self._links:
-            if buddy or (durable and link.leads):
+            if keeper or (durable and link.leads):
                 await link.outbox.put(Frame(messages.SNAPSHOT, {**header, "durable": durable and link.leads}))
 
     def _since(self, next_step: int) -> int:

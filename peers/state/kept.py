@@ -15,8 +15,8 @@ from meshcee.capture import Capture
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import OnDemand
 from peers.state.checkpoint import Checkpoint, CheckpointStore
-from peers.state.copies import Copied, Copies
-from peers.state.policy import Buddies, Cadence
+from peers.state.manifest import CopySet, Manifest
+from peers.state.policy import Cadence, Keepers
 from peers.wire import Offer
 
 __all__ = ["Kept", "Part", "state_for"]
@@ -29,16 +29,16 @@ class Kept:
     `base` is the state to go on from, on the disk or with peers (None: the model as it was captured), `store` the place for
     checkpoints (None: there are none), `least` the number of steps that were reported before: they are done again even if
     the user stops the run. `holders` are peers that may still have what they trained before, `copies` what is copied to
-    buddies (None: nothing is), `buddies` who keeps them, `trouble` is told what the disk refuses.
+    keepers (None: nothing is), `keepers` who keeps them, `trouble` is told what the disk refuses.
     """
 
-    base: Checkpoint | Copied | None = None
+    base: Checkpoint | CopySet | None = None
     store: CheckpointStore | None = None
     cadence: Cadence = field(default_factory=Cadence)
     least: int = 0
     holders: frozenset[str] = frozenset()
-    copies: Copies | None = None
-    buddies: Buddies = field(default_factory=Buddies)
+    copies: Manifest | None = None
+    keepers: Keepers = field(default_factory=Keepers)
     trouble: Trouble = field(default_factory=Trouble)
 
 
@@ -50,13 +50,13 @@ class Part(NamedTuple):
     digests: Mapping[str, str] = {}
 
 
-def state_for(offer: Offer, captured: Capture, base: Checkpoint | Copied | None) -> dict[str, Part]:
+def state_for(offer: Offer, captured: Capture, base: Checkpoint | CopySet | None) -> dict[str, Part]:
     """The weights that a member begins with, and, where a job goes on, what its optimizer has kept."""
     expected = offer.expected_state
     if base is None:
         return {"state": Part(expected, captured.state)}
     trainable = offer.specs[offer.index].trainable
-    if isinstance(base, Copied):
+    if isinstance(base, CopySet):
         weights, kept = base.digests(expected, trainable)
         return {"state": Part(expected, captured.state, weights), "optimizer": Part(kept, {}, kept)}
     weights_on_disk = base.weights(expected)

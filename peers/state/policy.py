@@ -1,7 +1,7 @@
 """Who keeps whose copies, and how often: copies get a share of links and devices, and nothing more.
 
 The idea: training comes first, so copies get a share of the time, not a priority of bytes that a link would not know. A stage has a
-buddy nearby, and a far one where a region that is lost as a whole would take both.
+keeper nearby, and a far one where a region that is lost as a whole would take both.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = [
     "AHEAD",
     "CHUNK_BYTES",
     "RETRY_S",
-    "Buddies",
     "Cadence",
     "FarCadence",
+    "Keepers",
     "Stride",
-    "buddies",
-    "buddies_with_room",
-    "far_buddies",
+    "far_keepers",
+    "keepers_with_room",
+    "near_keepers",
 ]
 
 AHEAD = 4  # chunks asked for and not yet here, from each stage
@@ -38,7 +38,7 @@ LONGEST_REST_S = 60.0  # who serves a reader waits no longer than `Timeouts.offe
 
 @dataclass
 class Cadence:
-    """When the next snapshot, or copy for buddies, is due: every `every` steps, or as often as costs at most a share of the time.
+    """When the next snapshot, or copy for keepers, is due: every `every` steps, or as often as costs at most a share of the time.
 
     A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
     time links are used for them (a slow link rests between two chunks, a fast one between two snapshots), `MAKING` which
@@ -131,31 +131,31 @@ class Stride:
 NEAR = 3.0  # a link that takes at most so many times as long as the quickest one is as good
 
 
-class Buddies(NamedTuple):
-    """By the member that holds the stage: its buddy, and its far one."""
+class Keepers(NamedTuple):
+    """By the member that holds the stage: its keeper, and its far one."""
 
     near: Mapping[str, str] = {}
     far: Mapping[str, str] = {}
 
 
-def buddies_with_room(
+def keepers_with_room(
     plan: Plan, mesh: Measured, devices: Mapping[str, DeviceProfile], job: JobCosts
-) -> Buddies | None:
+) -> Keepers | None:
     """Of this plan, on these devices; None where they have no room for copies, far ones only where they have it for those."""
     if not has_room_for_copies(plan, devices, job):
         return None
     seconds = {k: link.latency_s + CHUNK_BYTES / link.bandwidth_bytes_per_s for k, link in mesh.links.items()}
-    near = buddies(plan, seconds)
+    near = near_keepers(plan, seconds)
     regions = regions_of(replace(mesh, devices={**mesh.devices, **devices}), job)
-    far = far_buddies(plan, seconds, regions, near)
-    return Buddies(near, far if far and has_room_for_copies(plan, devices, job, tiers=2) else {})
+    far = far_keepers(plan, seconds, regions, near)
+    return Keepers(near, far if far and has_room_for_copies(plan, devices, job, tiers=2) else {})
 
 
-def buddies(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, str]:
+def near_keepers(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, str]:
     """Who keeps the copies of each member that holds its blocks alone; members of a group, and pipelines, are copies of each
     other.
 
-    `seconds` is what a chunk takes over each link that was measured, by sender and receiver. Nobody has a buddy when there
+    `seconds` is what a chunk takes over each link that was measured, by sender and receiver. Nobody has a keeper when there
     is only one member.
     """
     load = dict.fromkeys(plan.peers, 0)
@@ -167,7 +167,7 @@ def buddies(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> dict[str, s
     return found
 
 
-def far_buddies(
+def far_keepers(
     plan: Plan, seconds: Mapping[tuple[str, str], float], regions: Mapping[str, str], near: Mapping[str, str]
 ) -> dict[str, str]:
     """Who keeps copies of each stage in another region than its members are in, by its first one. `regions`: of each peer.
@@ -201,6 +201,6 @@ def _least_loaded(
     takes = {peer: seconds.get((holder, peer), math.inf) for peer in others}
     near = [peer for peer in others if takes[peer] <= NEAR * min(takes.values())]
     after = {peer: (peers.index(peer) - peers.index(holder)) % len(peers) for peer in near}
-    buddy = min(near, key=lambda peer: (load[peer], takes[peer], after[peer]))
-    load[buddy] += 1
-    return buddy
+    keeper = min(near, key=lambda peer: (load[peer], takes[peer], after[peer]))
+    load[keeper] += 1
+    return keeper

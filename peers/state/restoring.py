@@ -21,7 +21,7 @@ import torch
 
 from meshcee.config import Timeouts
 from peers.state.fetch import Fetch, serve
-from peers.state.snapshot import Held
+from peers.state.store import Held
 from peers.transport import Frame, Stream, Transport
 from peers.wire import Offer, StateReceiver, messages, unless_closed, while_moving
 

@@ -32,7 +32,7 @@ __all__ = ["PROTOCOL_VERSION", "Handshaken", "Shaking", "accept", "dial"]
 
 # Raised by one whenever peers of the old and of the new version would misunderstand each other. The names and types of
 # `version` and `software` in these frames never change.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 NONCE_BYTES = 32
 _TEXT_CHARS = 512

@@ -25,9 +25,9 @@ Purposes of streams, and the frames on them:
                                         COLLECT  ->  STATE*, STATE_END     FAILED, LEAVING or, when what the optimizer has
                                                                            kept was not found, AGAIN at any time
                                                      (STATE_END alone after an evaluation)
-                                        SNAPSHOT  ->  COPIED for a buddy; KEEP  ->  KEPT from the buddy, near or far
+                                        SNAPSHOT  ->  COPIED for a keeper; KEEP  ->  KEPT from the keeper, near or far
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
-    journal (owner -> keeper)           FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+    journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     shelf   (standby -> peer)           SEEK, FOUND: which journals of a job it keeps, then PULL  ->  FILE*, FOLLOWED
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard

@@ -27,7 +27,7 @@ from meshcee.sampling.fed import Fed
 from peers.owner.diary import Diary
 from peers.state import checkpoint
 from peers.state.checkpoint import CheckpointStore, Draft
-from peers.state.copies import noted
+from peers.state.manifest import noted
 from peers.state.shelf import COPIES
 from tests.mutation import breaks, changed
 from tests.peers.state.test_killed_writer import FIXED, NoPlatter, check, drafted

@@ -17,8 +17,8 @@ def asked(step: int) -> dict[str, Any]:
 
 def whole(step: int, *stages: str, event: str = "copies", far: bool = True) -> dict[str, Any]:
     """Each set of tensors by the letters of those who hold it."""
-    keepers = [[f"id-{peer}" for peer in stage] for stage in stages]
-    return {"event": event, "next_step": step, "keepers": keepers, "holders": keepers, "far": far}
+    held_by = [[f"id-{peer}" for peer in stage] for stage in stages]
+    return {"event": event, "next_step": step, "held_by": held_by, "holders": held_by, "far": far}
 
 
 def saved(step: int) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_copies_of_a_peer_whose_device_fails_are_used(tmp_path: Path) -> None:
             def hear(report: Report) -> None:
                 if report.step == 9:
                     victim = storm.members()[0]
-                    storm.full.add(storm.here.agents[storm.buddy_of(victim)].peer_id)
+                    storm.full.add(storm.here.agents[storm.keeper_of(victim)].peer_id)
                     storm.kill(victim)
 
             return await train(storm, hear, replace(job_of(), checkpoint_every=100))

@@ -27,8 +27,8 @@ from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.role import Sum
 from meshcee.stage.runner import StageRunner
 from peers.groups import collective
-from peers.state.copies import Copied, StageCopy
-from peers.state.policy import buddies
+from peers.state.manifest import CopySet, StageCopy
+from peers.state.policy import near_keepers
 from peers.wire.offer import Offer, Terms
 from tests.peers.groups.test_groups import assert_close, double, mixing_job
 from tests.peers.groups.test_live_groups import Lopsided, lopsided, losses_of
@@ -212,9 +212,9 @@ def test_a_fault_between_pipelines(
 
 def test_pipelines_are_copies_of_each_other() -> None:
     plan = beside_plan()
-    assert buddies(plan, {}) == {}
+    assert near_keepers(plan, {}) == {}
     a, b = {"w": "1"}, {"v": "2"}
-    copied = Copied(4, (StageCopy(a, {}, {"p0"}), StageCopy(b, {}, {"p1"}), StageCopy(a | b, {}, {"p2"})))
+    copied = CopySet(4, (StageCopy(a, {}, {"p0"}), StageCopy(b, {}, {"p1"}), StageCopy(a | b, {}, {"p2"})))
     assert copied.is_whole
     copied.stages[0].holders.clear()
     assert copied.is_whole

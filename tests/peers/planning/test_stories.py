@@ -31,7 +31,7 @@ from peers.member.service import Session
 from peers.owner.epoch import Owner
 from peers.planning.coordinator import Planned, PlanRequest, PlanService, request_plan
 from peers.planning.job_costs import costs_of
-from peers.state.snapshot import Snapshots
+from peers.state.store import Snapshots
 from peers.transport.memory import Impairment
 from tests.mutation import breaks, changed
 from tests.rig.frames import watched_frames

@@ -26,7 +26,7 @@ from peers.state.checkpoint import CheckpointStore
 from peers.state.keeping import Keeping
 from peers.state.kept import Kept
 from peers.state.policy import Cadence, Stride
-from peers.state.snapshot import Image, Snapshots, parse_header
+from peers.state.store import Image, Snapshots, parse_header
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.offer import Offer, Terms
@@ -285,9 +285,9 @@ async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_traini
 ) -> None:
     for name, count in (("CHUNK_BYTES", 64), ("LEAST_BYTES", 16)):
         monkeypatch.setattr(f"peers.state.policy.{name}", count)
-    monkeypatch.setattr("peers.state.snapshot.CHUNK_BYTES", 64)
+    monkeypatch.setattr("peers.state.store.CHUNK_BYTES", 64)
     clock = [100.0]
-    monkeypatch.setattr("peers.state.snapshot.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("peers.state.store.time.monotonic", lambda: clock[0])
     job = job_of()
     captured = capture(job)
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)

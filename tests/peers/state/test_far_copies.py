@@ -24,15 +24,15 @@ from peers.device.compute import Pace
 from peers.member.service import Session
 from peers.node.agent import Agent
 from peers.owner.epoch import Report
-from peers.state.buddy import Buddy, digests_of, layouts_of
-from peers.state.copies import Copied, StageCopy
 from peers.state.fetch import Fetch
-from peers.state.policy import Buddies, Cadence, FarCadence, Stride, buddies, buddies_with_room, far_buddies
-from peers.state.snapshot import Held
+from peers.state.keep import Keeper, digests_of, layouts_of
+from peers.state.manifest import CopySet, StageCopy
+from peers.state.policy import Cadence, FarCadence, Keepers, Stride, far_keepers, keepers_with_room, near_keepers
+from peers.state.store import Held
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.weights import digest_of
-from tests.peers.state.test_buddy import TIMES, Epoch, answered, offers
+from tests.peers.state.test_keep import TIMES, Epoch, answered, offers
 from tests.planner.test_live import JOB
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 from tests.rig.virtual_time import run
@@ -48,7 +48,7 @@ def seconds_of(regions: Mapping[str, str]) -> dict[tuple[str, str], float]:
     ("where", "shares", "far"),
     [
         ("aabb", (), {"p0": "p2", "p1": "p3", "p2": "p0", "p3": "p1"}),
-        ("aaab", (), {"p0": "p3", "p1": "p3", "p2": "p3", "p3": "p0"}),  # the last one's buddy is far as it is
+        ("aaab", (), {"p0": "p3", "p1": "p3", "p2": "p3", "p3": "p0"}),  # the last one's keeper is far as it is
         ("aaaa", (), {}),
         ("abcd", (), {}),
         ("aabb", ((4, 2), (4, 2)), {"p0": "p2", "p2": "p0"}),
@@ -56,19 +56,19 @@ def seconds_of(regions: Mapping[str, str]) -> dict[tuple[str, str], float]:
     ],
     ids=["two of two", "three and one", "one region", "nobody is near", "groups", "groups in two regions"],
 )
-def test_far_buddies_are_in_other_regions_where_a_stage_would_be_lost_with_its_own(
+def test_far_keepers_are_in_other_regions_where_a_stage_would_be_lost_with_its_own(
     where: str, shares: Sequence[Sequence[int]], far: Mapping[str, str]
 ) -> None:
     plan = even_plan(5, 2 if shares else 4, 24, 6)
     plan = grouped(plan, shares) if shares else plan
     regions = dict(zip(plan.peers, where, strict=True))
     seconds = seconds_of(regions)
-    assert far_buddies(plan, seconds, regions, buddies(plan, seconds)) == far
+    assert far_keepers(plan, seconds, regions, near_keepers(plan, seconds)) == far
 
 
-def test_pipelines_have_no_far_buddies() -> None:
+def test_pipelines_have_no_far_keepers() -> None:
     plan = beside(even_plan(4, 1, 24, 6), (2, [(2, (6,)), (4, (6,))]), (2, [(2, (6,)), (4, (6,))]))
-    assert far_buddies(plan, {}, dict(zip(plan.peers, "aabb", strict=True)), {}) == {}
+    assert far_keepers(plan, {}, dict(zip(plan.peers, "aabb", strict=True)), {}) == {}
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
@@ -155,32 +155,32 @@ def test_a_whole_region_is_lost_and_the_run_goes_on_from_copies_in_the_other(
     assert far_apart(of(logged, "far copies")[0], names) == {2}
 
 
-def test_a_far_buddy_dies_with_its_region_while_it_reads_and_the_set_before_counts(
+def test_a_far_keeper_dies_with_its_region_while_it_reads_and_the_set_before_counts(
     tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storms: list[Storm] = []
     steps: list[int] = []
-    keep = Buddy._keep
+    keep = Keeper._keep
 
-    async def dies(buddy: Buddy, frame: Frame) -> Frame:
+    async def dies(keeper: Keeper, frame: Frame) -> Frame:
         step = frame.header["next_step"]
         if frame.header["far"] and step not in steps:
             steps.append(step)
             if len(steps) == 2:
-                region = REGIONS[storms[0].names[buddy._offer.peer_id]]
+                region = REGIONS[storms[0].names[keeper._offer.peer_id]]
                 for name in storms[0].lending:
                     if REGIONS[name] == region:
                         storms[0].kill(name)
-        return await keep(buddy, frame)
+        return await keep(keeper, frame)
 
-    monkeypatch.setattr(Buddy, "_keep", dies)
+    monkeypatch.setattr(Keeper, "_keep", dies)
     logged, _, _ = told(tmp_path, 1000, storms.append, at=0)
     back = of(logged, "the state to go on from")[0]
     assert (back["with_peers"], back["next_step"]) == (True, steps[0])
     assert [entry["next_step"] for entry in of(logged, "far copies")] == steps[:1]
 
 
-def test_a_far_buddy_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
+def test_a_far_keeper_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
     tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storms: list[Storm] = []
@@ -195,9 +195,9 @@ def test_a_far_buddy_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
         assert training is not None
         if fetch._far and fetch.missing and not half:
             far = training._owner._keeping.copying._far  # type: ignore[union-attr]
-            buddy = far.chosen[far._left[0]]
-            half.append((buddy, far._making.next_step))
-            storms[0].kill(storms[0].names[buddy])
+            keeper = far.chosen[far._left[0]]
+            half.append((keeper, far._making.next_step))
+            storms[0].kill(storms[0].names[keeper])
 
     monkeypatch.setattr(Fetch, "_take", dies)
     logged, names, _ = told(tmp_path, 1000, storms.append, at=0)
@@ -248,14 +248,14 @@ def test_far_copies_are_left_out_where_there_is_no_room_for_them() -> None:
     regions = dict(zip(plan.peers, "aabb", strict=True))
     links = {pair: LinkProfile(seconds / 10, 1e9) for pair, seconds in seconds_of(regions).items()}
 
-    def chosen(memory_bytes: int) -> Buddies | None:
+    def chosen(memory_bytes: int) -> Keepers | None:
         devices = {peer: DeviceProfile("cpu", "test", memory_bytes, 1e9) for peer in plan.peers}
-        return buddies_with_room(plan, Measured(devices, links, {}, {}), devices, JOB)
+        return keepers_with_room(plan, Measured(devices, links, {}, {}), devices, JOB)
 
     assert chosen(30 * 10**6) is None
     near = {"p0": "p1", "p1": "p0", "p2": "p3", "p3": "p2"}
-    assert chosen(50 * 10**6) == Buddies(near, {})
-    assert chosen(70 * 10**6) == Buddies(near, {"p0": "p2", "p1": "p3", "p2": "p0", "p3": "p1"})
+    assert chosen(50 * 10**6) == Keepers(near, {})
+    assert chosen(70 * 10**6) == Keepers(near, {"p0": "p2", "p1": "p3", "p2": "p0", "p3": "p1"})
 
 
 # -- the owner's side --------------------------------------------------------------------------------------------------
@@ -317,14 +317,14 @@ async def test_far_copies_are_gone_back_to_when_no_others_are_left_and_not_beyon
     found = epoch.copies.newest(11)
     assert found is not None
     assert (found.next_step, found.far) == (8, True)
-    assert Copied.from_json(found.to_json()) == found
+    assert CopySet.from_json(found.to_json()) == found
     epoch.copies.begin(7)  # as the next epoch found on the disk
     assert epoch.copies.newest(11) is None
 
 
 async def test_older_far_copies_count_on_members_alone_once_nearer_ones_are_whole() -> None:
     epoch = FarEpoch()
-    epoch.copies.add(Copied(3, (StageCopy({"w": "1"}, {}, {"p0", "p7"}), StageCopy({"v": "2"}, {}, {"p1"})), far=True))
+    epoch.copies.add(CopySet(3, (StageCopy({"w": "1"}, {}, {"p0", "p7"}), StageCopy({"v": "2"}, {}, {"p1"})), far=True))
     epoch.round(4)
     assert [copied.holders for copied in epoch.copies._found if copied.far] == [{"p0", "p1"}]
     epoch.copying._far.chosen.clear()
@@ -343,7 +343,7 @@ async def test_a_far_copy_that_fails_costs_this_set_and_one_without_memory_all_f
                 epoch.kept(source, step, **more)
     assert told == [[], [4], [4], []]
     assert [e["bytes"] for e in logged if e["event"].startswith("no copies in other regions")] == [100]
-    assert len(of(logged, "a copy did not reach its far buddy")) == 1
+    assert len(of(logged, "a copy did not reach its far keeper")) == 1
     with pytest.raises(ProtocolError, match="nobody asked for"):
         epoch.kept("p0", 10)
 
@@ -371,14 +371,14 @@ def test_a_link_to_another_region_rests_even_if_it_is_fast(latency_s: float, byt
     assert 0.2 * FarCadence.SHARE < used_s / now_s < 1.2 * FarCadence.SHARE
 
 
-async def test_what_a_far_buddy_has_already_is_not_read_again() -> None:
+async def test_what_a_far_keeper_has_already_is_not_read_again() -> None:
     held = Held()
     weights = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in layouts_of(offers()[0])[0].items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()}
     held.keep("p0", 4, digests, {digests[name]: tensor for name, tensor in weights.items()})
-    buddy = Buddy(offers()[1], held, None, TIMES, memory_bytes=1 << 30)  # type: ignore[arg-type]
+    keeper = Keeper(offers()[1], held, None, TIMES, memory_bytes=1 << 30)  # type: ignore[arg-type]
     header = {"next_step": 4, "source": "p0", "since": 0, "far": True, "besides": [4]}
-    reply = await buddy._keep(Frame(messages.KEEP, header, digests_of(digests, {})))
+    reply = await keeper._keep(Frame(messages.KEEP, header, digests_of(digests, {})))
     assert (reply.header["kept"], reply.header["far"], reply.header["read_s"]) == (True, True, 0.0)
     held.make_room("p0", 9, 9, [4])
     assert all(held.find(digest) is not None for digest in digests.values())
@@ -391,9 +391,9 @@ async def test_far_copies_need_room_for_those_of_their_own_stage_too() -> None:
     memory = offer.state_bytes + (1 + OWN_COPIES) * own + theirs
     missing = []
     for far in (False, True):
-        buddy = Buddy(offer, Held(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
+        keeper = Keeper(offer, Held(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
         said = digests_of(dict.fromkeys(layouts_of(offers()[0])[0], "ab" * 32), {})
-        missing.append((await buddy._keep(Frame(messages.KEEP, {**ask, "far": far}, said))).header["missing_bytes"])
+        missing.append((await keeper._keep(Frame(messages.KEEP, {**ask, "far": far}, said))).header["missing_bytes"])
     assert missing == [0, FAR_COPIES * own]
 
 

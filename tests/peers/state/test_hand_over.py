@@ -21,13 +21,13 @@ from peers.node.mesh import Mesh
 from peers.owner.adaptation import Adaptation
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
-from peers.state.copies import Copied, Copies
 from peers.state.copying import Copying
 from peers.state.keeping import Keeping
 from peers.state.kept import Kept
-from peers.state.policy import Buddies
+from peers.state.manifest import CopySet, Manifest
+from peers.state.policy import Keepers
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
-from tests.peers.state.test_buddy import Epoch, answered, described, offers
+from tests.peers.state.test_keep import Epoch, answered, described, offers
 
 LAST = 10  # the step at whose end another plan is chosen; the one after it is fed already
 
@@ -119,16 +119,16 @@ async def test_moved_blocks_come_from_the_member_that_had_them_and_no_number_cha
 async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_copies(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, add, died = Home(tmp_path), Copies.add, asyncio.Event()
+    home, add, died = Home(tmp_path), Manifest.add, asyncio.Event()
 
-    def and_tell(self: Copies, copied: Copied) -> None:
+    def and_tell(self: Manifest, copied: CopySet) -> None:
         add(self, copied)
         if copied.handed and not died.is_set():
             died.set()
             crash()
 
     crash: Callable[[], None] = died.set
-    monkeypatch.setattr(Copies, "add", and_tell)
+    monkeypatch.setattr(Manifest, "add", and_tell)
 
     def hear(here: Any, mesh: Mesh, report: Report) -> None:
         nonlocal crash
@@ -182,7 +182,7 @@ async def test_what_was_still_awaited_of_other_copies_is_let_pass_once() -> None
     assert epoch.copying.handed_over.is_set()
     with pytest.raises(ProtocolError, match="nobody asked for"):
         epoch.copying.hear(epoch.links[0], described(offers()[0], 9))
-    assert [epoch.asked(i) for i in (0, 1)] == [1, 2], "no buddy keeps it"
+    assert [epoch.asked(i) for i in (0, 1)] == [1, 2], "no keeper keeps it"
 
 
 async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_plan_has_its_own() -> None:
@@ -194,15 +194,15 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
         epoch.copying.hear(link, described(offer, 9))
     found = epoch.copies.newest(9)
     assert found is not None
-    assert (found.next_step, found.handed, Copied.from_json(found.to_json())) == (9, True, found)
-    following = Copying(epoch.copies, epoch.links, Buddies({"p0": "p1", "p1": "p0"}), 9)
+    assert (found.next_step, found.handed, CopySet.from_json(found.to_json())) == (9, True, found)
+    following = Copying(epoch.copies, epoch.links, Keepers({"p0": "p1", "p1": "p0"}), 9)
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (4, False, True)
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
     assert Keeping(Kept(copies=epoch.copies), epoch.links, SimpleNamespace(), 9)._since(9) == 4  # type: ignore[arg-type]
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None
-    assert found.next_step == 4, "its buddy has it"
+    assert found.next_step == 4, "its keeper has it"
     epoch.copying = following
     epoch.round(12)
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (12, True, False)

@@ -20,7 +20,7 @@ import torch
 from meshcee.files import disk
 from meshcee.files.disk import Disk
 from peers.state.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft
-from peers.state.snapshot import Image
+from peers.state.store import Image
 from tests.mutation import breaks, changed
 from tests.peers.state.test_checkpoint import captured_job, job_of
 from tests.rig.disks import Killed, KilledDisk

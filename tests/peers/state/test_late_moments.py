@@ -23,10 +23,10 @@ from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
-from peers.state.copies import Copied, Copies
 from peers.state.fetch import Fetch
 from peers.state.kept import Kept
-from peers.state.policy import Buddies, Cadence, buddies
+from peers.state.manifest import CopySet, Manifest
+from peers.state.policy import Cadence, Keepers, near_keepers
 from peers.state.restoring import Remains
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -73,7 +73,7 @@ class Epochs:
 
     network: MemoryNetwork
     transport: Transport
-    copies: Copies = field(default_factory=Copies)
+    copies: Manifest = field(default_factory=Manifest)
     losses: list[dict[int, float]] = field(default_factory=list)
     events: list[tuple[str, ...]] = field(default_factory=list)
     about_to_send: Callable[[str, str, str], None] = lambda sender, receiver, kind: None
@@ -91,8 +91,8 @@ class Epochs:
             if report.step == until:
                 owner.stop(hand_over=True)
 
-        near = buddies(plan, {}) if base is None else {}
-        kept = Kept(base, holders=frozenset(plan.peers), copies=self.copies, buddies=Buddies(near, {}))
+        near = near_keepers(plan, {}) if base is None else {}
+        kept = Kept(base, holders=frozenset(plan.peers), copies=self.copies, keepers=Keepers(near, {}))
         order = (1, "p0"), (1, len(self.losses))
         owner = Owner(
             job_of(),
@@ -108,7 +108,7 @@ class Epochs:
         )
         return await owner.train(Feed(job_of(), captured_job(), MICRO, start), hear)
 
-    async def hand_over(self) -> Copied:
+    async def hand_over(self) -> CopySet:
         """An epoch on all three that ends before the job does."""
         await self.run(plan_of("p0", "p1", "p2"), until=OVER)
         found = self.copies.newest(STEPS)

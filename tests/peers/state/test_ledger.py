@@ -16,7 +16,7 @@ from meshcee.files.home import Home
 from peers.node.mesh import Mesh
 from peers.owner.result import Result
 from peers.state.checkpoint import Checkpoint
-from peers.state.copies import Copied, noted
+from peers.state.manifest import CopySet, noted
 from peers.state.shelf import COPIES
 from tests.rig.virtual_time import quiet, run
 
@@ -25,7 +25,7 @@ DURABLE, DIES_AT = 5, 8
 
 @pytest.mark.parametrize("bereft", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: Path, bereft: bool) -> None:
-    """Bereft: a stage's holder and its buddy have died with the owner."""
+    """Bereft: a stage's holder and its keeper have died with the owner."""
     identity, home = Identity.generate(), Home(tmp_path / "home")
     job = replace(job_of(), checkpoint_every=DURABLE)
     began: list[object] = []
@@ -44,7 +44,7 @@ def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: P
                         began.append(mesh._training._base)
                         if dies and report.step == DIES_AT:
                             storm.mesh = mesh
-                            victims = {storm.members()[1], storm.buddy_of(storm.members()[1])} if bereft else set()
+                            victims = {storm.members()[1], storm.keeper_of(storm.members()[1])} if bereft else set()
                             for name in (*victims, "chief"):
                                 storm.here.crash(name)
                             break
@@ -57,7 +57,7 @@ def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: P
     with quiet(), quick_planning():
         result = run(story())
     base = began[-1]
-    assert isinstance(base, Checkpoint if bereft else Copied)
+    assert isinstance(base, Checkpoint if bereft else CopySet)
     assert bereft or base.next_step > DURABLE
     losses, state = expected()
     assert (result.losses, told) == (losses, [*range(STEPS)])

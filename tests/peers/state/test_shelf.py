@@ -21,7 +21,7 @@ from meshcee.files.home import Home
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.state import shelf
-from peers.state.journal import Journal, Mirror, keepers, seek, take
+from peers.state.journal import Journal, Mirror, seek, shelves, take
 from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_BYTES, MOST_RUNS, REPORTS, Seal
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
@@ -51,7 +51,7 @@ def frames_of(files: Files, run_id: str = RUN) -> list[Frame]:
 
 
 class Mesh:
-    """Two keepers, one owner and a standby's machine."""
+    """Two shelves, one owner and a standby's machine."""
 
     def __init__(self, here: InProcess, folder: Path) -> None:
         self.here = here
@@ -294,12 +294,12 @@ def test_a_seal_counts_only_if_its_owner_has_signed_it() -> None:
             Seal.read(wrong)
 
 
-def test_keepers_are_the_plans_first_members_on_other_machines() -> None:
+def test_shelves_are_the_plans_first_members_on_other_machines() -> None:
     plan = mock.Mock(peers=("p0", "p1", "p2", "p3"))
-    assert keepers(plan, {}, "owner", "here") == ("p0", "p1")
-    assert keepers(plan, {"p0": "here", "p1": "there", "p3": "there"}, "owner", "here") == ("p1", "p2")
-    assert keepers(plan, dict.fromkeys(plan.peers, "here"), "p0", "here") == ("p1", "p2")
-    assert keepers(plan, {"p0": "", "p1": ""}, "owner", "") == ("p0", "p1")
+    assert shelves(plan, {}, "owner", "here") == ("p0", "p1")
+    assert shelves(plan, {"p0": "here", "p1": "there", "p3": "there"}, "owner", "here") == ("p1", "p2")
+    assert shelves(plan, dict.fromkeys(plan.peers, "here"), "p0", "here") == ("p1", "p2")
+    assert shelves(plan, {"p0": "", "p1": ""}, "owner", "") == ("p0", "p1")
 
 
 def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -> None:
@@ -310,11 +310,11 @@ def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -
         ran = Home(tmp_path / "chief").new_run("x")
         for name, data in files_of(4).items():
             (ran.folder / name).write_bytes(data)
-        for keeper in (mesh.a, mesh.b):
-            plan = mock.Mock(peers=(keeper.peer_id,))
+        for shelf_peer in (mesh.a, mesh.b):
+            plan = mock.Mock(peers=(shelf_peer.peer_id,))
             journal.begin(JOB, ran, 1, plan, resumed=False)
             await asyncio.sleep(5)
-            assert keeper.shelf.kept[ran.id].standing == (1, len(files_of(4)[REPORTS]))
+            assert shelf_peer.shelf.kept[ran.id].standing == (1, len(files_of(4)[REPORTS]))
         with ran.report_file.open("ab") as file:
             file.write(b'{"step": 4, "loss": 1}\n')
         await asyncio.sleep(5)

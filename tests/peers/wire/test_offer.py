@@ -88,7 +88,7 @@ def test_each_field_of_an_offer_is_checked() -> None:
             Step(1, 0, (0.5, 0.25), ({"lr": 0.1},), tail=1).header(),
             lambda header: Step.from_header(header, forward_only=False, max_micro=8),
         ),
-        ({"next_step": 1, "durable": True, "buddy": False, "since": 0, "besides": [1]}, TakeSnapshot.from_header),
+        ({"next_step": 1, "durable": True, "keeper": False, "since": 0, "besides": [1]}, TakeSnapshot.from_header),
         ({"names": ["a", "b"]}, lambda header: named_tensors(header, [torch.zeros(1), None])),
         (Doing(1, True, 5, ("a",)).frame().header, Doing.from_header),
     ],

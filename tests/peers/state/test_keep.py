@@ -1,4 +1,4 @@
-"""Copies with buddies: who is whose, how a copy gets there and back, and what a run gains from it when members die."""
+"""Copies with keepers: who is whose, how a copy gets there and back, and what a run gains from it when members die."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.plan import Plan
 from peers.member.service import Member
 from peers.owner.epoch import Report
-from peers.state.buddy import Buddy, layouts_of
-from peers.state.copies import Copies
 from peers.state.copying import Copying
 from peers.state.fetch import Fetch
+from peers.state.keep import Keeper, layouts_of
 from peers.state.kept import Kept
-from peers.state.policy import Buddies, Cadence, buddies
-from peers.state.snapshot import Held
+from peers.state.manifest import Manifest
+from peers.state.policy import Cadence, Keepers, near_keepers
+from peers.state.store import Held
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.member_link import Link
@@ -49,20 +49,20 @@ TIMES = Timeouts()
 # -- who is whose ------------------------------------------------------------------------------------------------------
 
 
-def test_a_buddy_is_near_and_has_little_to_keep() -> None:
+def test_a_keeper_is_near_and_has_little_to_keep() -> None:
     plan = even_plan(5, 4, 24, 6)
-    assert buddies(plan, {}) == {"p0": "p1", "p1": "p2", "p2": "p3", "p3": "p0"}  # nothing is known of any link
+    assert near_keepers(plan, {}) == {"p0": "p1", "p1": "p2", "p2": "p3", "p3": "p0"}  # nothing is known of any link
     sites = {"p0": "a", "p1": "b", "p2": "a", "p3": "b"}
     seconds = {(s, t): 0.01 if sites[s] == sites[t] else 0.5 for s in sites for t in sites if s != t}
-    assert buddies(plan, seconds) == {"p0": "p2", "p1": "p3", "p2": "p0", "p3": "p1"}
+    assert near_keepers(plan, seconds) == {"p0": "p2", "p1": "p3", "p2": "p0", "p3": "p1"}
     alone = {**seconds, ("p3", "p1"): 0.5}  # nobody is near: all are alike
-    assert buddies(plan, alone)["p3"] == "p1"  # the others have something to keep
+    assert near_keepers(plan, alone)["p3"] == "p1"  # the others have something to keep
 
 
 def test_a_group_needs_none_and_neither_does_a_single_member() -> None:
     plan = grouped(even_plan(5, 3, 24, 6), ((4, 2), (6,), (6,)))
-    assert buddies(plan, {}) == {"p2": "p3", "p3": "p0"}
-    assert buddies(even_plan(5, 1, 24, 6), {}) == {}
+    assert near_keepers(plan, {}) == {"p2": "p3", "p3": "p0"}
+    assert near_keepers(even_plan(5, 1, 24, 6), {}) == {}
 
 
 # -- what a copy is said to be -----------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ class Epoch:
     """The owner's side, with links that go nowhere."""
 
     def __init__(self, far: Mapping[str, str] = {}) -> None:
-        self.copies = Copies()
+        self.copies = Manifest()
         self.links = [Link(offer, SimpleNamespace(peer_id=offer.peer_id)) for offer in offers()]  # type: ignore[arg-type]
-        self.copying = Copying(self.copies, self.links, Buddies({"p0": "p1", "p1": "p0"}, far), 0)
+        self.copying = Copying(self.copies, self.links, Keepers({"p0": "p1", "p1": "p0"}, far), 0)
 
     def asked(self, index: int) -> int:
         """How many copies this member was asked to keep."""
@@ -132,7 +132,7 @@ class Epoch:
         for link, offer in zip(self.links, offers()):
             self.copying.hear(link, described(offer, next_step))
         for link, source in zip(self.links, ("p1", "p0")):
-            if source in self.copying._buddies:
+            if source in self.copying._keepers:
                 self.copying.hear(link, answered(source, next_step, **(more if source == "p0" else {})))
         self.copying.reported = next_step
 
@@ -168,12 +168,12 @@ async def test_of_two_copies_the_older_serves_until_steps_are_reported_or_it_is_
     assert epoch.copies.newest(7) is None
 
 
-async def test_the_run_goes_on_without_a_buddy_that_has_no_memory_and_says_so_once() -> None:
+async def test_the_run_goes_on_without_a_keeper_that_has_no_memory_and_says_so_once() -> None:
     epoch = Epoch()
     with capture_logs() as logged:
         epoch.round(4, kept=False, missing_bytes=100)
         epoch.round(7)
-    assert [e["bytes"] for e in logged if e["event"].startswith("a stage has no buddy")] == [100]
+    assert [e["bytes"] for e in logged if e["event"].startswith("a stage has no keeper")] == [100]
     assert [epoch.asked(i) for i in (0, 1)] == [2, 1]
     found = epoch.copies.newest(7)
     assert found is not None
@@ -198,7 +198,7 @@ async def test_word_of_a_copy_that_nobody_asked_for_is_refused(index: int, frame
         epoch.copying.hear(epoch.links[index], frame())
 
 
-async def test_only_the_buddy_says_that_it_has_kept_a_copy_and_once() -> None:
+async def test_only_the_keeper_says_that_it_has_kept_a_copy_and_once() -> None:
     epoch = Epoch()
     epoch.copying.begin(4)
     for link, offer in zip(epoch.links, offers()):
@@ -212,20 +212,20 @@ async def test_only_the_buddy_says_that_it_has_kept_a_copy_and_once() -> None:
         epoch.copying.hear(epoch.links[1], answered("p0", 4))
 
 
-async def test_a_buddy_without_memory_says_how_much_it_lacks_and_reads_nothing() -> None:
+async def test_a_keeper_without_memory_says_how_much_it_lacks_and_reads_nothing() -> None:
     offer = offers()[1]
-    buddy = Buddy(offer, Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
+    keeper = Keeper(offer, Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
     ask = Frame(
         messages.KEEP,
         {"next_step": 4, "source": "p0", "since": 0, "far": False, "besides": []},
         described(offers()[0], 4).payloads,
     )
-    reply = await buddy._keep(ask)
+    reply = await keeper._keep(ask)
     assert (reply.kind, reply.header["kept"]) == (messages.KEPT, False)
     assert reply.header["missing_bytes"] > offers()[0].state_bytes
     for source in ("p1", "p7"):
         with pytest.raises(ProtocolError, match="no stage that could be kept"):
-            await buddy._keep(Frame(messages.KEEP, {**ask.header, "source": source}, ask.payloads))
+            await keeper._keep(Frame(messages.KEEP, {**ask.header, "source": source}, ask.payloads))
 
 
 def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
@@ -257,7 +257,7 @@ def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
     for step in (3, 6):
         held.make_room("p1", step, 3)
         held.keep("p1", step, {"v": "ab"}, {"ab": torch.zeros(2)})
-    for source, step, left in [("p2", 6, 8), ("p1", 9, 8), ("p1", 6, 0)]:  # one buddy may keep two stages of a step
+    for source, step, left in [("p2", 6, 8), ("p1", 9, 8), ("p1", 6, 0)]:  # one keeper may keep two stages of a step
         assert held.find("ab") is not None
         held.make_room(source, step, 6)
         assert held.others_bytes == left
@@ -289,10 +289,10 @@ def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_b
 @pytest.mark.parametrize("shares", [((6,), (6,), (6,)), ((4, 2), (6,))], ids=["alone", "in a group"])
 async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shares: Any) -> None:
     monkeypatch.setattr(Cadence, "is_due", lambda *args: True)
-    copies = Copies()
+    copies = Manifest()
 
     def keep(plan: Plan) -> Kept:
-        return Kept(copies=copies, buddies=Buddies(buddies(plan, {}), {}))
+        return Kept(copies=copies, keepers=Keepers(near_keepers(plan, {}), {}))
 
     def adapt(plan: Plan) -> Plan:
         return grouped(plan, shares)
@@ -320,13 +320,13 @@ def began_at(logged: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def only_holder(storm: Storm) -> str:
-    """A member which, but for its buddy, is the only one with its stage's tensors: a stage may have none, or tied ones."""
+    """A member which, but for its keeper, is the only one with its stage's tensors: a stage may have none, or tied ones."""
     training = storm.mesh._training
     assert training is not None
     copied = training._copies.newest(training._job.steps)
     assert copied is not None
-    pairs = [{storm.name_of(peer) for peer in peers} for peers in copied.keepers]
-    return next(name for name in reversed(storm.members()) if {name, storm.buddy_of(name)} in pairs)
+    pairs = [{storm.name_of(peer) for peer in peers} for peers in copied.held_by]
+    return next(name for name in reversed(storm.members()) if {name, storm.keeper_of(name)} in pairs)
 
 
 def told(folder: Path, every: int, befall: Callable[[Storm], None], at: int = 8) -> list[Mapping[str, Any]]:
@@ -356,8 +356,8 @@ def from_peers(logged: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_dead_stage_comes_back_from_its_buddy(tmp_path: Path, stage: int) -> None:
-    """There is no checkpoint at all yet: without buddies the run would begin anew."""
+def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> None:
+    """There is no checkpoint at all yet: without keepers the run would begin anew."""
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[stage]))
     (base,) = began_at(logged)
     assert base >= 6
@@ -371,10 +371,10 @@ def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> No
     assert began_at(logged) == [5]
 
 
-def test_holder_and_buddy_die_at_once_and_the_disk_is_what_is_left(tmp_path: Path) -> None:
+def test_holder_and_keeper_die_at_once_and_the_disk_is_what_is_left(tmp_path: Path) -> None:
     def befall(storm: Storm) -> None:
         victim = only_holder(storm)
-        for name in {victim, storm.buddy_of(victim)}:
+        for name in {victim, storm.keeper_of(victim)}:
             storm.kill(name)
 
     logged = told(tmp_path, 5, befall)
@@ -382,27 +382,27 @@ def test_holder_and_buddy_die_at_once_and_the_disk_is_what_is_left(tmp_path: Pat
     assert began_at(logged) == [5]
 
 
-def test_a_buddy_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_checkpoint(
+def test_a_keeper_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storms: list[Storm] = []
-    buddies: list[str] = []
+    keepers: list[str] = []
     read = Fetch._read
 
     async def dies(fetch: Fetch, peer: str, digests: Sequence[str]) -> None:
-        if not fetch._gently and storms[-1].name_of(peer) in buddies:
-            storms[-1].kill(buddies.pop())
+        if not fetch._gently and storms[-1].name_of(peer) in keepers:
+            storms[-1].kill(keepers.pop())
         await read(fetch, peer, digests)
 
     def befall(storm: Storm) -> None:
         victim = only_holder(storm)
         storms.append(storm)
-        buddies[:] = [storm.buddy_of(victim)]
+        keepers[:] = [storm.keeper_of(victim)]
         storm.kill(victim)
 
     monkeypatch.setattr(Fetch, "_read", dies)
     attempts = (told(tmp_path / str(i), 5, befall) for i in range(5))
-    logged = next(log for log in attempts if not buddies)  # a buddy that takes the stage over itself gives nothing
+    logged = next(log for log in attempts if not keepers)  # a keeper that takes the stage over itself gives nothing
     assert from_peers(logged) != []
     assert began_at(logged) == [5]
 

@@ -1,7 +1,7 @@
-"""A member's part in copies that outlive it: hash its own for a buddy, and be the buddy of others.
+"""A member's part in copies that outlive it: hash its own for a keeper, and be the keeper of others.
 
 The idea: the pipeline waits for none of this. A copy is hashed in a thread and its digests go to the owner; the owner asks
-the buddy, which reads the bits from the holder, gently, checks them, and says that it has them. A far buddy does the same,
+the keeper, which reads the bits from the holder, gently, checks them, and says that it has them. A far keeper does the same,
 beside it and more slowly. Whatever fails costs only this copy.
 """
 
@@ -14,11 +14,11 @@ from meshcee.config import FAR_COPIES, OWN_COPIES, Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.files.tensor_files import nbytes_of
 from peers.state.fetch import Fetch, Shape
-from peers.state.snapshot import Held
+from peers.state.store import Held
 from peers.transport import Frame, Stream, Transport
 from peers.wire import Offer, Outbox, besides_in, digests_in, digests_of, messages, need
 
-__all__ = ["Buddy", "layouts_of"]
+__all__ = ["Keeper", "layouts_of"]
 
 MOST_WAITING = 256
 
@@ -29,7 +29,7 @@ def layouts_of(offer: Offer) -> tuple[dict[str, Shape], dict[str, Shape]]:
     return weights, offer.expected_optimizer
 
 
-class Buddy:
+class Keeper:
     """Of one session. `copied` and `ask` only note what is to be done; `run` does it, each kind in its order."""
 
     def __init__(self, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int) -> None:
@@ -46,7 +46,7 @@ class Buddy:
         self._coming_bytes = 0  # of copies that are being read
 
     def copied(self, next_step: int) -> None:
-        """The stage has been copied for its buddy."""
+        """The stage has been copied for its keeper."""
         self._note(self._made, next_step)
 
     def ask(self, frame: Frame) -> None:

@@ -119,7 +119,7 @@ class _Copy:
 
 
 class Held:
-    """The copies that a member holds: of its own stage, and of others whose buddy it is; as many as may be needed again.
+    """The copies that a member holds: of its own stage, and of others whose keeper it is; as many as may be needed again.
 
     They outlive the epoch: when the next one goes on from such a copy, what this member needs of it is here already.
     """
@@ -128,7 +128,7 @@ class Held:
         self._copies: list[_Copy] = []  # of our own stage, oldest first
         self._others: dict[
             tuple[str, bool], list[_Copy]
-        ] = {}  # (its holder, whether we are its far buddy) -> oldest first
+        ] = {}  # (its holder, whether we are its far keeper) -> oldest first
         self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 

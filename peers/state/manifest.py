@@ -1,7 +1,7 @@
 """Which copies of a job's state there are and who holds them, as its owner knows it.
 
 The idea: the owner never sees a copy, only what it is: a digest for each tensor, from the member that made it, and word from
-the buddy that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
+the keeper that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
 are all that is kept. So it is with far copies, which count when every stage has one that outlives its region. What one plan
 hands over to the next is a copy that only its makers hold: older ones are kept beside it.
 
@@ -22,7 +22,7 @@ from peers.mesh_view import MeshView
 from peers.state.policy import Cadence, FarCadence
 from peers.state.shelf import COPIES
 
-__all__ = ["Copied", "Copies", "Ledger", "StageCopy", "noted"]
+__all__ = ["CopySet", "Ledger", "Manifest", "StageCopy", "noted"]
 
 TRIES = 2  # epochs that may begin with copies which are not found
 
@@ -42,7 +42,7 @@ class StageCopy:
 
 
 @dataclass
-class Copied:
+class CopySet:
     """The state before a step, of which members hold copies, stage by stage of the plan that made it: of all pipelines."""
 
     next_step: int
@@ -56,7 +56,7 @@ class Copied:
         return set().union(*(stage.holders for stage in self.stages))
 
     @property
-    def keepers(self) -> list[list[str]]:
+    def held_by(self) -> list[list[str]]:
         """Of every tensor those who hold it, in order and each set of them once: stages may share tensors, or have none."""
         found: dict[tuple[int, str], set[str]] = {}
         for stage in self.stages:
@@ -68,7 +68,7 @@ class Copied:
     @property
     def is_whole(self) -> bool:
         """Whether somebody holds everything."""
-        return all(self.keepers)
+        return all(self.held_by)
 
     @property
     def is_usable(self) -> bool:
@@ -87,7 +87,7 @@ class Copied:
         return {"next_step": self.next_step, "stages": stages, "far": self.far, "handed": self.handed}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Copied:
+    def from_json(cls, data: Mapping[str, Any]) -> CopySet:
         """What `to_json` gave; ValueError, KeyError or TypeError for anything else."""
         stages = [StageCopy(dict(weights), dict(kept), set(holders)) for weights, kept, holders in data["stages"]]
         kind = {name: bool(data.get(name, False)) for name in ("far", "handed")}
@@ -98,15 +98,15 @@ class Copied:
         return tuple(sorted({p for s in self.stages if any(n in names for n in s.weights) for p in s.holders}))
 
 
-class Copies:
+class Manifest:
     """All that there are of one job, over its epochs. `tell` is called with those that count when there are others."""
 
-    def __init__(self, tell: Callable[[Sequence[Copied]], None] = lambda found: None) -> None:
+    def __init__(self, tell: Callable[[Sequence[CopySet]], None] = lambda found: None) -> None:
         self.cadence, self.far_cadence = Cadence(), FarCadence()
-        self._found: list[Copied] = []  # whole ones, oldest first
+        self._found: list[CopySet] = []  # whole ones, oldest first
         self._tell = tell
 
-    def add(self, copied: Copied) -> None:
+    def add(self, copied: CopySet) -> None:
         """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported."""
         others = [c for c in self._found if c.far != copied.far]
         older = [c for c in self._found if c.far == copied.far and c.next_step < copied.next_step]
@@ -129,7 +129,7 @@ class Copies:
                 stage.holders.intersection_update(members)
         self._found = [c for c in self._found if not c.far or c.is_whole]
 
-    def restore(self, found: Sequence[Copied], alive: Collection[str]) -> None:
+    def restore(self, found: Sequence[CopySet], alive: Collection[str]) -> None:
         """What an owner that has died knew; of its holders these are there."""
         self._found = list(found)
         self.newest(0, set().union(*(copied.holders for copied in found)).difference(alive))
@@ -139,7 +139,7 @@ class Copies:
         """Whether the newest near ones were handed over to a plan that has none of its own yet."""
         return next((c.handed for c in reversed(self._found) if not c.far), False)
 
-    def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> Copied | None:
+    def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> CopySet | None:
         """The newest of no step after `done`, of which these who are gone do not hold the last copies.
 
         Who is gone has lost its copies, even if it comes back. `handed`: what was handed over counts.
@@ -171,7 +171,7 @@ class Ledger:
         self._next: dict[str, Any] | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    def note(self, found: Sequence[Copied]) -> None:
+    def note(self, found: Sequence[CopySet]) -> None:
         self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
         if self.folder is not None and (self._writing is None or self._writing.done()):
             self._writing = self._agent.beside(self._write(self.folder))
@@ -188,11 +188,11 @@ class Ledger:
                 self._trouble.over(WHAT)
 
 
-def noted(folder: Path, run: str, after: int, done: int) -> list[Copied]:
+def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:
     """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
     try:
         data = json.loads((folder / COPIES).read_text())
-        found = [Copied.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
+        found = [CopySet.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     return [copied for copied in found if after < copied.next_step <= done]
