@@ -47,7 +47,7 @@ from peers.member.inbox import Inbox
 from peers.state.store import Held
 from peers.transport.base import Frame
 from peers.wire import messages
-from peers.wire.messages import Step
+from peers.wire.messages import Round
 from peers.wire.outbox import Outbox
 from tests.rig.mesh_fixture import train
 
@@ -140,7 +140,7 @@ class OneStage:
 
     async def _feed(self, step: int, batches: list[Batch]) -> None:
         weights = (1 / len(batches),) * len(batches)
-        await self.inbox.walks.put(Step(step, step, weights, self.hyper.at(step)))
+        await self.inbox.rounds.put(Round(step, step, weights, self.hyper.at(step)))
         for micro, batch in enumerate(batches):
             self.inbox.put_raw(step, micro, self.captured.inputs_of(batch))
 

@@ -44,7 +44,7 @@ from peers.state.checkpoint import CheckpointStore
 from peers.state.kept import Kept
 from peers.transport.memory import MemoryNetwork
 from peers.wire.failures import Failures
-from peers.wire.messages import Step
+from peers.wire.messages import Round
 from tests.rig.virtual_time import quiet, run
 
 __all__ = ["Soak", "soak"]
@@ -104,10 +104,10 @@ class FakeOwner:
     async def train(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> Mapping[str, torch.Tensor]:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as users:
-            walks = feed.walks()
+            rounds = feed.rounds()
 
-            def next_few() -> list[tuple[Step, float]]:
-                return [(s, float(feed.inputs(s, 0)["x"].sum())) for s in itertools.islice(walks, AT_ONCE)]
+            def next_few() -> list[tuple[Round, float]]:
+                return [(s, float(feed.inputs(s, 0)["x"].sum())) for s in itertools.islice(rounds, AT_ONCE)]
 
             while few := await loop.run_in_executor(users, next_few):
                 for spec, fed in few:

@@ -49,7 +49,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.transport.memory import Impairment, MemoryNetwork
-from peers.wire.messages import Step
+from peers.wire.messages import Round
 from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import Still, run
 
@@ -118,15 +118,15 @@ def quick_planning() -> Any:
 @contextlib.contextmanager
 def devices_fill_up(full: set[str]) -> Iterator[None]:
     """The next step of each of these peers fails once, as that of a device without memory does."""
-    walk = Executor._walk
+    run = Executor._take_actions
 
-    async def walked(executor: Executor, step: Step) -> None:
+    async def walked(executor: Executor, step: Round) -> None:
         if (peer := executor._place.peer) in full:
             full.remove(peer)
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(peer)}.00 GiB")
-        await walk(executor, step)
+        await run(executor, step)
 
-    with mock.patch.object(Executor, "_walk", walked):
+    with mock.patch.object(Executor, "_take_actions", walked):
         yield
 
 

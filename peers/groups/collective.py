@@ -31,7 +31,7 @@ Chunk = tuple[list[bool], torch.Tensor]  # which parameters of its bucket have a
 
 @dataclass
 class _Arrivals:
-    """Chunks of one walk by (bucket, peer), our own among them: of one member each, and their sums."""
+    """Chunks of one round by (bucket, peer), our own among them: of one member each, and their sums."""
 
     parts: dict[tuple[int, str], Chunk] = field(default_factory=dict)
     sums: dict[tuple[int, str], Chunk] = field(default_factory=dict)
@@ -64,21 +64,21 @@ class GroupSum:
         self._links = links
         self._spans = spans
         self.buckets = buckets_of(self.parameters, len(self._group), bucket_bytes)
-        self._walks: dict[int, _Arrivals] = {}
+        self._rounds: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
 
-    async def run(self, walk: int, whole: Whole) -> None:
+    async def run(self, round: int, whole: Whole) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
-        arrived = self._walks.setdefault(walk, _Arrivals())
+        arrived = self._rounds.setdefault(round, _Arrivals())
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._send_parts(walk, arrived, whole))
-            group.create_task(self._add_parts(walk, arrived))
+            group.create_task(self._send_parts(round, arrived, whole))
+            group.create_task(self._add_parts(round, arrived))
             group.create_task(self._take_sums(arrived, whole))
-        del self._walks[walk]
-        self._done = walk
+        del self._rounds[round]
+        self._done = round
 
-    async def _send_parts(self, walk: int, arrived: _Arrivals, whole: Whole) -> None:
+    async def _send_parts(self, round: int, arrived: _Arrivals, whole: Whole) -> None:
         """Every member's chunk of each bucket of ours."""
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
@@ -89,9 +89,9 @@ class GroupSum:
                     arrived.parts[k, peer] = present, chunk
                     self._changed.set()
                 else:
-                    await self._send(peer, messages.PART, walk, k, present, chunk)
+                    await self._send(peer, messages.PART, round, k, present, chunk)
 
-    async def _add_parts(self, walk: int, arrived: _Arrivals) -> None:
+    async def _add_parts(self, round: int, arrived: _Arrivals) -> None:
         """Our chunk of each bucket, from everybody."""
         for k in range(len(self.buckets)):
             await self._until(arrived.parts, k)
@@ -100,7 +100,7 @@ class GroupSum:
             arrived.sums[k, self._peer] = present, total
             self._changed.set()
             for peer in self._others:
-                await self._send(peer, messages.SUM, walk, k, present, total)
+                await self._send(peer, messages.SUM, round, k, present, total)
 
     async def _take_sums(self, arrived: _Arrivals, whole: Whole) -> None:
         """Every member's sums of each bucket."""
@@ -141,16 +141,16 @@ class GroupSum:
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""
-        walk, k = need(frame.header, "walk", int), need(frame.header, "micro", int)
-        if peer not in self._others or not 0 <= k < len(self.buckets) or not self._done < walk <= self._done + 2:
-            raise ProtocolError(f"peer {peer} sent gradients of bucket {k}, walk {walk}, which nobody sums now")
+        round, k = need(frame.header, "round", int), need(frame.header, "micro", int)
+        if peer not in self._others or not 0 <= k < len(self.buckets) or not self._done < round <= self._done + 2:
+            raise ProtocolError(f"peer {peer} sent gradients of bucket {k}, round {round}, which nobody sums now")
         bucket = self.buckets[k]
         owner = self._peer if frame.kind == messages.PART else peer
         i = self._group.index(owner)
         shape = (bucket.bounds[i + 1] - bucket.bounds[i],)
         (numbers,) = tensors.unpack(need(frame.header, "tensors", list), frame.payloads, [(bucket.dtype, shape)])
         present = presence_of(frame.header, bucket)
-        arrived = self._walks.setdefault(walk, _Arrivals())
+        arrived = self._rounds.setdefault(round, _Arrivals())
         table = arrived.parts if frame.kind == messages.PART else arrived.sums
         if (k, peer) in table:
             raise ProtocolError(f"gradients of bucket {k} arrived twice from peer {peer}")
@@ -170,9 +170,9 @@ class GroupSum:
             await self._changed.wait()
 
     async def _send(
-        self, peer: str, kind: str, walk: int, bucket: int, present: list[bool], numbers: torch.Tensor
+        self, peer: str, kind: str, round: int, bucket: int, present: list[bool], numbers: torch.Tensor
     ) -> None:
-        await self._links.send(peer, kind, [numbers], walk=walk, micro=bucket, sum=self._number, present=present)
+        await self._links.send(peer, kind, [numbers], round=round, micro=bucket, sum=self._number, present=present)
 
 
 def _added(parts: Sequence[Chunk]) -> Chunk:

@@ -79,16 +79,18 @@ class DirectSum:
         self._said: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()  # entries of the meeting that are to be told
         self._loop: asyncio.AbstractEventLoop | None = None
         self._meeting = Meeting(self._say, TIMEOUT_S)
-        self._told: dict[int, dict[tuple[int, str], list[bool]]] = {}  # walk -> (bucket, peer) -> which have a gradient
+        self._told: dict[
+            int, dict[tuple[int, str], list[bool]]
+        ] = {}  # round -> (bucket, peer) -> which have a gradient
         self._done = -1
         self._changed = asyncio.Event()
         self._process_group: Any = None
 
-    async def run(self, walk: int, whole: Whole) -> None:
+    async def run(self, round: int, whole: Whole) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
-        told = self._told.setdefault(walk, {})
+        told = self._told.setdefault(round, {})
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._tell(walk, told, whole))
+            group.create_task(self._tell(round, told, whole))
             speaking = group.create_task(self._speak())  # NCCL meets anew when it is called first
             for k, bucket in enumerate(self.buckets):
                 await whole.until(k)
@@ -100,15 +102,15 @@ class DirectSum:
                 await self._call(self._apart, bucket, present)
                 self._spans.add("sum", -1, start_s, time.perf_counter())
             speaking.cancel()
-        del self._told[walk]
-        self._done = walk
+        del self._told[round]
+        self._done = round
 
-    async def _tell(self, walk: int, told: dict[tuple[int, str], list[bool]], whole: Whole) -> None:
+    async def _tell(self, round: int, told: dict[tuple[int, str], list[bool]], whole: Whole) -> None:
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
             present = [self.parameters[name].grad is not None for name in bucket.names]
             for peer in self._others:
-                header = {"walk": walk, "micro": k, "sum": self._number, "present": present}
+                header = {"round": round, "micro": k, "sum": self._number, "present": present}
                 await self._links.put(peer, Frame(messages.WHOLE, header))
             told[k, self._peer] = present
             self._changed.set()
@@ -117,10 +119,10 @@ class DirectSum:
         """A WHOLE frame, or MEET: an entry of the meeting."""
         header = frame.header
         if frame.kind == messages.WHOLE and peer in self._others:
-            walk, k = need(header, "walk", int), need(header, "micro", int)
-            told = self._told.setdefault(walk, {}) if self._done < walk <= self._done + 2 else None
+            round, k = need(header, "round", int), need(header, "micro", int)
+            told = self._told.setdefault(round, {}) if self._done < round <= self._done + 2 else None
             if told is None or not 0 <= k < len(self.buckets) or (k, peer) in told:
-                raise ProtocolError(f"peer {peer} has bucket {k} of walk {walk}, which nobody sums now")
+                raise ProtocolError(f"peer {peer} has bucket {k} of round {round}, which nobody sums now")
             told[k, peer] = presence_of(header, self.buckets[k])
         elif frame.kind == messages.MEET and peer in self._others:
             self._meeting.hear(need(header, "key", str), header.get("value"))

@@ -20,7 +20,7 @@ from meshcee.plan import Plan
 from meshcee.planner import situation
 from meshcee.simulator import simulate
 from peers.transport import Buffer, Frame
-from peers.wire import Outbox, Span, Step, messages, need, read_spans
+from peers.wire import Outbox, Round, Span, messages, need, read_spans
 
 __all__ = ["Clock", "Trace"]
 
@@ -59,12 +59,12 @@ class Trace:
         self._measured.clear()
         self._first = max(first_step, min(first_step + FIRST, steps - COUNT))
 
-    async def ask(self, spec: Step, members: Sequence[Outbox]) -> Step:
+    async def ask(self, round: Round, members: Sequence[Outbox]) -> Round:
         """The step as it goes to the members, traced or not; until the last traced one their clocks are asked first."""
-        if spec.step < self._first + COUNT:
+        if round.step < self._first + COUNT:
             for outbox in members:
                 await outbox.put(Frame(messages.CLOCK, {"asked_s": time.perf_counter()}))
-        return replace(spec, trace=self._first <= spec.step < self._first + COUNT)
+        return replace(round, trace=self._first <= round.step < self._first + COUNT)
 
     def hear_clock(self, peer: str, header: Mapping[str, Any]) -> None:
         self._clocks[peer].hear(need(header, "asked_s", float), need(header, "there_s", float), time.perf_counter())

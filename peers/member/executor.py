@@ -1,4 +1,4 @@
-"""Walks the steps of one stage: decides by the local rule, computes on the device's thread, sends what is ready.
+"""Runs the steps of one stage: decides by the local rule, computes on the device's thread, sends what is ready.
 
 The idea: a step is a transaction. F, B and W run as arrivals allow and windows permit; when the first stage has run
 its last B every gradient exists, so it sends the commit down the chain; a stage applies once its own W's are done and
@@ -36,8 +36,8 @@ from peers.wire import (
     Crossed,
     Links,
     Outbox,
+    Round,
     Spans,
-    Step,
     digest_of,
     digests_of,
     messages,
@@ -48,7 +48,7 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Runs the walks that the inbox receives, in order, until the owner's stream ends or something fails."""
+    """Runs the rounds that the inbox receives, in order, until the owner's stream ends or something fails."""
 
     def __init__(
         self,
@@ -107,18 +107,18 @@ class Executor:
         return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
 
     async def run(self) -> None:
-        """Take walks until cancelled."""
+        """Take rounds until cancelled."""
         while True:
             with self._waiting(lambda: (OWNER,)):
-                walk = await self._inbox.walks.get()
-            if isinstance(walk, Collect):
-                await self._send_state(walk)
-            elif isinstance(walk, TakeSnapshot):
-                await self._snapshot(walk)
-            elif walk.forward_only:
-                await self._evaluate(walk)
+                round = await self._inbox.rounds.get()
+            if isinstance(round, Collect):
+                await self._send_state(round)
+            elif isinstance(round, TakeSnapshot):
+                await self._snapshot(round)
+            elif round.forward_only:
+                await self._evaluate(round)
             else:
-                await self._train(walk)
+                await self._train(round)
 
     async def _until_whole(self) -> None:
         """What the optimizer has kept has a time-out of its own."""
@@ -136,33 +136,33 @@ class Executor:
 
     # -- one training step ---------------------------------------------------------------------------------------
 
-    async def _train(self, walk: Step) -> None:
+    async def _train(self, round: Round) -> None:
         runner = self._runner
         self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
         start_s = time.perf_counter()
-        self.spans.start(walk.trace)
-        runner.begin(walk.step)
+        self.spans.start(round.trace)
+        runner.begin(round.step)
         with contextlib.ExitStack() as summing:
-            async with self.settlement.summing(walk) as self._wholes:
-                await self._walk(walk)
+            async with self.settlement.summing(round) as self._wholes:
+                await self._take_actions(round)
                 summed_s = time.perf_counter()
                 summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
         self._waited(summed_s)
-        clip = await self.settlement.run(walk)
+        clip = await self.settlement.run(round)
         settled_s = time.perf_counter()
         await self._until_whole()
         self._waited(settled_s)
         applied_s = time.perf_counter()
         self._is_untouched = False
-        await self._compute.run(self._apply, walk, None if clip is None else torch.tensor(clip, dtype=torch.float64))
+        await self._compute.run(self._apply, round, None if clip is None else torch.tensor(clip, dtype=torch.float64))
         self.seconds["apply"] = time.perf_counter() - applied_s
         self.spans.add("apply", -1, applied_s, time.perf_counter())
-        self._inbox.finish(walk.walk)
+        self._inbox.finish(round.number)
         coding_s, codecs = self.coding.take()
         seconds = {**self.seconds, **coding_s, "total": time.perf_counter() - start_s}
         header = {
-            "walk": walk.walk,
-            "step": walk.step,
+            "round": round.number,
+            "step": round.step,
             "norm": self.settlement.norm,
             "seconds": seconds,
             "codecs": codecs,
@@ -171,52 +171,52 @@ class Executor:
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 
-    def _apply(self, walk: Step, clip: torch.Tensor | None) -> None:
+    def _apply(self, round: Round, clip: torch.Tensor | None) -> None:
         """A norm that clips has been looked at. Without one each stage looks for itself: others may have applied the step, but
         then it is never whole, so nobody is told of it, and no copy and no checkpoint has it."""
         if clip is None and (name := self._runner.not_finite()) is not None:
             raise NonFiniteLossError(
-                f"the gradient of {name!r} in step {walk.step + 1} is not finite, though its loss is; the step does not count. "
+                f"the gradient of {name!r} in step {round.step + 1} is not finite, though its loss is; the step does not count. "
                 "Lower the learning rate, set clip_norm, or look at this batch"
             )
-        self._runner.apply(clip, walk.hyper)
+        self._runner.apply(clip, round.hyper)
 
-    async def _walk(self, walk: Step) -> None:
+    async def _take_actions(self, round: Round) -> None:
         """Every F, B and W of a step."""
         place = self._place
         f = b = w = 0
-        while w < walk.num_micro:
-            action = choose(self._view(walk, f, b, w))
+        while w < round.num_micro:
+            action = choose(self._view(round, f, b, w))
             if action is None:
-                await self._wait(partial(self._missing, walk, f, b, w))
+                await self._wait(partial(self._missing, round, f, b, w))
             elif action is Kind.F and place.is_last:
                 # Its gradient needs nobody: F and B in one visit to the compute thread.
-                await self._forward_and_back(walk, f)
+                await self._forward_and_back(round, f)
                 f, b, w = f + 1, b + 1, w + place.fused
                 self.max_live, self.max_in_flight = max(self.max_live, f - w + place.fused), max(self.max_in_flight, 1)
-                await self._after_backward(walk, b)
+                await self._after_backward(round, b)
             elif action is Kind.F:
-                await self._forward(walk, f)
+                await self._forward(round, f)
                 f += 1
                 self.max_live, self.max_in_flight = max(self.max_live, f - w), max(self.max_in_flight, f - b)
             elif action is Kind.B:
-                await self._backward(walk, b)
+                await self._backward(round, b)
                 b, w = b + 1, w + place.fused
-                await self._after_backward(walk, b)
+                await self._after_backward(round, b)
             else:
-                await self._weight_gradient(walk, w)
+                await self._weight_gradient(round, w)
                 w += 1
 
-    def _view(self, walk: Step, f: int, b: int, w: int) -> StageView:
+    def _view(self, round: Round, f: int, b: int, w: int) -> StageView:
         """What the local rule sees; each kind in micro order, so only the next of each matters."""
-        place, inbox, key = self._place, self._inbox, walk.walk
-        input_here = f < walk.num_micro and self._input_ready(key, f)
+        place, inbox, key = self._place, self._inbox, round.number
+        input_here = f < round.num_micro and self._input_ready(key, f)
         wanted = {piece.peer for piece in place.targets(place.micro_batch)}
         gradient_here = b < f and wanted <= inbox.back.get((key, b), {}).keys()
         if place.fused:
             gradient_here = gradient_here and self._partials_ready(key, b)
         return StageView(
-            num_micro=walk.num_micro,
+            num_micro=round.num_micro,
             forwards=f,
             backwards=b,
             weights=w,
@@ -227,28 +227,28 @@ class Executor:
             live_cap=place.stage.live_cap,
         )
 
-    def _missing(self, walk: Step, f: int, b: int, w: int) -> list[str]:
+    def _missing(self, round: Round, f: int, b: int, w: int) -> list[str]:
         """Who has not sent what comes next of each kind."""
-        place, inbox, key = self._place, self._inbox, walk.walk
+        place, inbox, key = self._place, self._inbox, round.number
         found: list[str] = []
-        if f < walk.num_micro:
+        if f < round.num_micro:
             found += self._absent(key, f, self._runner.spec, place.micro_batch)
         if b < f and not place.is_last:
             arrived = inbox.back.get((key, b), {})
             found += [piece.peer for piece in place.targets(place.micro_batch) if piece.peer not in arrived]
         return found + [peer for name, peer in place.partial_from if (name, peer) not in inbox.shared.get((key, w), {})]
 
-    def _absent(self, walk: int, micro: int, spec: StageSpec, samples: int) -> list[str]:
+    def _absent(self, round: int, micro: int, spec: StageSpec, samples: int) -> list[str]:
         """Who has not sent what F of this micro-batch needs."""
-        arrived = self._inbox.forward.get((walk, micro), {})
+        arrived = self._inbox.forward.get((round, micro), {})
         found = [piece.peer for piece in self._place.sources(samples) if piece.peer not in arrived]
-        return found if not spec.raw_inputs or (walk, micro) in self._inbox.raw else [OWNER, *found]
+        return found if not spec.raw_inputs or (round, micro) in self._inbox.raw else [OWNER, *found]
 
-    def _input_ready(self, walk: int, micro: int) -> bool:
-        return not self._absent(walk, micro, self._runner.spec, self._place.micro_batch)
+    def _input_ready(self, round: int, micro: int) -> bool:
+        return not self._absent(round, micro, self._runner.spec, self._place.micro_batch)
 
-    def _partials_ready(self, walk: int, micro: int) -> bool:
-        return self._place.partial_from <= self._inbox.shared.get((walk, micro), {}).keys()
+    def _partials_ready(self, round: int, micro: int) -> bool:
+        return self._place.partial_from <= self._inbox.shared.get((round, micro), {}).keys()
 
     async def _wait(self, wants: Callable[[], Iterable[str]]) -> None:
         """For the next arrival; `wants` are those who have not sent what is missing."""
@@ -279,124 +279,127 @@ class Executor:
         self.spans.add(kind.upper(), micro, start_s, time.perf_counter())
         return result
 
-    def _arrived(self, walk: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
+    def _arrived(self, round: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
         """Raw inputs, and by source what it sent."""
-        return self._inbox.raw.pop((walk, micro), {}), self._inbox.forward.pop((walk, micro), {})
+        return self._inbox.raw.pop((round, micro), {}), self._inbox.forward.pop((round, micro), {})
 
-    def _joined(self, walk: Step, micro: int, parts: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Any], Any]:
+    def _joined(self, round: Round, micro: int, parts: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Any], Any]:
         """What F receives, and the generator's state or, in the first stage, its seed."""
         place = self._place
         if place.is_first:
-            return (), seed_of(place.seed, walk.step, walk.first + micro)
+            return (), seed_of(place.seed, round.step, round.first + micro)
         size = place.micro_batch
         return self._boundaries.before.join(parts, place.rows(size), place.sources(size))
 
-    async def _forward(self, walk: Step, micro: int) -> None:
-        raw, parts = self._arrived(walk.walk, micro)
+    async def _forward(self, round: Round, micro: int) -> None:
+        raw, parts = self._arrived(round.number, micro)
         place = self._place
         targets = place.targets(place.micro_batch)
 
         def work() -> list[list[Any]]:
-            sent, rng, _ = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
+            sent, rng, _ = self._runner.forward(micro, raw, *self._joined(round, micro, parts))
             return self._boundaries.after.split(sent, rng, place.rows(place.micro_batch), targets)
 
-        await self._send_forward(targets, walk.walk, micro, self._runner.spec.sent, await self._timed("f", micro, work))
+        await self._send_forward(
+            targets, round.number, micro, self._runner.spec.sent, await self._timed("f", micro, work)
+        )
 
-    async def _forward_and_back(self, walk: Step, micro: int) -> None:
+    async def _forward_and_back(self, round: Round, micro: int) -> None:
         """On the last stage: F, the loss, then B (and W where they are fused)."""
-        raw, parts = self._arrived(walk.walk, micro)
-        weight, partials = walk.weights[micro], self._partials(walk.walk, micro)
+        raw, parts = self._arrived(round.number, micro)
+        weight, partials = round.weights[micro], self._partials(round.number, micro)
 
         def work() -> tuple[float, list[list[Any]], dict[str, torch.Tensor]]:
-            _, _, loss = self._runner.forward(micro, raw, *self._joined(walk, micro, parts))
+            _, _, loss = self._runner.forward(micro, raw, *self._joined(round, micro, parts))
             assert loss is not None
             value = float(loss)
             if weight == 0 and len(self._place.group) > 1:
                 value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
                 raise NonFiniteLossError(
-                    f"the loss of step {walk.step + 1}, micro-batch {walk.first + micro + 1} is {value}; the step was not applied. "
+                    f"the loss of step {round.step + 1}, micro-batch {round.first + micro + 1} is {value}; "
+                    "the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
             if self._place.fused:
-                with self._finishing(walk, micro):
+                with self._finishing(round, micro):
                     received, onward = self._runner.backward(micro, (), weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
             return value, self._split_back(received), onward
 
         value, received, onward = await self._timed("fbw" if self._place.fused else "fb", micro, work)
-        header = {"walk": walk.walk, "step": walk.step, "micro": micro, "loss": value}
+        header = {"round": round.number, "step": round.step, "micro": micro, "loss": value}
         await self._owner.put(Frame(messages.LOSS, header))
-        await self._send_back(walk.walk, micro, received, onward)
+        await self._send_back(round.number, micro, received, onward)
 
-    async def _backward(self, walk: Step, micro: int) -> None:
-        arrived = self._inbox.back.pop((walk.walk, micro), {})
-        place, weight = self._place, walk.weights[micro]
-        partials = self._partials(walk.walk, micro) if place.fused else {}
+    async def _backward(self, round: Round, micro: int) -> None:
+        arrived = self._inbox.back.pop((round.number, micro), {})
+        place, weight = self._place, round.weights[micro]
+        partials = self._partials(round.number, micro) if place.fused else {}
 
         def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
             gradients = self._boundaries.after.join_back(arrived, place.targets(place.micro_batch))
             if place.fused:
-                with self._finishing(walk, micro):
+                with self._finishing(round, micro):
                     received, onward = self._runner.backward(micro, gradients, weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, gradients, weight), {}
             return self._split_back(received), onward
 
-        await self._send_back(walk.walk, micro, *await self._timed("bw" if place.fused else "b", micro, work))
+        await self._send_back(round.number, micro, *await self._timed("bw" if place.fused else "b", micro, work))
 
     def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
         size = self._place.micro_batch
         return self._boundaries.before.split_back(received, self._place.rows(size), self._place.sources(size))
 
     async def _send_back(
-        self, walk: int, micro: int, received: Sequence[Sequence[Any]], onward: Mapping[str, torch.Tensor]
+        self, round: int, micro: int, received: Sequence[Sequence[Any]], onward: Mapping[str, torch.Tensor]
     ) -> None:
         await self._send(
             self._place.sources(self._place.micro_batch),
             messages.B,
-            walk,
+            round,
             micro,
             received,
             [True] * len(self._runner.spec.received),
         )
         if self._place.fused:
-            await self._send_partials(walk, micro, onward)
+            await self._send_partials(round, micro, onward)
 
-    async def _after_backward(self, walk: Step, done: int) -> None:
+    async def _after_backward(self, round: Round, done: int) -> None:
         """The first stage's last B is the commit point: every gradient of the step exists somewhere."""
-        if done == walk.num_micro and self._place.is_first and not self._place.votes:
-            await self.settlement.commit(walk.walk, None)
+        if done == round.num_micro and self._place.is_first and not self._place.votes:
+            await self.settlement.commit(round.number, None)
 
-    async def _weight_gradient(self, walk: Step, micro: int) -> None:
-        partials = self._partials(walk.walk, micro)
+    async def _weight_gradient(self, round: Round, micro: int) -> None:
+        partials = self._partials(round.number, micro)
 
         def work() -> dict[str, torch.Tensor]:
-            with self._finishing(walk, micro):
+            with self._finishing(round, micro):
                 return self._runner.backward_weight(micro, partials)
 
-        await self._send_partials(walk.walk, micro, await self._timed("w", micro, work))
+        await self._send_partials(round.number, micro, await self._timed("w", micro, work))
 
-    def _finishing(self, walk: Step, micro: int) -> contextlib.ExitStack[bool | None]:
+    def _finishing(self, round: Round, micro: int) -> contextlib.ExitStack[bool | None]:
         """Around a W: the last one makes gradients whole, which sums wait for. An emulated device has all at its end."""
         hearing = contextlib.ExitStack()
-        if micro + 1 == walk.num_micro and self._compute.pace is None:
+        if micro + 1 == round.num_micro and self._compute.pace is None:
             for whole in self._wholes:
                 hearing.enter_context(whole.hear())
         return hearing
 
-    async def _send_partials(self, walk: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
+    async def _send_partials(self, round: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
         """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
         for peer in sorted(set(self._place.partial_to.values())):
             names = [name for name, to in self._place.partial_to.items() if to == peer]
             values = [partials.get(n) for n in names]
-            header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro, "names": names}
+            header = {"epoch": list(self._place.epoch), "round": round, "micro": micro, "names": names}
             await self.links.put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
 
-    def _partials(self, walk: int, micro: int) -> dict[str, torch.Tensor]:
+    def _partials(self, round: int, micro: int) -> dict[str, torch.Tensor]:
         """By parameter; where several members of a group send one, their sum in plan order."""
-        arrived = self._inbox.shared.pop((walk, micro), {})
+        arrived = self._inbox.shared.pop((round, micro), {})
         found: dict[str, torch.Tensor] = {}
         for peer in self._place.neighbours:
             for (name, sender), tensor in arrived.items():
@@ -406,22 +409,22 @@ class Executor:
 
     # -- evaluation and state ----------------------------------------------------------------------------------------
 
-    async def _evaluate(self, walk: Step) -> None:
+    async def _evaluate(self, round: Round) -> None:
         place, spec = self._place, self._runner.eval_spec or self._runner.spec
-        for micro in range(walk.num_micro):
-            size = walk.samples(micro, place.micro_batch)
+        for micro in range(round.num_micro):
+            size = round.samples(micro, place.micro_batch)
             rows, targets = place.rows(size), place.targets(size)
             if rows[0] == rows[1]:
                 continue  # a last micro-batch that is too small for everyone
-            while absent := self._absent(walk.walk, micro, spec, size):
+            while absent := self._absent(round.number, micro, spec, size):
                 await self._wait(partial(list, absent))
-            raw, parts = self._arrived(walk.walk, micro)
+            raw, parts = self._arrived(round.number, micro)
             sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
-            await self._send_forward(targets, walk.walk, micro, spec.sent, sent)
+            await self._send_forward(targets, round.number, micro, spec.sent, sent)
             if place.is_last:
-                header = {"walk": walk.walk, "micro": micro}
-                await self._owner.put(self.coding.frame(messages.OUTPUT, header, outputs, (), walk.step))
-        self._inbox.finish(walk.walk)
+                header = {"round": round.number, "micro": micro}
+                await self._owner.put(self.coding.frame(messages.OUTPUT, header, outputs, (), round.step))
+        self._inbox.finish(round.number)
 
     def _evaluated(
         self, raw: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int
@@ -445,21 +448,21 @@ class Executor:
         return [Frame(messages.STATE_END, {}, digests_of(digests, {}))]
 
     async def _send_forward(
-        self, targets: Sequence[Piece], walk: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]
+        self, targets: Sequence[Piece], round: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]
     ) -> None:
         # What carries no gradient is a mask, an angle, a count: few bytes, and not to be touched.
-        await self._send(targets, messages.F, walk, micro, frames, [value.requires_grad for value in sent])
+        await self._send(targets, messages.F, round, micro, frames, [value.requires_grad for value in sent])
 
     async def _send(
         self,
         pieces: Sequence[Piece],
         kind: str,
-        walk: int,
+        round: int,
         micro: int,
         frames: Sequence[Sequence[Any]],
         coded: Sequence[bool],
     ) -> None:
         """A frame for each neighbour that has rows in common with us."""
-        header = {"epoch": list(self._place.epoch), "walk": walk, "micro": micro}
+        header = {"epoch": list(self._place.epoch), "round": round, "micro": micro}
         for piece, values in zip(pieces, frames, strict=True):
             await self.links.put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
-from peers.wire import Step, besides_in, need
+from peers.wire import Round, besides_in, need
 
 __all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
 
 
-Key = tuple[int, int]  # (walk, micro)
+Key = tuple[int, int]  # (round, micro)
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class TakeSnapshot:
 class Inbox:
     """Arrivals of one stage. `limit` bounds each kind; `changed` wakes the executor.
 
-    walks    steps, evaluations, snapshots and collections in the owner's order
-    raw      (walk, micro) -> raw inputs by name, from the owner
-    forward  (walk, micro) -> by peer of the previous stage: the values of an F frame, the generator's state last
-    back     (walk, micro) -> by peer of the next stage: gradients of what was sent
-    shared   (walk, micro) -> by (parameter, peer): partial gradients of shared parameters, from later stages
-    totals   walk -> summed gradients of shared parameters, by name, from earlier stages
-    norms    walk -> by peer: (parameter index, norm) pairs of all stages that it speaks for
-    commits  walk -> what gradients are multiplied by, None when the job does not clip
+    rounds    steps, evaluations, snapshots and collections in the owner's order
+    raw      (round, micro) -> raw inputs by name, from the owner
+    forward  (round, micro) -> by peer of the previous stage: the values of an F frame, the generator's state last
+    back     (round, micro) -> by peer of the next stage: gradients of what was sent
+    shared   (round, micro) -> by (parameter, peer): partial gradients of shared parameters, from later stages
+    totals   round -> summed gradients of shared parameters, by name, from earlier stages
+    norms    round -> by peer: (parameter index, norm) pairs of all stages that it speaks for
+    commits  round -> what gradients are multiplied by, None when the job does not clip
     """
 
     limit: int
-    walks: asyncio.Queue[Step | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
+    rounds: asyncio.Queue[Round | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
     raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     forward: dict[Key, dict[str, Sequence[Any]]] = field(default_factory=dict)
     back: dict[Key, dict[str, Sequence[torch.Tensor | None]]] = field(default_factory=dict)
@@ -75,14 +75,14 @@ class Inbox:
     norms: dict[int, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
     commits: dict[int, float | None] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    done: int = -1  # the last walk that this stage has finished; nothing for it may arrive any more
+    done: int = -1  # the last round that this stage has finished; nothing for it may arrive any more
 
     def _store(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        walk = key[0] if isinstance(key, tuple) else key
-        if walk <= self.done or walk > self.done + self.limit:
-            raise ProtocolError(f"a frame of walk {walk} arrived while walk {self.done + 1} is running")
+        round = key[0] if isinstance(key, tuple) else key
+        if round <= self.done or round > self.done + self.limit:
+            raise ProtocolError(f"a frame of round {round} arrived while round {self.done + 1} is running")
         if key in table:
-            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+            raise ProtocolError(f"a frame of round and micro-batch {key} arrived twice")
         if len(table) >= self.limit:
             raise ProtocolError(f"more than {self.limit} micro-batches are waiting; the sender ignores the window")
         table[key] = value
@@ -92,38 +92,38 @@ class Inbox:
         """Several peers may contribute to one entry, each only once."""
         present = table.pop(key, {})
         if present.keys() & entries.keys():
-            raise ProtocolError(f"a frame of walk and micro-batch {key} arrived twice")
+            raise ProtocolError(f"a frame of round and micro-batch {key} arrived twice")
         self._store(table, key, {**present, **entries})
 
-    def put_raw(self, walk: int, micro: int, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._store(self.raw, (walk, micro), inputs)
+    def put_raw(self, round: int, micro: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._store(self.raw, (round, micro), inputs)
 
-    def put_forward(self, walk: int, micro: int, peer: str, values: Sequence[Any]) -> None:
-        self._add(self.forward, (walk, micro), {peer: values})
+    def put_forward(self, round: int, micro: int, peer: str, values: Sequence[Any]) -> None:
+        self._add(self.forward, (round, micro), {peer: values})
 
-    def put_back(self, walk: int, micro: int, peer: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._add(self.back, (walk, micro), {peer: gradients})
+    def put_back(self, round: int, micro: int, peer: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._add(self.back, (round, micro), {peer: gradients})
 
-    def put_shared(self, walk: int, micro: int, peer: str, partials: Mapping[str, torch.Tensor | None]) -> None:
-        self._add(self.shared, (walk, micro), {(name, peer): partial for name, partial in partials.items()})
+    def put_shared(self, round: int, micro: int, peer: str, partials: Mapping[str, torch.Tensor | None]) -> None:
+        self._add(self.shared, (round, micro), {(name, peer): partial for name, partial in partials.items()})
 
-    def put_totals(self, walk: int, totals: Mapping[str, torch.Tensor | None]) -> None:
-        self._add(self.totals, walk, totals)
+    def put_totals(self, round: int, totals: Mapping[str, torch.Tensor | None]) -> None:
+        self._add(self.totals, round, totals)
 
-    def put_norms(self, walk: int, peer: str, norms: list[tuple[int, float]]) -> None:
-        self._add(self.norms, walk, {peer: norms})
+    def put_norms(self, round: int, peer: str, norms: list[tuple[int, float]]) -> None:
+        self._add(self.norms, round, {peer: norms})
 
-    def put_commit(self, walk: int, clip: float | None) -> None:
-        self._store(self.commits, walk, clip)
+    def put_commit(self, round: int, clip: float | None) -> None:
+        self._store(self.commits, round, clip)
 
-    def finish(self, walk: int) -> None:
-        """Forget a walk that is over."""
-        self.done = walk
+    def finish(self, round: int) -> None:
+        """Forget a round that is over."""
+        self.done = round
         for table in (self.raw, self.forward, self.back, self.shared):
-            for key in [k for k in table if k[0] <= walk]:
+            for key in [k for k in table if k[0] <= round]:
                 del table[key]
         for once in (self.totals, self.norms, self.commits):
-            for ended in [w for w in once if w <= walk]:
+            for ended in [w for w in once if w <= round]:
                 del once[ended]
 
 

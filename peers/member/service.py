@@ -30,7 +30,7 @@ from peers.wire import (
     Doing,
     Offer,
     Outbox,
-    Step,
+    Round,
     live,
     messages,
     micro_of,
@@ -165,14 +165,14 @@ class Session:
                 inputs = {name: value for name, value in zip(names, values) if isinstance(value, torch.Tensor)}
                 if not len(names) == len(values) == len(inputs):
                     raise ProtocolError("an input frame needs one tensor for each name")
-                self._inbox.put_raw(need(frame.header, "walk", int), need(frame.header, "micro", int), inputs)
+                self._inbox.put_raw(need(frame.header, "round", int), need(frame.header, "micro", int), inputs)
             elif frame.kind in (messages.STEP, messages.EVALUATE):
                 await self._link()
                 evaluation = frame.kind == messages.EVALUATE
-                walk = Step.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
-                await self._inbox.walks.put(walk)
+                round = Round.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
+                await self._inbox.rounds.put(round)
             elif frame.kind == messages.SNAPSHOT:
-                await self._inbox.walks.put(TakeSnapshot.from_header(frame.header))
+                await self._inbox.rounds.put(TakeSnapshot.from_header(frame.header))
             elif frame.kind == messages.PONG:
                 continue  # the last of its offer
             elif frame.kind == messages.PING:
@@ -187,14 +187,14 @@ class Session:
             elif frame.kind == messages.COLLECT:
                 self.ending = True
                 wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
-                await self._inbox.walks.put(Collect(*wanted))
+                await self._inbox.rounds.put(Collect(*wanted))
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
 
     # -- links to other members --------------------------------------------------------------------------------------
 
     async def _link(self) -> None:
-        """On the first walk: open a stream to each neighbour behind us in plan order; those before attach to us."""
+        """On the first round: open a stream to each neighbour behind us in plan order; those before attach to us."""
         if self._linked:
             return
         self._linked = True
@@ -266,24 +266,24 @@ class Session:
         if frame.kind in messages.SUMS:
             self._executor.settlement.take(peer, frame)
             return
-        walk, apart = need(header, "walk", int), place.apart(peer)
+        round, apart = need(header, "round", int), place.apart(peer)
         if frame.kind == messages.COMMIT and peer == place.above:
             clip = header.get("clip")
-            await self._executor.settlement.commit(walk, None if clip is None else need(header, "clip", float))
+            await self._executor.settlement.commit(round, None if clip is None else need(header, "clip", float))
             return
         values = await self._executor.coding.values(frame)
         if frame.kind == messages.F and apart == -1:
             if not values or isinstance(values[-1], float):
                 raise ProtocolError("an activation frame ends with the generator's state")
-            inbox.put_forward(walk, need(header, "micro", int), peer, values)
+            inbox.put_forward(round, need(header, "micro", int), peer, values)
         elif frame.kind == messages.B and apart == 1:
-            inbox.put_back(walk, need(header, "micro", int), peer, tensors_of(values))
+            inbox.put_back(round, need(header, "micro", int), peer, tensors_of(values))
         elif frame.kind == messages.NORMS and peer in place.below:
-            inbox.put_norms(walk, peer, norms_of(values, len(place.norm_order)))
+            inbox.put_norms(round, peer, norms_of(values, len(place.norm_order)))
         elif frame.kind == messages.SHARED and apart > 0:
-            inbox.put_shared(walk, need(header, "micro", int), peer, named_tensors(header, values))
+            inbox.put_shared(round, need(header, "micro", int), peer, named_tensors(header, values))
         elif frame.kind == messages.TOTAL and apart < 0:
-            inbox.put_totals(walk, named_tensors(header, values))
+            inbox.put_totals(round, named_tensors(header, values))
         else:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
 

@@ -23,7 +23,7 @@ from peers.groups import DirectSum, GroupSum, Whole
 from peers.member.coding import Coding
 from peers.member.inbox import Inbox
 from peers.transport import Frame
-from peers.wire import Links, Spans, Step, messages, need
+from peers.wire import Links, Round, Spans, messages, need
 
 __all__ = ["Settlement"]
 
@@ -62,7 +62,7 @@ class Settlement:
         return DirectSum(*of, self._compute, links, spans, host=place.meeting_host, number=one.number)
 
     @asynccontextmanager
-    async def summing(self, walk: Step) -> AsyncIterator[Sequence[Whole]]:
+    async def summing(self, round: Round) -> AsyncIterator[Sequence[Whole]]:
         """Around the F's, B's and W's of a step: meanwhile members sum what is whole, and all of it before this ends."""
         if not self._sums:
             yield ()
@@ -70,7 +70,7 @@ class Settlement:
         wholes = [Whole(one.buckets, one.parameters) for one in self._sums.values()]
         async with asyncio.TaskGroup() as group:
             for one, whole in zip(self._sums.values(), wholes):
-                group.create_task(one.run(walk.walk, whole))
+                group.create_task(one.run(round.number, whole))
             yield wholes
             for whole in wholes:
                 whole.all()
@@ -97,47 +97,47 @@ class Settlement:
         for one in self._sums.values():
             one.close()
 
-    async def run(self, walk: Step) -> float | None:
+    async def run(self, round: Round) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""
-        await self.exchange_totals(walk.walk)
+        await self.exchange_totals(round.number)
         if self._place.votes:
-            await self._vote(walk.walk, walk.step)
-        while walk.walk not in self._inbox.commits:
+            await self._vote(round.number, round.step)
+        while round.number not in self._inbox.commits:
             await self._wait(lambda: [] if self._place.above is None else [self._place.above])
-        return self._inbox.commits[walk.walk]
+        return self._inbox.commits[round.number]
 
-    async def exchange_totals(self, walk: int) -> None:
+    async def exchange_totals(self, round: int) -> None:
         place = self._place
         if place.totals_to:
             totals = self._runner.shared_totals()
             for peer, names in place.totals_to.items():
                 # Copies: clipping writes to the gradients while these may still be on their way.
                 copies = [totals[n].clone() if n in totals else None for n in names]
-                header = {"epoch": list(place.epoch), "walk": walk, "micro": 0, "names": list(names)}
+                header = {"epoch": list(place.epoch), "round": round, "micro": 0, "names": list(names)}
                 await self._links.put(peer, self._coding.frame(messages.TOTAL, header, copies, (), self._runner.step))
-        while lacking := place.totals_from.keys() - self._inbox.totals.get(walk, {}).keys():
+        while lacking := place.totals_from.keys() - self._inbox.totals.get(round, {}).keys():
             await self._wait(lambda: map(place.totals_from.__getitem__, lacking))
         if place.totals_from:
-            arrived = self._inbox.totals[walk]
+            arrived = self._inbox.totals[round]
             self._runner.set_shared_totals({n: t for n, t in arrived.items() if t is not None})
 
-    async def _vote(self, walk: int, step: int) -> None:
+    async def _vote(self, round: int, step: int) -> None:
         """Our norms and those below go up; at the head they make the global norm, and the commit."""
         place, inbox = self._place, self._inbox
         pairs: list[tuple[int, float]] = []
         if place.clip_norm is not None and place.leads:  # all who hold the same blocks have the same sums
             own = await self._compute.run(self._runner.norm_values)
             pairs = [(place.norm_order[name], norm) for name, norm in own if name not in place.totals_from]
-        while silent := set(place.below) - inbox.norms.get(walk, {}).keys():
+        while silent := set(place.below) - inbox.norms.get(round, {}).keys():
             await self._wait(partial(list, silent))
-        pairs += [pair for peer in place.below for pair in inbox.norms[walk][peer]]
+        pairs += [pair for peer in place.below for pair in inbox.norms[round][peer]]
         if place.above is not None:
             # In a payload: a header would be too small for a few thousand parameters. float64 holds every norm as it is.
             indices = torch.tensor([i for i, _ in pairs], dtype=torch.int64)
             found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64)
-            await self._links.send(place.above, messages.NORMS, [indices, found], walk=walk, micro=0)
+            await self._links.send(place.above, messages.NORMS, [indices, found], round=round, micro=0)
         elif place.clip_norm is None:
-            await self.commit(walk, None)
+            await self.commit(round, None)
         else:
             # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
             norms = [norm for _, norm in sorted(pairs)]
@@ -148,10 +148,10 @@ class Settlement:
                 raise NonFiniteLossError(
                     f"{what}; the step was not applied. Lower the learning rate, or look at this batch"
                 )
-            await self.commit(walk, clip)
+            await self.commit(round, clip)
 
-    async def commit(self, walk: int, clip: float | None) -> None:
+    async def commit(self, round: int, clip: float | None) -> None:
         """The step is committed: tell those below at once, before any F of the next step, then note it."""
         for peer in self._place.below:
-            await self._links.put(peer, Frame(messages.COMMIT, {"walk": walk, "clip": clip}))
-        self._inbox.put_commit(walk, clip)
+            await self._links.put(peer, Frame(messages.COMMIT, {"round": round, "clip": clip}))
+        self._inbox.put_commit(round, clip)

@@ -78,7 +78,7 @@ class Mesh:
 
         `state` holds other weights than the model's, e.g. a trained `result.state_dict`.
         """
-        metrics, _ = await self._walk_once(job, data, state, captured, stages, predicts=False)
+        metrics, _ = await self._run_round(job, data, state, captured, stages, predicts=False)
         return metrics
 
     async def predict(
@@ -94,10 +94,10 @@ class Mesh:
 
         Samples are pairs (x, y), as in training: the captured graph includes the loss.
         """
-        _, output = await self._walk_once(replace(job, metrics={}), data, state, captured, stages, predicts=True)
+        _, output = await self._run_round(replace(job, metrics={}), data, state, captured, stages, predicts=True)
         return output
 
-    async def _walk_once(
+    async def _run_round(
         self,
         job: Job,
         data: Any,

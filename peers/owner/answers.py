@@ -1,6 +1,6 @@
 """What has come back of one step or evaluation, and what is told of it.
 
-The idea: the owner fills a Walk as answers arrive in any order; a Report is made once it is complete.
+The idea: the owner fills its Answers as answers arrive in any order; a Report is made once it is complete.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshcee.figures import Observed
 from meshcee.plan import Plan
 from meshcee.role import Place
 from peers.owner.feed import Portion
-from peers.wire import Step, messages, need
+from peers.wire import Round, messages, need
 
-__all__ = ["CodecNews", "Report", "Walk"]
+__all__ = ["Answers", "CodecNews", "Report"]
 
 log = structlog.get_logger()
 
@@ -54,10 +54,10 @@ class Report:
 
 
 @dataclass
-class Walk:
+class Answers:
     """What has come back of one step or evaluation, of all its pipelines' portions. Micro-batches count through all of them."""
 
-    spec: Step
+    round: Round
     members: int
     portions: Sequence[Portion]
     losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
@@ -77,11 +77,11 @@ class Walk:
 
     def new(self, place: Place, header: Mapping[str, Any]) -> int:
         """The micro-batch that a member of a last stage answers for, of which nothing has come back yet from it."""
-        own, portion = need(header, "micro", int), self.portions[place.pipeline].step
+        own, portion = need(header, "micro", int), self.portions[place.pipeline].round
         micro, member = portion.first + own, place.member
         heard = (micro, member) in self.losses or micro in self.outputs or member in self.parts.get(micro, {})
         if not 0 <= own < portion.num_micro or heard:
-            raise ProtocolError(f"it answered for micro-batch {own} of walk {self.spec.walk}, which is not awaited")
+            raise ProtocolError(f"it answered for micro-batch {own} of round {self.round.number}, which is not awaited")
         return micro
 
     def apply(self, place: Place, header: Mapping[str, Any]) -> None:
@@ -132,8 +132,8 @@ class Walk:
         return all((micro, k) in self.losses for k in range(len(self._shares[micro])))
 
     def check(self) -> None:
-        if self.spec.forward_only:
-            done = len(self.outputs) == self.spec.num_micro
+        if self.round.forward_only:
+            done = len(self.outputs) == self.round.num_micro
         else:
             done = len(self.losses) == sum(map(len, self._shares)) and len(self.applied) == self.members
         if done:
@@ -174,7 +174,7 @@ class Walk:
         if max(sent_s, self.data_s) < BUSY * step_s:
             return None
         if self.data_s >= sent_s:
-            return f"data: {plan.micro_batch * self.spec.num_micro} samples take {self.data_s:.2g} s"
+            return f"data: {plan.micro_batch * self.round.num_micro} samples take {self.data_s:.2g} s"
         sent = f"{self.fed_bytes[peer] / 1e6:.2g} MB of inputs a step take {sent_s:.2g} s"
         return f"the owner's link to {names.get(peer) or peer[-6:]}: {sent}"
 
@@ -189,9 +189,9 @@ class CodecNews:
                 before, here, behind = (plan.label(i, j + n) for n in (-1, 0, 1))
                 self._known |= {(here, behind): of.codec_out, (here, before): of.codec_back}
 
-    def hear(self, walk: Walk) -> None:
-        for where, found in walk.codecs.items():
+    def hear(self, answers: Answers) -> None:
+        for where, found in answers.codecs.items():
             if (left := self._known[where]) != found.codec:
-                at = {"step": walk.spec.step, "stage": where[0], "target": where[1]}
+                at = {"step": answers.round.step, "stage": where[0], "target": where[1]}
                 log.warning("a codec was too far off and has been left", **at, left=left, now=found.codec)
                 self._known[where] = found.codec

@@ -29,7 +29,7 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage import tensors
 from peers.measure import Trace
-from peers.owner.answers import CodecNews, Report, Walk
+from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
@@ -121,11 +121,11 @@ class Owner:
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._stalls = stalls or Stalls(log.warning)
         self._outputs: Outputs | None = None
-        self._walks: dict[int, Walk] = {}
+        self._answers: dict[int, Answers] = {}
         # What the stages may have begun, and a window on its way; any more would delay a change of plan.
         ahead = [max(stage.live_cap + stage.window for stage in pipeline.stages) + 4 for pipeline in plan.pipelines]
-        self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all walks
-        self._order: asyncio.Queue[Walk | None] = asyncio.Queue(maxsize=256)
+        self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all rounds
+        self._order: asyncio.Queue[Answers | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)
         self.failures = Failures()
         self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
@@ -161,10 +161,10 @@ class Owner:
         metrics: dict[str, float] = {}
 
         async def body() -> None:
-            walk = await self._order.get()
-            assert walk is not None
-            await self._until(walk.complete)
-            metrics.update(averaged(feed, walk))
+            answers = await self._order.get()
+            assert answers is not None
+            await self._until(answers.complete)
+            metrics.update(averaged(feed, answers))
             await self._collect(wanted=False)
 
         await self._run(feed, body, hear_outputs)
@@ -302,51 +302,51 @@ class Owner:
         return await self._stalls.watch(asyncio.get_running_loop().run_in_executor(self._users, call, *args))
 
     async def _feed(self, feed: Feed) -> None:
-        next_step, walks = feed.start, feed.walks()
-        while (spec := await self._in_users_thread(next, walks, None)) is not None:
-            if not spec.forward_only:
-                if self.stopped and spec.step >= self._kept.least:
+        next_step, rounds = feed.start, feed.rounds()
+        while (round := await self._in_users_thread(next, rounds, None)) is not None:
+            if not round.forward_only:
+                if self.stopped and round.step >= self._kept.least:
                     break
-                if self._keeping is not None and spec.step > feed.start:
-                    await self._keeping.at(spec.step)
-                next_step = spec.step + 1
-            if self._trace is not None and not spec.forward_only:
-                spec = await self._trace.ask(spec, [link.outbox for link in self._links])
-            walk = Walk(spec, len(self._links), await self._in_users_thread(feed.portions, spec, self.plan))
-            self._walks[spec.walk] = walk
-            await self._order.put(walk)
+                if self._keeping is not None and round.step > feed.start:
+                    await self._keeping.at(round.step)
+                next_step = round.step + 1
+            if self._trace is not None and not round.forward_only:
+                round = await self._trace.ask(round, [link.outbox for link in self._links])
+            answers = Answers(round, len(self._links), await self._in_users_thread(feed.portions, round, self.plan))
+            self._answers[round.number] = answers
+            await self._order.put(answers)
             async with asyncio.TaskGroup() as group:
-                for k, portion in enumerate(walk.portions):
-                    if portion.step.num_micro:  # an evaluation may be too small for all
+                for k, portion in enumerate(answers.portions):
+                    if portion.round.num_micro:  # an evaluation may be too small for all
                         links = [link for link in self._links if link.place.pipeline == k]
-                        group.create_task(self._feed_pipeline(feed, walk, portion, links, self._ahead[k]))
+                        group.create_task(self._feed_pipeline(feed, answers, portion, links, self._ahead[k]))
         if self._keeping is not None:
             hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
             self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
         await self._order.put(None)
 
     async def _feed_pipeline(
-        self, feed: Feed, walk: Walk, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
+        self, feed: Feed, answers: Answers, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
     ) -> None:
-        """One pipeline's micro-batches of a walk, in its own time."""
-        spec = walk.spec
-        kind = messages.EVALUATE if spec.forward_only else messages.STEP
+        """One pipeline's micro-batches of a round, in its own time."""
+        round = answers.round
+        kind = messages.EVALUATE if round.forward_only else messages.STEP
         for link in links:
             member = link.place.member if link.place.is_last else 0
-            await link.outbox.put(Frame(kind, replace(portion.step, weights=portion.shares[member]).header()))
-        for own in range(portion.step.num_micro):
+            await link.outbox.put(Frame(kind, replace(portion.round, weights=portion.shares[member]).header()))
+        for own in range(portion.round.num_micro):
             await ahead.acquire()
-            micro = portion.step.first + own
-            inputs, took_s = await self._in_users_thread(_timed, feed.inputs, spec, micro)
-            walk.data_s += took_s
+            micro = portion.round.first + own
+            inputs, took_s = await self._in_users_thread(_timed, feed.inputs, round, micro)
+            answers.data_s += took_s
             for link in links:
-                names = link.offer.raw_inputs(forward_only=spec.forward_only)
-                first, end = link.place.rows(feed.size(spec, micro))
+                names = link.offer.raw_inputs(forward_only=round.forward_only)
+                first, end = link.place.rows(feed.size(round, micro))
                 if names and first < end:
                     meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
-                    header = {"walk": spec.walk, "micro": own, "names": list(names), "tensors": meta}
+                    header = {"round": round.number, "micro": own, "names": list(names), "tensors": meta}
                     frame = Frame(messages.INPUT, header, payloads)
-                    walk.fed_bytes[link.peer_id] = walk.fed_bytes.get(link.peer_id, 0) + frame.payload_bytes
+                    answers.fed_bytes[link.peer_id] = answers.fed_bytes.get(link.peer_id, 0) + frame.payload_bytes
                     await link.outbox.put(frame)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
@@ -408,58 +408,58 @@ class Owner:
             return
         if frame.kind not in messages.ANSWERS:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
-        walk = self._walks.get(need(header, "walk", int))
-        if walk is None:
-            raise ProtocolError(f"it answered for walk {header['walk']}, which is not running")
+        answers = self._answers.get(need(header, "round", int))
+        if answers is None:
+            raise ProtocolError(f"it answered for round {header['round']}, which is not running")
         is_last = link.place.is_last
         if frame.kind == messages.APPLIED:
-            walk.apply(link.place, header)
-            if walk.spec.trace and self._trace is not None:
-                self._trace.hear(link.peer_id, walk.spec.step, frame.payloads)
-        elif frame.kind == messages.LOSS and is_last and not walk.spec.forward_only:
-            micro = walk.new(link.place, header)
-            walk.losses[micro, link.place.member] = need(header, "loss", float)
-            if walk.heard_of(micro):
+            answers.apply(link.place, header)
+            if answers.round.trace and self._trace is not None:
+                self._trace.hear(link.peer_id, answers.round.step, frame.payloads)
+        elif frame.kind == messages.LOSS and is_last and not answers.round.forward_only:
+            micro = answers.new(link.place, header)
+            answers.losses[micro, link.place.member] = need(header, "loss", float)
+            if answers.heard_of(micro):
                 self._ahead[link.place.pipeline].release()
-        elif frame.kind == messages.OUTPUT and is_last and walk.spec.forward_only:
+        elif frame.kind == messages.OUTPUT and is_last and answers.round.forward_only:
             assert self._outputs is not None
-            if await self._outputs.take(walk, link.place, frame):
+            if await self._outputs.take(answers, link.place, frame):
                 self._ahead[link.place.pipeline].release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
-        walk.check()
+        answers.check()
 
     async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
         """One report a step, in order; the metrics of an evaluation go with the step before it."""
         started_s = last_s = time.perf_counter()
         held: Report | None = None
-        while (walk := await self._order.get()) is not None:
-            self._step = walk.spec.step
-            await self._until(walk.complete)
-            del self._walks[walk.spec.walk]
-            if walk.spec.forward_only:
+        while (answers := await self._order.get()) is not None:
+            self._step = answers.round.step
+            await self._until(answers.complete)
+            del self._answers[answers.round.number]
+            if answers.round.forward_only:
                 assert held is not None
-                await self._tell(report, replace(held, metrics=averaged(feed, walk)))
+                await self._tell(report, replace(held, metrics=averaged(feed, answers)))
                 last_s = time.perf_counter()
                 continue
             now_s = time.perf_counter()
             step_s, last_s = now_s - last_s, now_s
             self._watch.stepped(step_s)
-            mean_s = (now_s - started_s) / (walk.spec.step + 1 - feed.start)
+            mean_s = (now_s - started_s) / (answers.round.step + 1 - feed.start)
             held = Report(
-                step=walk.spec.step,
+                step=answers.round.step,
                 steps=self._job.steps,
-                loss=walk.loss(),
+                loss=answers.loss(),
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
-                eta_s=mean_s * (self._job.steps - walk.spec.step - 1),
-                limit=walk.limit(self.plan, self._names, step_s),
-                norm=next((a["norm"] for a in walk.applied.values() if a.get("norm") is not None), None),
-                codecs={f"{stage}->{target}": found for (stage, target), found in walk.codecs.items()},
-                observed=walk.observed(),
+                eta_s=mean_s * (self._job.steps - answers.round.step - 1),
+                limit=answers.limit(self.plan, self._names, step_s),
+                norm=next((a["norm"] for a in answers.applied.values() if a.get("norm") is not None), None),
+                codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
+                observed=answers.observed(),
             )
-            self._codecs.hear(walk)
-            if not feed.evaluates_after(walk.spec.step):
+            self._codecs.hear(answers)
+            if not feed.evaluates_after(answers.round.step):
                 await self._tell(report, held)
 
     async def _tell(self, report: Callable[[Report], Awaitable[None]], what: Report) -> None:

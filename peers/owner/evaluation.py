@@ -1,7 +1,7 @@
 """Evaluation: what the owner feeds when nothing is trained, with which weights, and what is made of what comes back.
 
-The idea: one forward-only walk over the same offers, links and stages as training, so that it needs no machinery of
-its own: only a feed of one walk, and a place for the outputs.
+The idea: one forward-only round over the same offers, links and stages as training, so that it needs no machinery of
+its own: only a feed of one round, and a place for the outputs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from meshcee.job import Job
 from meshcee.role import Place, rows_of
 from meshcee.stage import tensors
 from meshcee.user_code import calling
-from peers.owner.answers import Walk
+from peers.owner.answers import Answers
 from peers.owner.feed import Feed
 from peers.transport import Frame
-from peers.wire import Step, need
+from peers.wire import Round, need
 
 __all__ = ["EvaluationFeed", "Outputs", "Predictions", "averaged", "with_state"]
 
 
 class EvaluationFeed(Feed):
-    """One walk over the whole of `job.eval_data`, in its order."""
+    """One round over the whole of `job.eval_data`, in its order."""
 
     def __init__(self, job: Job, capture: Capture, micro_batch: int) -> None:
         super().__init__(job, capture, micro_batch)
         if job.eval_data is None:
             raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
 
-    def walks(self) -> Iterator[Step]:
+    def rounds(self) -> Iterator[Round]:
         yield self._evaluation(0, 0)
 
 
@@ -60,39 +60,39 @@ class Outputs:
         self._in_users_thread = in_users_thread
         self._hear = hear
 
-    async def take(self, walk: Walk, place: Place, frame: Frame) -> bool:
+    async def take(self, answers: Answers, place: Place, frame: Frame) -> bool:
         """What one member of the last stage has of a micro-batch; whether that was the last of it."""
-        micro = walk.new(place, frame.header)
-        parts = walk.parts.setdefault(micro, {})
+        micro = answers.new(place, frame.header)
+        parts = answers.parts.setdefault(micro, {})
         parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
-        rows = rows_of(place.stage, self._feed.size(walk.spec, micro))
+        rows = rows_of(place.stage, self._feed.size(answers.round, micro))
         if len(parts) < sum(first < end for first, end in rows):
             return False
-        values, walk.outputs[micro] = await self._in_users_thread(self._measured, walk.spec, micro, parts, rows)
-        del walk.parts[micro]
+        values, answers.outputs[micro] = await self._in_users_thread(self._measured, answers.round, micro, parts, rows)
+        del answers.parts[micro]
         if self._hear is not None:
             self._hear(micro, values)
         return True
 
     def _measured(
-        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+        self, round: Round, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
     ) -> tuple[list[Any], dict[str, float]]:
         """[loss, *outputs] of the micro-batch, its loss and the job's own metrics."""
-        values = self._joined(spec, micro, parts, rows)
+        values = self._joined(round, micro, parts, rows)
         if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
             raise ProtocolError("what an evaluation returns begins with the loss")
         found = {"loss": float(values[0])}
         if not self._job.metrics:
             return values, found
         output = self._captured.output_of(values[1:])
-        _, target = self._feed.samples(spec, micro)
+        _, target = self._feed.samples(round, micro)
         for name, metric in self._job.metrics.items():
             with calling(f"metric {name!r}"):
                 found[name] = float(metric(output, target))
         return values, found
 
     def _joined(
-        self, spec: Step, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
+        self, round: Round, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
     ) -> list[Any]:
         """Of the whole micro-batch, from those of the members of a group that have rows of it."""
         if len(rows) == 1:
@@ -103,21 +103,21 @@ class Outputs:
         columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
         if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for c in columns for v in c):
             raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
-        shares = self._feed.parts(spec, micro, rows)
+        shares = self._feed.parts(round, micro, rows)
         # The loss of a part without targets is 0 / 0.
         loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
         whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]
         return [torch.as_tensor(loss), *whole]
 
 
-def averaged(feed: Feed, walk: Walk) -> dict[str, float]:
+def averaged(feed: Feed, answers: Answers) -> dict[str, float]:
     """Each metric averaged over the evaluation's samples; "loss" is always there."""
     totals: dict[str, float] = {}
     count = 0
-    for micro in range(walk.spec.num_micro):
-        size = feed.size(walk.spec, micro)
+    for micro in range(answers.round.num_micro):
+        size = feed.size(answers.round, micro)
         count += size
-        for name, value in walk.outputs[micro].items():
+        for name, value in answers.outputs[micro].items():
             totals[name] = totals.get(name, 0.0) + value * size
     return {name: value / count for name, value in totals.items()}
 

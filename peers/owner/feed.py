@@ -1,4 +1,4 @@
-"""What the owner feeds: the walks of a job in order, and the raw inputs of each micro-batch.
+"""What the owner feeds: the rounds of a job in order, and the raw inputs of each micro-batch.
 
 The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch; of data that is
 not the same when it is read again, what was fed is (meshcee/sampling/fed.py).
@@ -19,20 +19,20 @@ from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
 from meshcee.sampling import NO_STEP, Fed, HyperSchedule, draw, inputs_of, read, rebuild
 from meshcee.user_code import calling, under_way
-from peers.wire import Step
+from peers.wire import Round
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls"]
 
 
 class Portion(NamedTuple):
-    """What one pipeline walks. `shares[k][m]` is what the loss that member k of its last stage has of micro-batch m counts for."""
+    """One pipeline's slice of a round. `shares[k][m]` weighs the loss of micro-batch m that member k of its last stage has."""
 
-    step: Step
+    round: Round
     shares: tuple[tuple[float, ...], ...]
 
 
 class Feed:
-    """Walks of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
+    """Rounds of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
     be read twice; `hyper`: the run's.
     """
 
@@ -63,36 +63,36 @@ class Feed:
             step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0)
         )
 
-    def walks(self) -> Iterator[Step]:
+    def rounds(self) -> Iterator[Round]:
         """Steps, and after some of them an evaluation over the whole of `eval_data`."""
-        walk = 0
+        number = 0
         for step in range(self.start, self._job.steps):
-            yield Step(walk, step, self._weights(step), self._hyper.at(step))
-            walk += 1
+            yield Round(number, step, self._weights(step), self._hyper.at(step))
+            number += 1
             if self.evaluates_after(step):
-                yield self._evaluation(walk, step)
-                walk += 1
+                yield self._evaluation(number, step)
+                number += 1
 
-    def _evaluation(self, walk: int, step: int) -> Step:
+    def _evaluation(self, number: int, step: int) -> Round:
         samples = len(self._job.eval_data)
         count, tail = -(-samples // self._micro_batch), samples % self._micro_batch
-        return Step(walk, step, (1.0,) * count, forward_only=True, tail=tail or None)
+        return Round(number, step, (1.0,) * count, forward_only=True, tail=tail or None)
 
-    def size(self, spec: Step, micro: int) -> int:
+    def size(self, round: Round, micro: int) -> int:
         """Samples in a micro-batch: the last one of an evaluation may be smaller."""
-        return spec.samples(micro, self._micro_batch)
+        return round.samples(micro, self._micro_batch)
 
-    def samples(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
+    def samples(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         """The stacked (x, y) of one micro-batch, or of some of its rows."""
-        if self._fed is not None and not spec.forward_only:
-            return self._kept(self._fed, spec.step, micro, rows)
-        return self._read(spec, micro, rows)
+        if self._fed is not None and not round.forward_only:
+            return self._kept(self._fed, round.step, micro, rows)
+        return self._read(round, micro, rows)
 
     def _kept(self, fed: Fed, step: int, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
         """Of samples that are read once, all of the step at a time."""
-        spec = Step(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
+        round = Round(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
         if self._current[0] != step:
-            found = fed.batches(step, lambda: [inputs_of(self._read(spec, m)) for m in range(spec.num_micro)])
+            found = fed.batches(step, lambda: [inputs_of(self._read(round, m)) for m in range(round.num_micro)])
             x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
             self._current = step, [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in found]
         batch = self._current[1][micro]
@@ -101,50 +101,50 @@ class Feed:
         part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
         return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
 
-    def _read(self, spec: Step, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
+    def _read(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         size = self._micro_batch
-        if spec.forward_only:
+        if round.forward_only:
             data: Any = self._job.eval_data
             indices: Sequence[int] = range(micro * size, min((micro + 1) * size, len(data)))
         else:
             data = self._job.data
-            indices = draw(self._job.seed, len(data), self._job.batch_size, spec.step)[
+            indices = draw(self._job.seed, len(data), self._job.batch_size, round.step)[
                 micro * size : (micro + 1) * size
             ]
         if rows is not None:
             indices = indices[rows[0] : rows[1]]
-        name, step = ("eval_data", NO_STEP) if spec.forward_only else ("data", spec.step)
+        name, step = ("eval_data", NO_STEP) if round.forward_only else ("data", round.step)
         found = read(data, indices, self._job.seed, step, name=name)
         try:
             return stack(found)
         except UsageError as error:
-            when = "" if spec.forward_only else f" of step {spec.step + 1}"
+            when = "" if round.forward_only else f" of step {round.step + 1}"
             raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
 
-    def inputs(self, spec: Step, micro: int) -> Mapping[str, torch.Tensor]:
+    def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
-        return self._capture.inputs_of(self.samples(spec, micro))
+        return self._capture.inputs_of(self.samples(round, micro))
 
-    def portions(self, spec: Step, plan: Plan) -> tuple[Portion, ...]:
-        """For each pipeline its part of the walk."""
+    def portions(self, round: Round, plan: Plan) -> tuple[Portion, ...]:
+        """For each pipeline its part of the round."""
         found = []
-        for pipeline, (first, end) in zip(plan.pipelines, plan.shares_of(spec.num_micro)):
-            found.append(Portion(spec.part(first, end), self._shares(spec, pipeline.stages[-1], first, end)))
+        for pipeline, (first, end) in zip(plan.pipelines, plan.shares_of(round.num_micro)):
+            found.append(Portion(round.slice(first, end), self._shares(round, pipeline.stages[-1], first, end)))
         return tuple(found)
 
-    def _shares(self, spec: Step, stage: Stage, first: int, end: int) -> tuple[tuple[float, ...], ...]:
+    def _shares(self, round: Round, stage: Stage, first: int, end: int) -> tuple[tuple[float, ...], ...]:
         """For each member of a last stage, what the loss of its rows of each of these micro-batches counts for."""
         if len(stage.members) == 1:
-            return (spec.weights[first:end],)
+            return (round.weights[first:end],)
         columns = []
         for micro in range(first, end):
-            rows = rows_of(stage, self.size(spec, micro))
-            columns.append([spec.weights[micro] * share for share in self.parts(spec, micro, rows)])
+            rows = rows_of(stage, self.size(round, micro))
+            columns.append([round.weights[micro] * share for share in self.parts(round, micro, rows)])
         return tuple(zip(*columns, strict=True))
 
-    def parts(self, spec: Step, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
+    def parts(self, round: Round, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
         """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
-        return loss_shares(self._job, rows, lambda *part: self.samples(spec, micro, part)[1])
+        return loss_shares(self._job, rows, lambda *part: self.samples(round, micro, part)[1])
 
     def _weights(self, step: int) -> tuple[float, ...]:
         """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""
@@ -153,8 +153,8 @@ class Feed:
             return (1.0,) * count
         if self._job.weight is None:
             return (self._micro_batch / self._job.batch_size,) * count
-        spec = Step(0, step, (1.0,) * count)
-        targets = [self.samples(spec, m)[1] for m in range(count)]
+        round = Round(0, step, (1.0,) * count)
+        targets = [self.samples(round, m)[1] for m in range(count)]
         with calling(f"Job.weight of step {step + 1}"):
             own = [float(self._job.weight(target)) for target in targets]
         total = sum(own)

@@ -6,7 +6,7 @@ whose fault a silence is.
 
 from peers.wire.failures import LOST_HERE, Failures, most_telling, reported
 from peers.wire.member_link import Link, ReplicaReceiver, check_replicas
-from peers.wire.messages import MOST_RUN_CHARACTERS, Step, besides_in, need
+from peers.wire.messages import MOST_RUN_CHARACTERS, Round, besides_in, need
 from peers.wire.neighbour_link import Bandwidth, Crossed, Links
 from peers.wire.offer import Offer, Terms
 from peers.wire.outbox import Outbox
@@ -45,11 +45,11 @@ __all__ = [
     "Offer",
     "Outbox",
     "ReplicaReceiver",
+    "Round",
     "Span",
     "Spans",
     "StateReceiver",
     "StateSender",
-    "Step",
     "Suspects",
     "Terms",
     "Watch",

@@ -51,7 +51,7 @@ from meshcee.role import B, F
 __all__ = [
     "B",
     "F",
-    "Step",
+    "Round",
     "besides_in",
     "epoch_of",
     "error_from",
@@ -112,18 +112,18 @@ def term_of(header: Mapping[str, Any]) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a member must know before it walks a step: how many micro-batches, their weights, this step's options.
+class Round:
+    """What a member must know before it runs a step: how many micro-batches, their weights, this step's options.
 
-    What a pipeline walks begins with micro-batch `first` of the whole; members count its micro-batches from 0.
+    A pipeline's slice begins with micro-batch `first` of the whole; members count its micro-batches from 0.
 
-    `walk` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
+    `number` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
     `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
     multiplied by (of the member's rows of it, in a group); `hyper` holds the options of each parameter group that the
     schedule drives. An evaluation (`forward_only`) applies nothing; its last micro-batch may have only `tail` samples.
     """
 
-    walk: int
+    number: int
     step: int
     weights: tuple[Finite, ...]
     hyper: tuple[Mapping[str, Any], ...] = ()
@@ -132,8 +132,8 @@ class Step:
     trace: bool = False  # members tell what they did when, with their APPLIED
     first: int = 0
 
-    def part(self, first: int, end: int) -> Step:
-        """What a pipeline walks of it: micro-batches [first, end)."""
+    def slice(self, first: int, end: int) -> Round:
+        """One pipeline's micro-batches: [first, end)."""
         tail = self.tail if end == self.num_micro else None
         return replace(self, weights=self.weights[first:end], tail=tail, first=first)
 
@@ -148,7 +148,7 @@ class Step:
     def header(self) -> dict[str, Any]:
         same = len(set(self.weights)) == 1  # usual; an evaluation of many micro-batches must fit a header too
         return {
-            "walk": self.walk,
+            "round": self.number,
             "step": self.step,
             "count": self.num_micro,
             "weights": list(self.weights[:1] if same else self.weights),
@@ -159,14 +159,15 @@ class Step:
         }
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Step:
+    def from_header(cls, header: Mapping[str, Any], *, forward_only: bool, max_micro: int) -> Round:
         count, weights = need(header, "count", int), need(header, "weights", list)
         if not 1 <= count <= max_micro:
             raise ProtocolError(f"a step needs 1 to {max_micro} micro-batch weights")
         if len(weights) not in (1, count):
             raise ProtocolError(f"a step of {count} micro-batches needs one weight for all or one for each")
         weights = weights * (count // len(weights))
-        return read({**header, "weights": weights, "forward_only": forward_only}, cls, "a step")
+        number = need(header, "round", int)
+        return read({**header, "number": number, "weights": weights, "forward_only": forward_only}, cls, "a step")
 
 
 def error_header(error: BaseException, **more: Any) -> dict[str, Any]:

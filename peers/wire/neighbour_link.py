@@ -1,6 +1,6 @@
 """Streams to the other members of a plan, by peer id.
 
-The idea: of two neighbours the earlier in plan order opens the stream, at its first walk; whoever has something to send
+The idea: of two neighbours the earlier in plan order opens the stream, at its first round; whoever has something to send
 before that waits here for the stream to come up. How fast a link is, its receiver sees, and what queued before it, its
 sender: so after each step the receiver tells.
 """

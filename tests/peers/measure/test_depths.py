@@ -20,10 +20,10 @@ from meshcee.figures.observed import Observed
 from meshcee.figures.rate import LEAST_BYTES
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
-from peers.owner.answers import Walk
+from peers.owner.answers import Answers
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
-from peers.wire.messages import Step
+from peers.wire.messages import Round
 from peers.wire.neighbour_link import Crossed
 from peers.wire.outbox import Outbox
 from tests.peers.transport.harness import KEY, pair
@@ -137,27 +137,27 @@ async def test_what_is_on_its_way_is_counted_when_more_comes() -> None:
         sending.cancel()
 
 
-def walk_of(links: dict[str, Any], **more: Any) -> tuple[Walk, Plan]:
+def answers_of(links: dict[str, Any], **more: Any) -> tuple[Answers, Plan]:
     """A step whose first member tells this of its links, and more; both waited for most of it."""
     peers = 2
     plan = even_plan(4, peers, MICRO * MICROS, MICRO)
-    walk = Walk(Step(0, 0, (1.0,)), peers, ())
+    answers = Answers(Round(0, 0, (1.0,)), peers, ())
     for i in range(peers):
         place = cast(Any, SimpleNamespace(plan=plan, pipeline=0, index=i, peer=f"p{i}"))
         seconds = {"f": 1.0, "wait": 6.0 + i, "total": 10.0}
         told = {"codecs": {}, "seconds": seconds, "links": {}}
-        walk.apply(place, told | {"links": links, **more} if i == 0 else told)
-    return walk, plan
+        answers.apply(place, told | {"links": links, **more} if i == 0 else told)
+    return answers, plan
 
 
 def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
-    walk, plan = walk_of({"p1": [None, 2e6, 1_500_000], "stranger": [1.0, 1.0, 1]})
-    assert walk.observed() == Observed({"p0": 1.0, "p1": 1.0}, {("p1", "p0"): 2e6}, {("p0", "p1"): 1_500_000})
+    answers, plan = answers_of({"p1": [None, 2e6, 1_500_000], "stranger": [1.0, 1.0, 1]})
+    assert answers.observed() == Observed({"p0": 1.0, "p1": 1.0}, {("p1", "p0"): 2e6}, {("p0", "p1"): 1_500_000})
     waits = "links: the busiest stage, 0 on ann, waits 60%"
-    assert walk.limit(plan, {"p0": "ann", "p1": "ben"}, 10.0) == f"{waits}; up to 1.5 MB queue from ann to ben"
+    assert answers.limit(plan, {"p0": "ann", "p1": "ben"}, 10.0) == f"{waits}; up to 1.5 MB queue from ann to ben"
     for few in ({"p1": [None, None, 50_000]}, {"p1": [3e6, None, None]}):
-        walk, plan = walk_of(few)
-        assert walk.limit(plan, {"p0": "ann"}, 10.0) == waits
+        answers, plan = answers_of(few)
+        assert answers.limit(plan, {"p0": "ann"}, 10.0) == waits
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
 )
 def test_figures_of_links_that_make_no_sense_are_refused(seen: Any) -> None:
     with pytest.raises(ProtocolError):
-        walk_of({"p1": seen})
+        answers_of({"p1": seen})
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_figures_of_links_that_make_no_sense_are_refused(seen: Any) -> None:
     ],
 )
 def test_what_a_member_tells_of_a_step_is_checked(more: dict[str, Any]) -> None:
-    walk_of({}, norm=1.0)
+    answers_of({}, norm=1.0)
     with pytest.raises(ProtocolError):
-        walk_of(**{"links": {}, **more})
+        answers_of(**{"links": {}, **more})
 
 
 class Wide(nn.Module):

@@ -19,7 +19,7 @@ from meshcee.errors import ProtocolError
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from peers.cli.main import app
 from peers.measure.trace import COUNT, FIRST, Clock, Trace
-from peers.wire.messages import Step
+from peers.wire.messages import Round
 from peers.wire.spans import MAX_SPANS, Span, Spans, read_spans
 from tests.peers.member.test_coding import MICROS, STAGES, make_job
 
@@ -127,7 +127,7 @@ async def test_the_last_steps_of_a_short_job_are_traced() -> None:
     for first, steps, wanted in ((0, 100, [2, 3, 4]), (0, 4, [1, 2, 3]), (0, 2, [0, 1]), (50, 100, [52, 53, 54])):
         trace = Trace()
         trace.begin(Plan(1, (Pipeline(1, (stage,)),)), {}, first, steps)
-        asked = [await trace.ask(Step(s, s, (1.0,)), []) for s in range(first, steps)]
+        asked = [await trace.ask(Round(s, s, (1.0,)), []) for s in range(first, steps)]
         assert [s.step for s in asked if s.trace] == wanted
 
 

@@ -1,4 +1,4 @@
-"""What may arrive at a stage: each frame once, within the window, of the walk that runs or the next ones."""
+"""What may arrive at a stage: each frame once, within the window, of the round that runs or the next ones."""
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ def test_finished_walks_and_far_futures_are_refused() -> None:
     inbox.put_raw(0, 0, {})
     inbox.finish(0)
     assert not inbox.raw
-    with pytest.raises(ProtocolError, match="walk 0"):
+    with pytest.raises(ProtocolError, match="round 0"):
         inbox.put_raw(0, 1, {})
-    with pytest.raises(ProtocolError, match="walk 9"):
+    with pytest.raises(ProtocolError, match="round 9"):
         inbox.put_commit(9, None)
 
 

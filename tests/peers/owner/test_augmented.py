@@ -182,8 +182,8 @@ def test_members_of_a_group_are_fed_rows_of_what_is_kept(tmp_path: Path) -> None
     captured = capture(job)
     fed = fed_in(tmp_path)
     feeds = [Feed(job, captured, MICRO, fed=fed) for _ in range(2)]
-    spec = next(feeds[0].walks())
-    assert next(feeds[1].walks()) == spec  # its weights are those of the same samples
+    spec = next(feeds[0].rounds())
+    assert next(feeds[1].rounds()) == spec  # its weights are those of the same samples
     x, y = feeds[0].samples(spec, 1)
     for feed in feeds:
         part_x, part_y = feed.samples(spec, 1, (2, 5))

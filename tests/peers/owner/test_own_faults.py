@@ -53,15 +53,15 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[Executor], bool]) -> None:
         self.failed: list[str] = []
-        walks = Executor._walk
+        run = Executor._take_actions
 
-        async def struck(executor: Executor, walk: Any) -> None:
-            if walk.step == STRUCK and fails(executor):
+        async def struck(executor: Executor, round: Any) -> None:
+            if round.step == STRUCK and fails(executor):
                 self.failed.append(executor._place.peer)
                 raise RuntimeError(f"CUDA out of memory: tried to allocate {len(self.failed)}.00 GiB")
-            await walks(executor, walk)
+            await run(executor, round)
 
-        monkeypatch.setattr(Executor, "_walk", struck)
+        monkeypatch.setattr(Executor, "_take_actions", struck)
 
 
 def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

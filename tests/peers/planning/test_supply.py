@@ -23,13 +23,13 @@ from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 from meshcee.job import Job, Optimizer
 from peers.node.assemble import InProcess, JoinOptions
-from peers.owner.answers import Walk
+from peers.owner.answers import Answers
 from peers.planning.asking import question
 from peers.planning.coordinator import PlanRequest
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
-from tests.peers.measure.test_depths import MICRO, MICROS, Wide, walk_of
+from tests.peers.measure.test_depths import MICRO, MICROS, Wide, answers_of
 from tests.rig.mesh_fixture import train
 from tests.rig.mutations import check_every_field
 from tests.rig.virtual_time import virtual_time
@@ -39,13 +39,13 @@ NAMES = {"p0": "ann", "p1": "ben"}
 
 def fed(data_s: float, rates: tuple[Any, Any]) -> str:
     """The limit of a step of 10 s in which each member was sent 6 MB, and was idle for 60 % of the time or more."""
-    walk, plan = walk_of({})
-    walk.data_s = data_s
-    walk.spec = replace(walk.spec, weights=(0.25,) * MICROS)
-    walk.fed_bytes = {"p0": 6_000_000, "p1": 6_000_000}
+    answers, plan = answers_of({})
+    answers.data_s = data_s
+    answers.round = replace(answers.round, weights=(0.25,) * MICROS)
+    answers.fed_bytes = {"p0": 6_000_000, "p1": 6_000_000}
     for peer, rate in zip(("p0", "p1"), rates):
-        walk.applied[peer] = {**walk.applied[peer], "fed": rate}
-    return walk.limit(plan, NAMES, 10.0)
+        answers.applied[peer] = {**answers.applied[peer], "fed": rate}
+    return answers.limit(plan, NAMES, 10.0)
 
 
 def test_who_feeds_for_most_of_a_step_bounds_it() -> None:
@@ -59,7 +59,7 @@ def test_who_feeds_for_most_of_a_step_bounds_it() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, "1", float("inf"), float("nan"), [1.0]])
 def test_a_rate_that_is_none_is_refused(rate: Any) -> None:
     with pytest.raises(ProtocolError):
-        walk_of({}, fed=rate)
+        answers_of({}, fed=rate)
 
 
 class Slow:
@@ -107,7 +107,7 @@ async def test_data_that_takes_long_to_read_is_named() -> None:
 
 
 def test_without_its_line_a_stage_is_blamed() -> None:
-    with changed(Walk.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
+    with changed(Answers.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
         assert breaks(test_who_feeds_for_most_of_a_step_bounds_it)
 
 
@@ -200,6 +200,6 @@ def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:
 
 
 def test_a_step_tells_of_what_was_fed() -> None:
-    walk, _ = walk_of({}, fed=2e6)
-    walk.fed_bytes = {"p0": 1000, "p1": 5}
-    assert walk.observed().fed == {"p0": (1000, 2e6)}
+    answers, _ = answers_of({}, fed=2e6)
+    answers.fed_bytes = {"p0": 1000, "p1": 5}
+    assert answers.observed().fed == {"p0": (1000, 2e6)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshcee import errors
 from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError
-from peers.wire.messages import Step, epoch_of, error_from, error_header, need
+from peers.wire.messages import Round, epoch_of, error_from, error_header, need
 
 
 @pytest.mark.parametrize(("value", "kind"), [(True, int), ("1", int), (None, str), (1.5, int), ([], dict)])
@@ -21,26 +21,26 @@ def test_an_integer_serves_where_a_float_is_wanted() -> None:
 
 
 def test_a_step_survives_its_header() -> None:
-    step = Step(3, 2, (0.25, 0.75), ({"lr": 0.1},))
-    assert Step.from_header(step.header(), forward_only=False, max_micro=4) == step
+    step = Round(3, 2, (0.25, 0.75), ({"lr": 0.1},))
+    assert Round.from_header(step.header(), forward_only=False, max_micro=4) == step
 
 
 def test_an_evaluation_of_very_many_micro_batches_fits_the_header() -> None:
-    step = Step(1, 0, (1.0,) * 60_000, forward_only=True)
+    step = Round(1, 0, (1.0,) * 60_000, forward_only=True)
     assert len(msgpack.packb(step.header())) < 100
-    assert Step.from_header(step.header(), forward_only=True, max_micro=1 << 20) == step
+    assert Round.from_header(step.header(), forward_only=True, max_micro=1 << 20) == step
 
 
 @pytest.mark.parametrize("changes", [{"count": 1 << 40}, {"count": 0}, {"weights": [0.5, 0.5]}, {"weights": []}])
 def test_a_step_whose_count_and_weights_disagree_is_refused(changes: dict[str, object]) -> None:
-    header = {**Step(1, 0, (0.25,) * 4).header(), **changes}
+    header = {**Round(1, 0, (0.25,) * 4).header(), **changes}
     with pytest.raises(ProtocolError, match="step"):
-        Step.from_header(header, forward_only=False, max_micro=8)
+        Round.from_header(header, forward_only=False, max_micro=8)
 
 
 @given(
     st.dictionaries(
-        st.sampled_from(["walk", "step", "count", "weights", "hyper", "epoch"]),
+        st.sampled_from(["round", "step", "count", "weights", "hyper", "epoch"]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
             lambda x: st.lists(x) | st.dictionaries(st.text(), x),
@@ -49,7 +49,7 @@ def test_a_step_whose_count_and_weights_disagree_is_refused(changes: dict[str, o
 )
 def test_any_header_is_a_step_or_a_protocol_error(header: dict[str, object]) -> None:
     try:
-        step = Step.from_header(header, forward_only=False, max_micro=8)
+        step = Round.from_header(header, forward_only=False, max_micro=8)
     except ProtocolError:
         return
     assert 1 <= step.num_micro <= 8

@@ -18,7 +18,7 @@ from meshcee.plan import LeftOut, Member, Pipeline, Plan, Predicted, Stage
 from peers.member.inbox import TakeSnapshot, named_tensors
 from peers.transport.base import Frame
 from peers.wire import messages
-from peers.wire.messages import Step, error_from, error_header
+from peers.wire.messages import Round, error_from, error_header
 from peers.wire.offer import Offer, Terms
 from peers.wire.progress import Doing
 from tests.rig.mutations import check_every_field
@@ -85,8 +85,8 @@ def test_each_field_of_an_offer_is_checked() -> None:
         ({"besides": [1, 2]}, messages.besides_in),
         (error_header(NonFiniteLossError("x")), error_from),
         (
-            Step(1, 0, (0.5, 0.25), ({"lr": 0.1},), tail=1).header(),
-            lambda header: Step.from_header(header, forward_only=False, max_micro=8),
+            Round(1, 0, (0.5, 0.25), ({"lr": 0.1},), tail=1).header(),
+            lambda header: Round.from_header(header, forward_only=False, max_micro=8),
         ),
         ({"next_step": 1, "durable": True, "keeper": False, "since": 0, "besides": [1]}, TakeSnapshot.from_header),
         ({"names": ["a", "b"]}, lambda header: named_tensors(header, [torch.zeros(1), None])),

@@ -59,7 +59,7 @@ def test_a_hung_device_is_found_and_left_out(tmp_path: Path, stage: int) -> None
 
 @virtual_time
 async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Settlement, walk: object) -> None:
+    async def never(self: Settlement, round: object) -> None:
         if self._place.index == 1:
             await asyncio.Event().wait()
 
