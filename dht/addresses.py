@@ -1,7 +1,7 @@
 """libp2p addresses as text: which peer, which of them others can dial.
 
-The idea: an address is read and judged here without libp2p, so that what arrives from the network or from a user's
-clipboard is checked before any library sees it; and 127.0.0.1 is never offered to another machine.
+The idea: an address is read and judged here without libp2p. So what arrives from the network or from a user's
+clipboard is checked before any library sees it, and 127.0.0.1 is never offered to another machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who is in the mesh, what their links are, and which job runs: our own records announced, everybody's read.
 
-The idea: announce often, believe what keeps changing (see roster.py), and keep the mesh in one piece: a seed or a peer
-that has vanished without a word is called up again now and then, so that two halves of a mesh find each other.
+The idea: announce often, believe what keeps changing (see roster.py), and keep the mesh in one piece. A seed or a peer
+that has vanished without a word is called up again now and then. So two halves of a mesh find each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Store over hivemind's Kademlia node, in our own event loop, on a p2pd that somebody else owns.
 
 The idea: hivemind routes and replicates; we decide what may enter. Every request and answer between nodes carries a MAC
-under the mesh key, and every value must be a sealed record in its one right place, so a stranger can neither read,
+under the mesh key, and every value must be a sealed record in its one right place. So a stranger can neither read,
 write nor route. Each call is bounded in time; reads come from the replicas, never from a cache.
 """
 

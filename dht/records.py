@@ -1,8 +1,8 @@
 """What peers publish of themselves, and the sealed envelope in which it crosses the network.
 
-The idea: an envelope is signed by the peer whose name it is stored under and carries the mesh's MAC, and both cover the
+The idea: an envelope is signed by the peer whose name it is stored under and carries the mesh's MAC. Both cover the
 kind, the content AND the time at which it expires. So a record cannot be forged by a stranger, kept alive by replaying
-it, moved under another key or written over by another peer; and any node can check that without a clock.
+it, moved under another key or written over by another peer. Any node can check that without a clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whom to believe alive, from records that arrive late, twice, not at all, or from a clock that is off.
 
-The idea: a peer lives as long as its record keeps CHANGING, by our own monotonic clock; the sender's clock is consulted
+The idea: a peer lives as long as its record keeps CHANGING, by our own monotonic clock. The sender's clock is consulted
 only when a record is seen for the first time. So a read that fails loses nobody, a skewed clock does not make a peer
-flap, and a peer that has died is gone everywhere after one ttl, whatever its last record says.
+flap. A peer that has died is gone everywhere after one ttl, whatever its last record says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who signs: a peer's identity, the mesh's shared key, and the invite token that carries it to a new peer.
 
-The idea: the identity is an Ed25519 key in the very file that libp2p reads, so a peer has one name everywhere; its
-peer id IS its public key in another spelling, hence any record can be checked with nothing but the name it claims.
+The idea: the identity is an Ed25519 key in the very file that libp2p reads, so a peer has one name everywhere. Its peer
+id IS its public key in another spelling, hence any record can be checked with nothing but the name it claims.
 """
 
 from __future__ import annotations

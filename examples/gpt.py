@@ -1,8 +1,8 @@
 """A small character-level GPT, trained on the source text of Python's own standard library.
 
 The idea: an ordinary torch module and an ordinary dataset, with one `meshcee.Job` around them. Nothing here knows of
-peers, so the same file runs alone (`python examples/gpt.py`), on a mesh (`meshcee train examples/gpt.py --join ...`),
-and as the model of `meshcee demo` (the package links to it as `meshcee/_demo_job.py`).
+peers. So the same file runs alone (`python examples/gpt.py`), on a mesh (`meshcee train examples/gpt.py --join ...`).
+It is also the model of `meshcee demo` (the package links to it as `meshcee/_demo_job.py`).
 
 Shapes: N samples, T characters, C width, H heads, V vocabulary.
 """

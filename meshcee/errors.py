@@ -60,7 +60,7 @@ class CaptureError(MeshceeError):
 
 
 class UnequalError(CaptureError):
-    """The captured model, its cut, its codec or its data do something else than the plain loop; the message names the first
+    """The captured model, its cut, its codec or its data do something else than the plain loop. The message names the first
     tensor that differs and the line of the user's file. `blame` is "data", "capture", "cut" or "codec"."""
 
     exit_code = 10

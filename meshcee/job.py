@@ -1,7 +1,7 @@
 """What a user defines: the model, its loss, data and optimizer. Nothing here knows of peers.
 
-The idea: a Job holds ordinary torch objects; only data derived from it (a graph, numbers, names) ever leaves the
-owner, so the optimizer and the learning-rate schedule are given by name.
+The idea: a Job holds ordinary torch objects; only data derived from it (a graph, numbers, names) ever leaves the owner.
+So the optimizer and the learning-rate schedule are given by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan: which device holds which blocks, and how samples flow; checked on construction.
 
 The idea: a plan is data. Whoever computed it, a plan that exists is complete (every block once per pipeline), feasible
-in shape (samples add up), and has one canonical JSON form, whose hash the members acknowledge.
+in shape (samples add up). It has one canonical JSON form, whose hash the members acknowledge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a member stands in a plan: its stage, its rows of every micro-batch, and all peers that it talks to.
 
-The idea: who sends what to whom is a function of the plan alone, so both ends of a link derive it by themselves and a
-frame from anybody else is refused. The first member of a stage leads it: votes go up through the leaders, from the heads
+The idea: who sends what to whom is a function of the plan alone, so both ends of a link derive it by themselves. A
+frame from anybody else is refused. The first member of a stage leads it. Votes go up through the leaders, from the heads
 of further pipelines to that of the first one, and the commit comes down.
 """
 
@@ -73,9 +73,9 @@ class Place:
     Within a pipeline a parameter may lie on several stages: `partial_to` and what follows say how they become one gradient,
     that of the first of them. `sums` are those that this member takes part in: over its group, over the pipelines, or both.
 
-    `partial_to` maps a shared parameter to the peer of an earlier stage that adds its own use; `partial_from` names the
-    (parameter, peer) whose later uses must arrive first; `totals_to` maps a peer to the parameters whose total it
-    needs; `totals_from` maps a parameter to the peer that its total comes from.
+    `partial_to` maps a shared parameter to the peer of an earlier stage that adds its own use. `partial_from` names the
+    (parameter, peer) whose later uses must arrive first. `totals_to` maps a peer to the parameters whose total it
+    needs. `totals_from` maps a parameter to the peer that its total comes from.
     """
 
     peer: str

@@ -124,8 +124,8 @@ def check(
 ) -> Checked:
     """Train some steps (3 unless given) in the plain loop and on each number of stages, in this process, without a mesh.
 
-    The result is `equal`, or its `differs` says which tensor differs first, in which step and after which operation, and `blame`
-    whether that is the "data", the "capture", the "cut" or the "codec".
+    The result is `equal`, or its `differs` says which tensor differs first, in which step and after which operation.
+    `blame` says whether that is the "data", the "capture", the "cut" or the "codec".
     """
     from meshcee.equality import check as checked
 

@@ -3,7 +3,7 @@
 The idea: B as soon as its gradient is there, since another stage waits for it; F while few micro-batches are in
 flight; W whenever nothing else can run. Each kind runs in micro order, so sums have one order.
 
-W's that are put off are not lost: a stage runs them while it waits for the commit of this step and the first F of the
+W's that are put off are not lost. A stage runs them while it waits for the commit of this step and the first F of the
 next, time that nothing else could fill.
 """
 

@@ -54,7 +54,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     other         Stopped   the next epoch will be stopped as it begins                              the same
 
 What is not here: when another plan is better (rule.py), whose fault an error is (peers/wire/suspects.py, handed in as `blame`),
-how a plan is asked for (peers/owner/recovery.py), and what happens within an epoch (peers/owner/epoch.py).
+how a plan is asked for (peers/owner/recovery.py). Nor is what happens within an epoch (peers/owner/epoch.py).
 """
 
 from __future__ import annotations

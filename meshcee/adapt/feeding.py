@@ -1,7 +1,7 @@
 """The owner's links to the members that it feeds, as steps show them.
 
 The idea: a member sees how fast its inputs come, and tells with each step. Where they take much of the step, what has held for
-several steps is the link's bandwidth from then on; where they do not, it makes no difference how fast they could come.
+several steps is the link's bandwidth from then on. Where they do not, it makes no difference how fast they could come.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How fast devices and plans turn out to be at work, held against what was expected of them.
 
-The idea: a profile is a few seconds of a device that does nothing else, and off by some percent; plans that are that near to one
-another would be chosen between by chance. Every step tells for free how long its members really computed, so from then on
-a price goes by that. So does the price of a plan that has run in less than the simulator expects, as it may where a link is nearly
-full: when its weather is back, it is known to be better than what is only expected to be as good.
+The idea: a profile is a few seconds of a device that does nothing else, and off by some percent. Plans that are that
+near to one another would be chosen between by chance. Every step tells for free how long its members really computed,
+so from then on a price goes by that. So does the price of a plan that has run in less than the simulator expects, as it
+may where a link is nearly full. When its weather is back, it is known to be better than what is only expected to be as
+good.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The idea: the work function of metrical task systems (Borodin, Linial and Saks, 1992). For every cached candidate p it
 keeps the least time in which all steps so far could have been run by whoever ends in p, moves included. The run goes over
-to another candidate only when that one's history pays for the move, so there is no detector and no threshold, and a link
+to another candidate only when that one's history pays for the move. So there is no detector and no threshold, and a link
 that flaps makes the run stay. A change never touches the batch or its gradient, only who computes what, and when.
 
 One thing the history cannot tell: whether a link that is well again will stay so. After a change the run therefore rests:
@@ -63,7 +63,7 @@ def level_of(old: Plan, new: Plan) -> Level:
 class WorkFunction:
     """The rule over numbered candidates. `moving_s[q][p]` is the price in seconds of going from q to p; q to q is 0.
 
-    The rule needs a metric: where the way back is cheaper than the way there, a candidate's history would be capped by
+    The rule needs a metric. Where the way back is cheaper than the way there, a candidate's history would be capped by
     the way back and never pay for the way there. So it reckons with the mean of both.
 
     Without a rest it is the rule of the theorem.
@@ -141,7 +141,7 @@ class Adapter:
     def __init__(
         self, plan: Plan, price: Price, moving_s: Callable[[Plan, Plan], float], settle_s: float | None = None
     ) -> None:
-        """`moving_s(a, b)`: what it takes to go from one plan to another, besides `settle_s`, which is SETTLING_STEPS of
+        """`moving_s(a, b)`: what it takes to go from one plan to another, besides `settle_s`. That is SETTLING_STEPS of
         the first plan on the network that it was made for; without a word, on that of `price`."""
         self.plans = [plan]
         self._price = price

@@ -1,6 +1,6 @@
 """What the steps of a job show of the mesh, held against what its plan was made from.
 
-The idea: a figure counts once it has held for several steps, and then takes the place of the one before; so a change is
+The idea: a figure counts once it has held for several steps, and then takes the place of the one before. So a change is
 told once, and noise not at all. A link's rate is its bandwidth where more came while bytes were still on their way. A link that
 was idle before each frame begins slowly, as TCP does: it has at least what it shows, and only how that changes says more.
 """

@@ -2,7 +2,7 @@
 
 The idea: several peers may run on one machine, and none of them knows of the others. Whoever plans does: it divides what is
 there, unless a user has said how much a peer may take. How many threads a CPU computes with changes its bits, so the number is
-one for the whole run, chosen before its first plan; who comes or goes later changes where stages lie, not the number.
+one for the whole run, chosen before its first plan. Who comes or goes later changes where stages lie, not the number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernel classes: devices that compute the same bits.
 
-The idea: a sum's order depends on the kind of device, on the instructions or the model that its kernels are for, on torch's build
-and, on a CPU, on the number of threads. A plan whose members are of one class has the bits of a plain loop on such a device; one
-that mixes classes has those of no single machine, and says so.
+The idea: a sum's order depends on the kind of device, on the instructions or the model that its kernels are for, and on
+torch's build. On a CPU it also depends on the number of threads. A plan whose members are of one class has the bits of a plain
+loop on such a device. One that mixes classes has those of no single machine, and says so.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ class JobCosts:
     alike  per block the first block that is the same work (meshcee.capture.graph.same_work); () when nothing was profiled
     tied   (first block, last block, bytes) of shared parameters
     mix    which devices a plan may put together (meshcee.figures.kernels.MIXES), for an owner who runs these `versions`
-    threads that every CPU computes with; 0: each with its own number
+    threads  that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
-    groups whether devices of one region may share a stage; direct_sums and clips as the job says
+    groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     """
 
     blocks: Annotated[Sequence[BlockCost], Meta(min_length=1, max_length=MAX_BLOCKS)]

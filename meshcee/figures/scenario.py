@@ -2,9 +2,9 @@
 
 The idea: what does not make sense is refused here, with the place where it stands, so that no plan is built on it.
 
-A testbed file has `testbeds`, each with name, model, global_batch, `regions` (gbps per device port and direction,
-rtt_ms), `devices` (name, gpu, region), `links` between regions (gbps per direction, shared by all that crosses; rtt_ms)
-and perhaps a `trace` of link changes. For emulation a device may have `really`, the share of its speed that it delivers,
+A testbed file has `testbeds`. Each has name, model, global_batch, `regions` (gbps per device port and direction,
+rtt_ms), `devices` (name, gpu, region). And it has `links` between regions (gbps per direction, shared by all that crosses;
+rtt_ms). It may have a `trace` of link changes. For emulation a device may have `really`, the share of its speed that it delivers,
 and the testbed `emulated_gflops`, the speed of all devices together. A profile file has `models` (layers, hidden, vocab,
 sequence, and per device kind and micro-batch size the seconds [forward, backward, optimizer] of embed, block and head),
 `memory_gib` and `memory_model`. Block 0 is the embedding, 1..layers the transformer blocks, layers + 1 the head with the loss.

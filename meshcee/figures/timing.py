@@ -1,7 +1,7 @@
 """What a device measured of a job: seconds of F, B and W of every distinct block, at several micro-batch sizes.
 
-The idea: identical blocks are measured once; what a call costs whatever is in it (thread hop, framing) is a figure of its
-own, so that a stage of many blocks is not charged for it many times. The figures come from another machine: they are
+The idea: identical blocks are measured once. What a call costs whatever is in it (thread hop, framing) is a figure of
+its own. So a stage of many blocks is not charged for it many times. The figures come from another machine: they are
 checked here, and nowhere else.
 """
 

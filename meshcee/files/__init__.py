@@ -1,5 +1,5 @@
-"""Files of this machine: one writer whose files are whole or absent (disk), where runs and identities lie (home), JSON that every
-parser reads, tensors in safetensors (tensor_files), weights as Hugging Face keeps them.
+"""Files of this machine: one writer whose files are whole or absent (disk), and where runs and identities lie (home).
+Also JSON that every parser reads, tensors in safetensors (tensor_files), weights as Hugging Face keeps them.
 
 Everything may import this room; it knows no mesh. `tensor_files` and `hugging_face` need torch and are imported by name.
 """

@@ -1,6 +1,6 @@
 """Memory that goes back to the system when it is freed, and objects that nobody looks through again and again.
 
-The idea: glibc gives a large allocation pages of its own, until the first of them is freed; from then on it puts
+The idea: glibc gives a large allocation pages of its own, until the first of them is freed. From then on it puts
 allocations of up to 32 MiB between small ones, where what is freed is often too narrow to be used again. Work that holds
 one large tensor after the other would so end up with most of them resident.
 """
@@ -36,8 +36,8 @@ def large_apart() -> Iterator[None]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """While this is entered, Python's collector passes over what there is now: with torch 340,000 objects, which it would go
-    through every now and then, for 0.2 s in which nothing else runs.
+    """While this is entered, Python's collector passes over what there is now. With torch these are 340,000 objects,
+    which it would go through every now and then, for 0.2 s in which nothing else runs.
     """
     gc.freeze()
     try:

@@ -2,7 +2,7 @@
 
 The idea: neither side ever holds more than one tensor. A `Checkpoint` opens the file of a tensor when it is asked for
 it. A `TensorFile` is told all names, types and shapes first, so each tensor has its place in the file and may be written
-in any order, as members send it; the file appears under its name only when it is whole.
+in any order, as members send it. The file appears under its name only when it is whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which devices, in which order, with which blocks: dynamic programming over sets of device classes.
 
-The idea: for a period T, a suffix of the pipeline is judged by one number, its residence R (how long a micro-batch stays
-in it), and a smaller R is better for everything in front: it shortens fill and drain, and by Little's law it needs fewer
+The idea: for a period T, a suffix of the pipeline is judged by one number, its residence R: how long a micro-batch
+stays in it. A smaller R is better for everything in front. It shortens fill and drain, and by Little's law it needs fewer
 micro-batches in memory. So the least R per (classes used, class in front, first block) is all that must be kept. It is
 found for all candidate periods at once. Devices of a class stand next to one another here; the search that follows may
 part them. The step takes about R + (M - 1) T.

@@ -1,7 +1,7 @@
 """Plans for a live mesh: from what its peers measured of devices, links and blocks.
 
 The idea: the search plans clusters and workloads; here a mesh becomes one. Measured figures count for more than claimed
-ones, figures that contradict each other are set aside, and what nobody has measured yet is filled in with a stated
+ones, figures that contradict each other are set aside. What nobody has measured yet is filled in with a stated
 default, never silently.
 """
 
@@ -143,8 +143,9 @@ def choose(
 def _with_room(
     mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None
 ) -> tuple[Choice, Cluster, Workload]:
-    """Where the best plan leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long; no more, as
-    copies only shorten the way back after a loss. Where none has room for those in other regions too, they are left out first.
+    """Where the best plan leaves no room for copies of the state, one that does may take ROOM_IS_WORTH times as long.
+    It may take no more, as copies only shorten the way back after a loss. Where none has room for those in other
+    regions too, they are left out first.
     """
     found = _choose(mesh, job, stages, effort)
     choice, cluster, workload = found

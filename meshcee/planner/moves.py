@@ -1,6 +1,6 @@
 """Small changes of a candidate: blocks to a neighbour, devices in, out and elsewhere, windows, codecs, recomputation.
 
-The idea: whatever changes the row of groups is followed by an exact cut of the blocks for the new row, so that a move is
+The idea: whatever changes the row of groups is followed by an exact cut of the blocks for the new row. So a move is
 judged by the best that it can be. A move changes one pipeline, or moves a device or micro-batches from one to another.
 """
 

@@ -1,7 +1,7 @@
 """Whose links a peer should measure, so that few probes tell enough of a large mesh.
 
 The idea: up to FEW peers everybody measures everybody. Beyond, everybody first measures a few landmarks; peers that are as
-far from each landmark are taken for one region, measure each other, and leave the links to other regions to their first
+far from each landmark are taken for one region. They measure each other, and leave the links to other regions to their first
 peer. What nobody measured then has its regions' figures (planner/regions.py). Every peer decides for itself from the same
 published links, and needs no coordinator.
 """

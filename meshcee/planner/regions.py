@@ -1,7 +1,7 @@
 """Level 1: regions, from what peers measured of one another.
 
 The idea: two peers are near when a boundary tensor gets from one to the other quickly. Single linkage on the logarithm of
-that time gives a row of merges; where consecutive merges differ most, and by at least a factor of three, is the border
+that time gives a row of merges. Where consecutive merges differ most, and by at least a factor of three, is the border
 between "inside a region" and "between regions". Links as short as a LAN's are inside whatever their ratio, which is noise
 or the difference between a wire and no wire. What people say of regions is a hint that measurement may overrule.
 

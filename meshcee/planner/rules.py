@@ -1,9 +1,9 @@
 """What a plan may be: what executors can run, what devices can hold, what a job says of codecs, and why a device is left out.
 
 The idea: the planner can think of more than an executor does today, and of more than memory holds. One file says what may be
-proposed and why something was not; everything that proposes asks it. Memory is 16 bytes a trainable parameter, whatever the
-precision (fp32: weight, gradient and two moments; bf16: weight and gradient at two bytes, master and moments at four), plus what
-every live micro-batch keeps from its F to its W.
+proposed and why something was not; everything that proposes asks it. Memory is 16 bytes a trainable parameter, whatever
+the precision. In fp32 these are weight, gradient and two moments; in bf16 weight and gradient at two bytes, master and
+moments at four. To this comes what every live micro-batch keeps from its F to its W.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Of plans that are as good as equally fast, the one that stays so when its links are not quite as measured.
 
 The idea: how a pipeline's F's and B's mesh depends on windows and messages as on the teeth of two wheels. Plans that the
-simulator has within a percent of one another differ by ten once a line is a tenth slower, and no mesh keeps to its figures
+simulator has within a percent of one another differ by ten once a line is a tenth slower. No mesh keeps to its figures
 by a tenth. So the last choice, and the last change of windows, go by the mean period over several states of the network.
 """
 

@@ -1,7 +1,7 @@
 """Figures that peers tell of themselves and their links, held against what others measured.
 
 The idea: a peer may be wrong, or lie. A figure that nothing in this world has, or that contradicts what the other end of a
-link or the peer's own work showed, is set aside in favour of the careful one, and people are told.
+link or the peer's own work showed, is not believed. It is set aside in favour of the careful one, and people are told.
 """
 
 from __future__ import annotations

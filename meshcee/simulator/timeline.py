@@ -91,8 +91,8 @@ def quick_period_s(instance: Instance, most: int, limit_s: float = math.inf) -> 
     limit_s  where the period must turn out longer, the simulation ends early, and a bound above the limit is returned
     Returns also the number of events that this took.
 
-    That pace is what every further micro-batch costs once the pipeline is full, unless memory or windows hold it back; so
-    this may be too optimistic, and whoever decides simulates the finalists whole. (The rate inside one step would mislead
+    That pace is what every further micro-batch costs once the pipeline is full, unless memory or windows hold it back.
+    So this may be too optimistic, and whoever decides simulates the finalists whole. (The rate inside one step would mislead
     more: while a pipeline drains, B's come faster.)
     """
     full = instance.nodes[0].num_micro

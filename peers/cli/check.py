@@ -1,6 +1,6 @@
 """`meshcee check` and `meshcee capture`: what becomes of a job, found in this process. Nothing is joined.
 
-The idea: `check` takes the same look that every run takes before its first step, and then trains whole steps both ways; `capture`
+The idea: `check` takes the same look that every run takes before its first step, and then trains whole steps both ways. `capture`
 shows how the model falls into blocks and what each costs.
 """
 

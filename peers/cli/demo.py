@@ -1,7 +1,7 @@
 """`meshcee demo`: real peer processes on loopback train a character GPT, beside the plain eager loop in its own process.
 
-The idea: what the README promises, run in front of the user: the plan, live progress, losses, speed, generated text,
-and whether every loss and every weight equals plain PyTorch, bit for bit.
+The idea: what the README promises, run in front of the user. It shows the plan, live progress, losses, speed, generated
+text, and whether every loss and every weight equals plain PyTorch, bit for bit.
 """
 
 from __future__ import annotations

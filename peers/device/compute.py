@@ -42,7 +42,7 @@ class Pace:
 
 
 def one_thread(name: str) -> ThreadPoolExecutor:
-    """OpenMP counts threads for each thread that calls it: without a word, kernels here may be cut into other pieces than
+    """OpenMP counts threads for each thread that calls it. Without a word, kernels here may be cut into other pieces than
     where the number was set, and then they round differently."""
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))

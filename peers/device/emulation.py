@@ -1,6 +1,6 @@
 """Emulates the devices and links of a testbed on one machine: paced compute, shaped transports, no root.
 
-The idea: relative speeds are kept, absolute ones cannot be: all devices of a shape together are paced to what a small
+The idea: relative speeds are kept, absolute ones cannot be. All devices of a shape together are paced to what a small
 machine computes with ease, so that pacing and not the processor decides. Links are the testbed's own. A device may be
 slower than it tells others: then only what it shows at work gives it away. A paced device may hang: see `paced`.
 """

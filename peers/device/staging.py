@@ -1,8 +1,8 @@
 """What a GPU sends and receives, beside what it computes: copies on streams of their own, through page-locked memory.
 
 The idea: a GPU does what is queued on one stream in order. A copy on the stream that computes would wait for all that is
-queued there, and hold up what comes behind; on a stream of its own it waits for one mark, when its values are made. The
-thread beside the device's waits for each copy before it lets anything go: so whoever holds a frame, or values that have
+queued there, and hold up what comes behind. On a stream of its own it waits for one mark, when its values are made. The
+thread beside the device's waits for each copy before it lets anything go. So whoever holds a frame, or values that have
 arrived, holds what is there, and nobody above this file knows of streams.
 
 Whose memory is whose: torch's allocator knows only the stream on which memory was taken (`torch.Tensor.record_stream`). What

@@ -1,7 +1,7 @@
 """The machine around a peer: what is told of it, and whose turn it is to measure there.
 
 The idea: peers of one machine share its cores. So each tells by which machine it is, under a name that only its mesh can tell from
-others, and while one measures, the others wait; a lock on a file ends with the process that holds it.
+others, and while one measures, the others wait. A lock on a file ends with the process that holds it.
 """
 
 from __future__ import annotations

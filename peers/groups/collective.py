@@ -1,7 +1,7 @@
 """The sum of gradients over the members' own streams, in a group or over pipelines, begun while the last W still computes.
 
 The idea: reduce-scatter and gather, as in a ring, but each member sends straight to each. Every member sums one chunk of
-every bucket, in plan order, and sends the same bytes to all; so replicas stay equal bit for bit, the traffic is what a
+every bucket, in plan order, and sends the same bytes to all. So replicas stay equal bit for bit, the traffic is what a
 ring needs, and it runs wherever streams run: encrypted, through relays, in one process. Buckets go their way one after
 the other, each as soon as its gradients are whole; when that is changes no number. A member that dies ends its stream,
 and with it the step on all others.

@@ -5,10 +5,10 @@ epoch, without torch's default group, and ends with it: where its members are th
 (peers/groups/meeting.py). What travels through it is not encrypted, so a job asks for it (`Job(direct_sums=True)`).
 
 Torch's calls block a thread and gloo's cannot be ended from outside. So members tell each other over their streams when a
-bucket is whole, and call torch only when all have: whoever is lost before that leaves nobody in a call, and what a call still
-waits for is bytes on their way. The calls have a thread of their own, and on a GPU a stream of their own, so that W computes on
-beside them, and that one which hangs for its time-out does not keep the device from the next epoch. NCCL would end the process
-when one of its calls fails: it is told not to, and is aborted by us, in a thread, before anything else when an epoch fails.
+bucket is whole, and call torch only when all have. Whoever is lost before that leaves nobody in a call, and what a call still
+waits for is bytes on their way. The calls have a thread of their own, and on a GPU a stream of their own, so that W computes
+on beside them. One which hangs for its time-out does not keep the device from the next epoch. NCCL would end the process
+when one of its calls fails. It is told not to, and is aborted by us, in a thread, before anything else when an epoch fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long a device takes for F, B and W of a job's blocks: asked by the owner, measured by the peer that would run them.
 
 The idea: each distinct block runs as a stage of its own, by the code and through the thread that will run it later, with
-random weights and inputs; so a paced device shows its pace and a throttled card its throttle. A device spends BUDGET_S on
+random weights and inputs. So a paced device shows its pace and a throttled card its throttle. A device spends BUDGET_S on
 a job it does not know; what that did not allow to measure is scaled up from the largest size measured. Results are kept
 by the hash of the request, so a second run of the job asks for nothing.
 """
@@ -351,7 +351,7 @@ def _settled(device: torch.device, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _took_s(compute: Compute, clock: Callable[[], float], start_s: float) -> float:
-    """Seconds since a call began, which has just ended. On an emulated device those that it took itself: its timer is late by
+    """Seconds since a call began, which has just ended. On an emulated device those that it took itself. Its timer is late by
     up to a millisecond, and makes up for that in the next call, so short calls would seem to take anything."""
     return clock() - start_s if compute.pace is None else compute.last_s
 

@@ -1,7 +1,7 @@
 """The links that begin at this peer: what probes and steps have shown of each, told to the mesh.
 
 The idea: one figure a link, and the newest counts, whoever found it out. A probe is news each time. What steps show is news
-once it has held for several of them and is another than the mesh knows, and not again for a while: so a link that flaps makes
+once it has held for several of them and is another than the mesh knows, and not again for a while. So a link that flaps makes
 no more noise than one that is probed.
 """
 

@@ -1,6 +1,6 @@
 """What this peer measures: its device's speed and memory, and its links to the others.
 
-The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work; a link by a
+The idea: measured, never advertised by hand. A device is timed on a small transformer-like mix of work. A link is timed by a
 few empty round trips and payloads sized so that each takes about a tenth of a second, or half of that beside training. Each end
 measures the direction in which it sends.
 """

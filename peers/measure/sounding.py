@@ -1,7 +1,7 @@
 """Links that somebody asks about: measured again at once, where probes would rest because a peer trains.
 
 The idea: a plan that does without a link never shows when that link is well again. So the owner of the job asks an end of
-it; that peer probes the link next, with little and seldom enough that training goes on beside it, and the figure reaches the
+it; that peer probes the link next, with little and seldom enough that training goes on beside it. The figure reaches the
 owner like every other, by gossip.
 """
 

@@ -1,6 +1,6 @@
 """A few steps as a picture: what every peer did, beside what the simulator expected of the same plan.
 
-The idea: members tell their spans on their own clocks; a ping before each of the first steps tells how a member's clock
+The idea: members tell their spans on their own clocks. A ping before each of the first steps tells how a member's clock
 differs from the owner's, off by no more than half of the shortest round trip. The file is a list of Chrome trace events,
 which chrome://tracing and ui.perfetto.dev open.
 """

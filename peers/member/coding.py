@@ -1,7 +1,7 @@
 """Boundary values on their way out and in: encoded and decoded beside the device's thread, never on the event loop.
 
 The idea: a frame that needs encoding is queued as a promise of a frame, so the stage goes on computing while its outbox
-waits for the bytes; frames still leave in the order in which they were queued. On a CPU without codecs nothing here costs a
+waits for the bytes. Frames still leave in the order in which they were queued. On a CPU without codecs nothing here costs a
 hop; what a GPU sends and receives is copied here too (`peers/device/staging.py`).
 """
 

@@ -1,7 +1,7 @@
 """Runs the steps of one stage: decides by the local rule, computes on the device's thread, sends what is ready.
 
-The idea: a step is a transaction. F, B and W run as arrivals allow and windows permit; when the first stage has run
-its last B every gradient exists, so it sends the commit down the chain; a stage applies once its own W's are done and
+The idea: a step is a transaction. F, B and W run as arrivals allow and windows permit. When the first stage has run
+its last B every gradient exists, so it sends the commit down the chain. A stage applies once its own W's are done and
 it knows of the commit. Until then `rollback` forgets the step. There is no barrier between steps.
 """
 
@@ -172,8 +172,8 @@ class Executor:
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 
     def _apply(self, round: Round, clip: torch.Tensor | None) -> None:
-        """A norm that clips has been looked at. Without one each stage looks for itself: others may have applied the step, but
-        then it is never whole, so nobody is told of it, and no copy and no checkpoint has it."""
+        """A norm that clips has been looked at. Without one each stage looks for itself. Others may have applied the
+        step, but then it is never whole, so nobody is told of it, and no copy and no checkpoint has it."""
         if clip is None and (name := self._runner.not_finite()) is not None:
             raise NonFiniteLossError(
                 f"the gradient of {name!r} in step {round.step + 1} is not finite, though its loss is; the step does not count. "

@@ -1,7 +1,7 @@
 """What has arrived at a stage and waits for its turn: raw inputs, activations, gradients, and word of the commit.
 
-The idea: readers of streams put, the executor takes; every arrival is checked against what the plan allows (who may
-send it, how many may wait, no duplicates), so a peer that misbehaves costs a ProtocolError and no memory.
+The idea: readers of streams put, the executor takes. Every arrival is checked against what the plan allows (who may
+send it, how many may wait, no duplicates). So a peer that misbehaves costs a ProtocolError and no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[int, int]  # (round, micro)
 
 @dataclass(frozen=True)
 class Collect:
-    """The owner wants the stage's state once everything before it is applied; or only digests, of a member whose state
+    """The owner wants the stage's state once everything before it is applied. Or it wants only digests, of a member whose state
     another one sends; or neither, after an evaluation, but to know that.
     """
 

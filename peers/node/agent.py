@@ -1,6 +1,6 @@
 """A peer: owns everything that runs in it, in one TaskGroup, from the first announcement to a bounded shutdown.
 
-The idea: the agent is handed a transport and a store and knows nothing of libp2p or hivemind, so the same code runs on
+The idea: the agent is handed a transport and a store and knows nothing of libp2p or hivemind. So the same code runs on
 real machines, in one process and under virtual time.
 """
 
@@ -210,8 +210,8 @@ class Agent(MeshView):
     async def _probe_forever(self) -> None:
         """Measure the links to others that lend a device, one at a time, new ones first.
 
-        Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on the
-        wire; while the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
+        Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on
+        the wire. While the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
         """
         rest_until_s = 0.0
         while True:

@@ -1,6 +1,6 @@
 """How a peer leaves: politely, when a signal or another member of the mesh asks it to.
 
-The idea: a peer that holds a stage says that it leaves and goes on computing; the owner of the job finishes the step,
+The idea: a peer that holds a stage says that it leaves and goes on computing. The owner of the job finishes the step,
 takes the state, and begins the next epoch without it. That makes the peer idle, and then it goes. An idle peer goes at
 once, and after `leave_s` any peer does: the owner then goes on as after a loss.
 """

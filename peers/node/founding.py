@@ -1,7 +1,7 @@
 """The mesh that this machine has founded, and founds again: its key, identity and port outlive the peer.
 
 The idea: a token names a key and an address, so a first machine that comes back with other ones has left its own mesh. What it
-was is kept in a file beside its identities. Who holds the file's lock is the first peer; another one that is started in the same
+was is kept in a file beside its identities. Who holds the file's lock is the first peer. Another one that is started in the same
 way would found a second mesh by mistake, and is told how to join instead.
 """
 

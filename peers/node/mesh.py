@@ -168,8 +168,8 @@ class Mesh:
 
         `plan` takes the place of the coordinator's: its members may be peer ids or names. `codec` takes the place of the job's.
         `trace` hears what peers did in a few
-        steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence which; with
-        `wait` False it begins at once, on the peers that are idle, if they can hold it.
+        steps. Jobs of one mesh run one at a time: while another is before this one, `on_wait` is told in a sentence
+        which. With `wait` False it begins at once, on the peers that are idle, if they can hold it.
         It also hears, once a minute, where the job's data is when a read of it does not return.
         `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
         Raises the cause of a failure; leaving the loop early aborts the job.

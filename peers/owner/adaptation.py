@@ -1,8 +1,8 @@
 """A running job's own figures, and what they make it do: the adapter's rule on a live mesh.
 
 The idea: every step tells, for free, how long its members computed and how fast its large frames crossed each link. What
-has shifted for several steps on end is put in the place of what the plan was made from, and devices that have come meanwhile
-are put beside it; plans are searched and priced under that, by the same code as the first one, and the work function
+has shifted for several steps on end takes the place of what the plan was made from. Devices that have come meanwhile
+are put beside it. Plans are searched and priced under that, by the same code as the first one, and the work function
 (meshcee/adapt/rule.py) says when to go over.
 
 Devices that come while the job runs are profiled beside the training before they are put beside it (`Newcomers`).

@@ -1,7 +1,7 @@
 """Evaluation: what the owner feeds when nothing is trained, with which weights, and what is made of what comes back.
 
 The idea: one forward-only round over the same offers, links and stages as training, so that it needs no machinery of
-its own: only a feed of one round, and a place for the outputs.
+its own. There is only a feed of one round, and a place for the outputs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the owner feeds: the rounds of a job in order, and the raw inputs of each micro-batch.
 
-The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch; of data that is
+The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch. Of data that is
 not the same when it is read again, what was fed is (meshcee/sampling/fed.py).
 """
 

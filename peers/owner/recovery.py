@@ -1,9 +1,9 @@
 """How a run finds its way back: a roll call, a look at who is there, and a plan of the coordinator's or of the owner's own.
 
 The idea: what to do is decided in meshcee/adapt/course.py; here is how its questions about the mesh are asked. The owner asks the
-members themselves, not their records, which outlive them by seconds. The coordinator is asked for the plan like before; if it is
-gone too, or silent, the owner plans by the same rules from the same records under the last term, which every member can refuse if
-it knows a newer one.
+members themselves, not their records, which outlive them by seconds. The coordinator is asked for the plan like before.
+If it is gone too, or silent, the owner plans by the same rules from the same records under the last term. Every member
+can refuse that term if it knows a newer one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One job at a time: an owner waits until every job that came to the mesh before its own has ended.
 
-The idea: owners announce their job before it runs, with the time at which they came, and who sees an earlier one waits
+The idea: owners announce their job before it runs, with the time at which they came. Who sees an earlier one waits
 until it is over, or its record has expired. Records travel, so two owners that come at once may both begin; then a peer
 that is taken refuses one of them, and that one goes back to its place.
 """

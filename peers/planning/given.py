@@ -1,7 +1,7 @@
 """A plan that the user gives instead of the coordinator: from a file, peers by name, checked against job and mesh.
 
-The idea: it is the same documented JSON that `meshcee plan --json` and `meshcee train --dry-run --json` print, so a plan can
-be kept, edited and run again; names make it independent of the ids that peers have today.
+The idea: it is the same documented JSON that `meshcee plan --json` and `meshcee train --dry-run --json` print. So a plan can
+be kept, edited and run again. Names make it independent of the ids that peers have today.
 """
 
 from __future__ import annotations

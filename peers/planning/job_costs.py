@@ -1,7 +1,7 @@
 """What the owner finds out about its job before it asks for a plan: costs of blocks, and how fast each device runs them.
 
-The idea: the owner alone has the graph, so it asks every idle device for a profile of the distinct blocks, all at once; a
-device that does not answer in time is planned for by its claimed speed, and the plan says so.
+The idea: the owner alone has the graph, so it asks every idle device for a profile of the distinct blocks, all at once.
+A device that does not answer in time is planned for by its claimed speed, and the plan says so.
 """
 
 from __future__ import annotations

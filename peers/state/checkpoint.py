@@ -1,7 +1,7 @@
 """Checkpoints on the owner's disk: the model and its optimizer by name, and where the run stood, whatever the plan was.
 
-The idea: a checkpoint is a folder of safetensors and a manifest with their hashes; it is written beside its place and
-renamed there once everything has reached the disk, and renamed away before it is removed, so a folder with a manifest is
+The idea: a checkpoint is a folder of safetensors and a manifest with their hashes. It is written beside its place and
+renamed there once everything has reached the disk, and renamed away before it is removed. So a folder with a manifest is
 whole or damaged, never half, wherever its owner is killed. Two are kept: while one is written the one before stays.
 
     checkpoints/step-00000040/manifest.json     next_step, job, micro_batch, names, hashes

@@ -163,8 +163,8 @@ class Copying:
 
 
 class FarCopying:
-    """One epoch's copies in other regions. What near keepers have just made whole is copied on, so members copy and hash nothing
-    for it: one stage after the other, each as gently as a reader in another region is.
+    """One epoch's copies in other regions. What near keepers have just made whole is copied on, so members copy and
+    hash nothing for it. It goes one stage after the other, each as gently as a reader in another region is.
     """
 
     def __init__(self, copies: Manifest, links: Mapping[str, Link], chosen: Mapping[str, str], start: int) -> None:

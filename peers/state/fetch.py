@@ -101,9 +101,9 @@ class _Source:
 class Fetch:
     """What is wanted, by digest. `found` holds what is here and checked; `run` may leave some that nobody has.
 
-    `gently`: parts that delay a step's tensors little, and between them, unless it is `urgent`, rests on a link that the training
-    needs, longer ones if that is `far`; else some whole chunks are under way from each source. `about` tells a source whose job it
-    is.
+    `gently`: in parts that delay a step's tensors little, with rests between them on a link that the training needs.
+    Rests are longer if that is `far`, and there are none if it is `urgent`. Else some whole chunks are under way from
+    each source. `about` tells a source whose job it is.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A member's part in copies that outlive it: hash its own for a keeper, and be the keeper of others.
 
-The idea: the pipeline waits for none of this. A copy is hashed in a thread and its digests go to the owner; the owner asks
+The idea: the pipeline waits for none of this. A copy is hashed in a thread and its digests go to the owner. The owner asks
 the keeper, which reads the bits from the holder, gently, checks them, and says that it has them. A far keeper does the same,
 beside it and more slowly. Whatever fails costs only this copy.
 """

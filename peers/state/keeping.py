@@ -1,7 +1,7 @@
 """What an epoch keeps of its state: copies with keepers, often; checkpoints on the owner's disk, when they may.
 
-The idea: both begin at the same place, between two steps, with one request down every stream, so a member copies its stage
-once for both; and one number tells it which older copies may still be needed.
+The idea: both begin at the same place, between two steps, with one request down every stream. So a member copies its stage
+once for both. One number tells it which older copies may still be needed.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ __all__ = ["Kept", "Part", "state_for"]
 class Kept:
     """What an epoch begins with, and where it keeps what it does.
 
-    `base` is the state to go on from, on the disk or with peers (None: the model as it was captured), `store` the place for
-    checkpoints (None: there are none), `least` the number of steps that were reported before: they are done again even if
-    the user stops the run. `holders` are peers that may still have what they trained before, `copies` what is copied to
-    keepers (None: nothing is), `keepers` who keeps them, `trouble` is told what the disk refuses.
+    `base` is the state to go on from, on the disk or with peers (None: the model as it was captured). `store` is the
+    place for checkpoints (None: there are none), `least` the number of steps that were reported before. They are done again even if
+    the user stops the run. `holders` are peers that may still have what they trained before. `copies` is what is copied
+    to keepers (None: nothing is), and `keepers` who keeps them. `trouble` is told what the disk refuses.
     """
 
     base: Checkpoint | CopySet | None = None

@@ -1,9 +1,10 @@
 """Which copies of a job's state there are and who holds them, as its owner knows it.
 
-The idea: the owner never sees a copy, only what it is: a digest for each tensor, from the member that made it, and word from
-the keeper that it holds the same. A step's copy counts when every stage has one; the last of these, and the one in the making,
-are all that is kept. So it is with far copies, which count when every stage has one that outlives its region. What one plan
-hands over to the next is a copy that only its makers hold: older ones are kept beside it.
+The idea: the owner never sees a copy, only what it is. There is a digest for each tensor, from the member that made it,
+and word from the keeper that it holds the same. A step's copy counts when every stage has one; the last of these, and
+the one in the making, are all that is kept. So it is with far copies, which count when every stage has one that
+outlives its region. What one plan hands over to the next is a copy that only its makers hold: older ones are kept
+beside it.
 
 The owner's disk has the same table (`Ledger`), so a run whose owner has died goes on where its peers are.
 """

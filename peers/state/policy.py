@@ -41,8 +41,8 @@ class Cadence:
     """When the next snapshot, or copy for keepers, is due: every `every` steps, or as often as costs at most a share of the time.
 
     A loss costs the steps since the last snapshot, so they are as frequent as they may be. `SHARE` bounds which part of the
-    time links are used for them (a slow link rests between two chunks, a fast one between two snapshots), `MAKING` which
-    part one is being read and brought to the disk. How long the steps before it take does not count.
+    time links are used for them (a slow link rests between two chunks, a fast one between two snapshots). `MAKING`
+    bounds which part one is being read and brought to the disk. How long the steps before it take does not count.
     """
 
     every: int = 0
@@ -95,7 +95,7 @@ class Stride:
     """How much of a copy to ask a link for at once, and how long it then rests.
 
     What the least part took is the way there and back; what larger ones take beyond it, the link was in use. Parts grow
-    while that is little. A link is fast when it carries whole chunks in SLOW_S; another one gets parts that it carries in
+    while that is little. A link is fast when it carries whole chunks in SLOW_S. Another one gets parts that it carries in
     about SLOW_S, one at a time, and rests between them so that they are a `SHARE` of its time. Between regions (`far`) a fast
     link rests as well: what is read there is large and crosses what many share.
     """

@@ -1,7 +1,8 @@
 """Journals of runs that other machines own, in the memory of this peer: for a standby that comes when the owner is gone.
 
-The idea: an owner sends its journal to a few peers, and seals it whenever some of it is new: of what size and digest each file is
-by then, signed. So who passes a journal on need not be believed, and of two journals everybody can tell which is newer.
+The idea: an owner sends its journal to a few peers, and seals it whenever some of it is new. The seal says of what size
+and digest each file is by then, signed. So who passes a journal on need not be believed, and of two journals everybody
+can tell which is newer.
 """
 
 from __future__ import annotations

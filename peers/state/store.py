@@ -1,6 +1,6 @@
 """A stage's state between two steps, as safetensors that others read range by range: both ends.
 
-The idea: a member copies its stage at the boundary and trains on; the copy is then read like a file, chunk by chunk, at the
+The idea: a member copies its stage at the boundary and trains on. The copy is then read like a file, chunk by chunk, at the
 reader's pace, so that neither the pipeline nor anybody's memory feels it. What travels is the file that the owner keeps:
 parameters and buffers under the model's own names, the optimizer's state under "<parameter>/<key>". The owner asks every stage
 for one, reads them in chunks and writes them as one checkpoint (`Snapshots`).

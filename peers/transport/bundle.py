@@ -4,7 +4,7 @@ The idea: what is written is cut into numbered records, each sealed with AES-256
 direction; the number is the nonce. One connection carries all until its window is full: on a thin line several would drive
 one another's packets out of the queue before it. Then a record goes to whichever has room, so that the windows of several
 connections add up on a long fat link. The receiver opens records in order; one that comes early waits in its connection,
-of which nothing more is then read, so that a connection never costs more memory than one record. Bytes are copied once at
+of which nothing more is then read. So a connection never costs more memory than one record. Bytes are copied once at
 either end: from the payload into the record when a connection takes it, and from the record into the payload.
 """
 

@@ -3,7 +3,7 @@
 The idea: the handshake of a stream (handshake.py) runs over libp2p, which has proven both peer ids. In it both sides exchange
 X25519 keys, and the accepting one says where it listens. The keys of the connections follow from that exchange, the mesh key
 and all that the handshake said, so that only these two ends can have them. The dialer tries the addresses and names, with its
-proof of the mesh key, the connections on which both have shown their keys; from then on the stream runs over those (bundle.py).
+proof of the mesh key, the connections on which both have shown their keys. From then on the stream runs over those (bundle.py).
 When none could be made, because of a router or a firewall, the stream stays where it is and the peer is left alone for a while.
 
     dialer    hello   direct: X25519 key

@@ -2,8 +2,8 @@
 
 The idea: everything on the wire is a record with the same 16-byte prelude (magic, version, type, size, checksum). A
 frame is one DATA record (msgpack: kind, header, payload sizes) and then CHUNK records of raw payload bytes. CREDIT
-records may stand between chunks, so two sides that send large frames to each other never wait for each other; RETRACT
-takes back a half-sent frame; GOODBYE says that nothing follows. The decoder does no I/O: it lends memory
+records may stand between chunks, so two sides that send large frames to each other never wait for each other. RETRACT
+takes back a half-sent frame. GOODBYE says that nothing follows. The decoder does no I/O: it lends memory
 (`get_buffer`), is told how much of it was filled (`advance`), and returns events. Payload bytes land in their final
 memory at once.
 """

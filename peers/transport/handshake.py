@@ -1,7 +1,7 @@
 """The first frames of every stream: who is there, which version, and proof of the mesh key from both sides.
 
-The idea: HELLO and ANSWER carry a fresh nonce each; the proofs are HMACs, under the mesh key, of everything that was
-said and of the role, so that neither can be replayed, reflected or moved to another pair of peers or purpose. The key
+The idea: HELLO and ANSWER carry a fresh nonce each. The proofs are HMACs, under the mesh key, of everything that was
+said and of the role. So neither can be replayed, reflected or moved to another pair of peers or purpose. The key
 itself is never sent. Whoever refuses says why in words that the other side can print.
 
     dialer    hello   {version, software, peer, to, purpose, nonce, clock}

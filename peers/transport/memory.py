@@ -1,7 +1,7 @@
 """The network inside one process: the same streams, frames and handshakes over pipes of bytes.
 
 The idea: only the socket is replaced. A `MemoryNetwork` knows every transport by its id and gives each ordered pair
-of peers its own latency, bandwidth, jitter and loss, drawn from the network's seed; it can cut, partition and kill.
+of peers its own latency, bandwidth, jitter and loss, drawn from the network's seed. It can cut, partition and kill.
 It uses nothing but the running loop's clock, so under virtual time an hour of slow links takes milliseconds. Without
 shape (the default) a byte is copied once, from the sender's payload into the receiver's, and not checksummed:
 `--local` trains on it. What arrives at a peer, arrives in the context of that peer's transport.

@@ -1,7 +1,7 @@
 """Links of an emulated cluster, without root: a transport whose sends take as long as they would on the given links.
 
 The idea: what limits a link is a clock that says when it is free again. A send reserves its bytes on the clock of its
-link (and of the ports and shared lines that it crosses), waits until they have left, and returns; a courier hands the
+link (and of the ports and shared lines that it crosses), waits until they have left, and returns. A courier hands the
 frame to the real stream one latency later, while the next is already leaving. Order is kept, jitter included; all
 streams between two peers share their link in small slices, so a short frame is not stuck behind a long one.
 

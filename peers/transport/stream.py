@@ -1,7 +1,7 @@
 """A Stream over any asyncio byte transport: a Unix socket to p2pd, a TCP socket, an in-process pipe.
 
 The idea: the stream IS the transport's protocol object. Bytes land by callback in their final memory
-(`BufferedProtocol`), so receiving needs no task and no copy, and there is nothing to leak: what runs is the caller's
+(`BufferedProtocol`), so receiving needs no task and no copy. There is nothing to leak: what runs is the caller's
 own `send`, `recv` or `aclose`. A slow consumer stops the other side by byte credits, a slow wire stops `send` by the
 transport's own buffer.
 """

@@ -2,7 +2,7 @@
 
 The idea: the receiver alone decides. It starts by lending a small window, enough for a handshake, widens it afterwards
 (payloads wait for that), and lends again what its consumer has taken. The sender goes on while it has any credit left,
-even if the next record is larger, so nothing is too large to pass; hence the receiver tolerates one record above the
+even if the next record is larger, so nothing is too large to pass. Hence the receiver tolerates one record above the
 window and refuses more. A frame larger than the window passes because a consumer that waits takes bytes as they
 arrive, before the frame is whole.
 """
@@ -37,7 +37,7 @@ class SendWindow:
 class ReceiveWindow:
     """What has arrived and was not taken, and what was taken and is not yet lent again.
 
-    `release` and `widen` return the credit to send now, or 0: grants are batched to a quarter of the window, which
+    `release` and `widen` return the credit to send now, or 0. Grants are batched to a quarter of the window, which
     never starves the sender because the other three quarters are then his.
     """
 
@@ -60,7 +60,7 @@ class ReceiveWindow:
     def complete(self) -> int:
         """The cost of the frame in assembly so far, to be released when it is taken.
 
-        Called when it is whole; but also when the consumer waits for it, or it was retracted: then what has come of it
+        Called when it is whole, but also when the consumer waits for it, or it was retracted. Then what has come of it
         is released at once, so that frames larger than the window pass.
         """
         cost, self._partial = self._partial, 0

@@ -1,7 +1,7 @@
 """Everything that crosses the wire between peers once a stream is open: the kinds, and how their headers are read.
 
-The idea: one table of kinds, one way to read a header field, so that a reader of this file knows all that a peer may
-be told, and a mistyped field is a ProtocolError wherever it turns up.
+The idea: one table of kinds, one way to read a header field. So a reader of this file knows all that a peer may be
+told, and a mistyped field is a ProtocolError wherever it turns up.
 
 Purposes of streams, and the frames on them:
 
@@ -117,9 +117,9 @@ class Round:
 
     A pipeline's slice begins with micro-batch `first` of the whole; members count its micro-batches from 0.
 
-    `number` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it;
-    `step` the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
-    multiplied by (of the member's rows of it, in a group); `hyper` holds the options of each parameter group that the
+    `number` is the ordinal among all steps and evaluations of the epoch, and the key of every frame that belongs to it.
+    `step` is the optimizer step, from which seeds are derived. `weights[m]` is what the loss of micro-batch m is
+    multiplied by (of the member's rows of it, in a group). `hyper` holds the options of each parameter group that the
     schedule drives. An evaluation (`forward_only`) applies nothing; its last micro-batch may have only `tail` samples.
     """
 

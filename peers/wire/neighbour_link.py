@@ -1,6 +1,6 @@
 """Streams to the other members of a plan, by peer id.
 
-The idea: of two neighbours the earlier in plan order opens the stream, at its first round; whoever has something to send
+The idea: of two neighbours the earlier in plan order opens the stream, at its first round. Whoever has something to send
 before that waits here for the stream to come up. How fast a link is, its receiver sees, and what queued before it, its
 sender: so after each step the receiver tells.
 """
@@ -55,8 +55,8 @@ class Links:
         self._added.set()
 
     def seen(self) -> dict[str, list[float | None]]:
-        """Of each peer since the last call, where large frames have passed: bytes per second to it and from it, and the most
-        bytes that were on their way to it when more came.
+        """Of each peer since the last call, where large frames have passed. Told are bytes per second to it and from
+        it, and the most bytes that were on their way to it when more came.
         """
         found = {peer: [*box.stream.rates(), box.depth_bytes()] for peer, box in self._outboxes.items()}
         self._exchange(found)

@@ -1,7 +1,7 @@
 """An offer: all that a member must be told to hold its stage, as one frame, and what follows from it.
 
 The idea: owner and member derive everything else (who links to whom, what a shared parameter needs, how large a frame
-may be) from the plan and the graph by the same pure functions, so it need not be sent and cannot disagree.
+may be). They use the plan, the graph and the same pure functions. So it need not be sent and cannot disagree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Frames on their way to one peer: a bounded queue and the one task that sends them.
 
-The idea: whoever produces a frame goes on as soon as it is queued, so sending overlaps with compute; the queue is
+The idea: whoever produces a frame goes on as soon as it is queued, so sending overlaps with compute. The queue is
 bounded in frames and the stream in bytes, so a slow link stops the producer instead of filling memory. A frame that is
 still being encoded is queued as a promise of it, and keeps its place.
 """

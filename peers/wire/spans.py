@@ -1,11 +1,11 @@
 """What a member did and when, for as long as the owner asks for it.
 
-The idea: a list of (kind, micro-batch, start, end) on the member's own clock, bounded, which travels with the word that the
-step is applied; nobody pays for it in a step that is not traced.
+The idea: a list of (kind, micro-batch, start, end) on the member's own clock, bounded, which travels with the word that
+the step is applied. Nobody pays for it in a step that is not traced.
 
-Kinds: letters of F, B and W as they ran in one visit to the compute thread ("FB" on the last stage), "apply", "wait"; "sum" of a
-bucket of gradients, from when it is whole;
-"encode", "decode", "send" and "receive" followed by the kind of frame.
+Kinds: letters of F, B and W as they ran in one visit to the compute thread ("FB" on the last stage), "apply" and
+"wait". There is the "sum" of a bucket of gradients, from when it is whole. And there are "encode", "decode", "send" and
+"receive" followed by the kind of frame.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights on the wire: safetensors, a few tensors a frame, or how to come by them; checked against what is expected.
 
-The idea: the receiver knows every name, type and shape from the graph before a byte arrives, so a frame that lies
-about its size is refused and nothing is allocated for it. What both sides agree on in the end are the bits: the hash
+The idea: the receiver knows every name, type and shape from the graph before a byte arrives. So a frame that lies
+about its size is refused and nothing is allocated for it. What both sides agree on in the end are the bits. The hash
 covers every tensor, whether it was sent, made by recipe or still there, and one that came out differently is asked for
 again.
 """

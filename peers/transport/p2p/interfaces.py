@@ -1,7 +1,7 @@
 """Where a peer listens, and which of its addresses it tells to others.
 
 The idea: the port is chosen and reserved here before p2pd starts, because p2pd cannot announce a port that it does not
-know yet, and because libp2p listens with SO_REUSEPORT: two peers on one port would silently share each other's calls.
+know yet. Also, libp2p listens with SO_REUSEPORT: two peers on one port would silently share each other's calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The small process between a peer and its p2pd, run as a file: `python -I -S launcher.py FOLDER PARENT_PID COMMAND...`
 
 The idea: nothing of ours may outlive us, not even after kill -9. The launcher holds one end of a pipe (its standard
-input) whose other end only the peer holds; when the peer dies, however it dies, the pipe ends, and the launcher ends
+input) whose other end only the peer holds. When the peer dies, however it dies, the pipe ends, and the launcher ends
 p2pd and removes the private folder with p2pd's sockets. It also looks once a second whether it still has its parent,
 because a forked child of the peer may hold the pipe open. If the launcher itself is killed, the kernel kills p2pd.
 Standard library only: it must start in milliseconds and need nothing of the peer's environment.

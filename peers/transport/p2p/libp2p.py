@@ -1,6 +1,6 @@
 """base.Transport over libp2p: hivemind's p2pd carries the bytes, we frame and authenticate them.
 
-The idea: p2pd hands every stream to us as a Unix socket; we take the socket's asyncio transport away from hivemind's
+The idea: p2pd hands every stream to us as a Unix socket. We take the socket's asyncio transport away from hivemind's
 reader and let `FramedStream` be its protocol, so that no byte passes through a StreamReader. One libp2p protocol name
 serves all purposes: the purpose is in the handshake. The remote peer id comes from p2pd, which has verified its key.
 Dialling talks to p2pd itself rather than through `call_binary_stream_handler`, which leaks its socket when a dial

@@ -1,7 +1,7 @@
 """The p2pd process that carries a peer's bytes: started, watched, restarted, and never left behind.
 
 The idea: we start p2pd ourselves, under a launcher that outlives a kill -9 of ours just long enough to clean up, and
-hivemind's P2P merely connects to it. So its output, its death and its sockets are in our hands: they lie in a private
+hivemind's P2P merely connects to it. So its output, its death and its sockets are in our hands. They lie in a private
 folder, its last lines are in our errors, and after a restart it is the same peer on the same port.
 
     async with P2PDaemon(identity, listen=["0.0.0.0:0"], seeds=token.addresses) as daemon:
