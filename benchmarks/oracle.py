@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 
 from meshcee.errors import PlanError
-from meshcee.planner.search import plan_cluster
+from meshcee.planner.search import plans
 from tests.planner.oracle import exhaustive, exhaustive_wide, random_case, random_wide_case
 
 ORACLES = {
@@ -35,7 +35,7 @@ def enumerated(oracle: str, seed: int) -> Line:
 
 def planned(oracle: str, seed: int) -> Line:
     try:
-        predicted = plan_cluster(*ORACLES[oracle][0](seed)).predicted
+        predicted = plans(*ORACLES[oracle][0](seed)).best.predicted
     except PlanError:
         predicted = None
     return {"planned_s": None if predicted is None else predicted.step_s}

@@ -153,6 +153,15 @@ class Activations:
         return [epoch for epoch, plans in self.plans.items() if len(plans) > 1]
 
 
+def _merge(into: SharedMemory, other: SharedMemory) -> None:
+    """What the other side of a partition has written; of two values the one that expires last stays."""
+    for key, table in other.entries.items():
+        own = into.entries.setdefault(key, {})
+        for subkey, entry in table.items():
+            if subkey not in own or own[subkey][1] < entry[1]:
+                own[subkey] = entry
+
+
 class Storm:
     """A mesh on virtual time, and what can befall it. `done` tells what did."""
 
@@ -455,7 +464,7 @@ class Storm:
         sides = [[self.here.agents[n].peer_id for n in names if (n in other) == side] for side in (False, True)]
         self.here.network.partition(*sides)
         self._apart = SharedMemory(now)
-        self._apart.merge(self.here.memory)
+        _merge(self._apart, self.here.memory)
         for name in other:
             self.here.stores[name].shared = self._apart
 
@@ -463,7 +472,7 @@ class Storm:
         """The network is whole again, and whoever was apart meets what the others have written."""
         self.here.network.heal()
         if self._apart is not None:
-            self.here.memory.merge(self._apart)
+            _merge(self.here.memory, self._apart)
             self._apart = None
         for store in self.here.stores.values():
             store.shared = self.here.memory

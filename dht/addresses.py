@@ -68,8 +68,8 @@ def is_loopback(address: str) -> bool:
     return host_of(address) == "localhost" if ip is None else ip.is_loopback
 
 
-def dialable(addresses: Iterable[str], *, loopback: bool = False) -> Sequence[str]:
-    """The addresses that another machine may dial, public ones first; with `loopback`, those of this machine alone.
+def dialable(addresses: Iterable[str]) -> Sequence[str]:
+    """The addresses that another machine may dial, public ones first.
 
     When there is nothing but loopback the result is empty: the caller says so rather than print a useless address.
     """
@@ -78,11 +78,8 @@ def dialable(addresses: Iterable[str], *, loopback: bool = False) -> Sequence[st
         ip = _ip(address)
         return 0 if ip is None or ip.is_global else 1
 
-    found = dict.fromkeys(addresses)
-    if loopback:
-        return tuple(a for a in found if is_loopback(a))
     kept = []
-    for address in found:
+    for address in dict.fromkeys(addresses):
         ip = _ip(address)
         if is_loopback(address) or (ip is not None and (ip.is_unspecified or ip.is_link_local or ip.is_multicast)):
             continue

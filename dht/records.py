@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import msgpack
 from msgspec import Meta
@@ -28,7 +28,6 @@ __all__ = [
     "CLOCK_SKEW_S",
     "MAX_LINKS",
     "MAX_TTL_S",
-    "RUN_STATES",
     "Envelope",
     "LeaseRecord",
     "LinkRecord",
@@ -45,7 +44,6 @@ __all__ = [
 CLOCK_SKEW_S = 10.0  # clocks of two peers may differ by so much; stored records outlive their ttl by it
 MAX_TTL_S = 3600.0
 RunState = Literal["waiting", "running", "over"]
-RUN_STATES: tuple[RunState, ...] = get_args(RunState)  # the last is an owner's last word of a job
 MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
 
 
@@ -84,7 +82,6 @@ class PeerRecord(Record):
     addresses: Annotated[tuple[str, ...], Meta(max_length=MAX_ADDRESSES)] = ()
     region: Name | None = None  # a hint
     device: DeviceProfile | None = None
-    free_memory_bytes: Count | None = None
     busy: bool = False
     leaving: bool = False  # it holds a stage until its job goes on without it, and takes no other
     left: bool = False  # a last word
@@ -175,7 +172,7 @@ class _RunTold:
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` one of RUN_STATES."""
+    """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` a RunState."""
 
     kind: ClassVar[str] = "runs"
     job: Name = ""

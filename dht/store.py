@@ -46,14 +46,6 @@ class SharedMemory:
         self.clock = clock
         self.entries: dict[str, dict[str, tuple[bytes, float]]] = {}
 
-    def merge(self, other: SharedMemory) -> None:
-        """Take in what the other side of a partition has written; of two values the one that expires last stays."""
-        for key, table in other.entries.items():
-            own = self.entries.setdefault(key, {})
-            for subkey, entry in table.items():
-                if subkey not in own or own[subkey][1] < entry[1]:
-                    own[subkey] = entry
-
 
 class MemoryStore:
     """A Store over a dictionary shared in one process; `reachable=False` cuts this peer off from it.

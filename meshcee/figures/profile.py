@@ -184,8 +184,7 @@ class Cluster:
             self.graph.add_edge(a, b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
         self._paths: dict[tuple[str, str], Path | None] = {}
         self._bandwidths = {(a, b): float(edge["bandwidth"]) for a, b, edge in self.graph.edges(data=True)}
-        self._areas = [tuple(area) for area in areas]
-        self._area_of = {region: "@" + " + ".join(area) for area in self._areas for region in area}
+        self._area_of = {region: "@" + " + ".join(area) for area in areas for region in area}
         for (a, b), link in between.items():
             line = self._between(a, b)
             self._bandwidths[line] = max(self._bandwidths.get(line, 0.0), link.bandwidth_bytes_per_s)
@@ -236,25 +235,3 @@ class Cluster:
         lines = tuple(line for line in lines if math.isfinite(self.bandwidth(line)))
         least = min((self.bandwidth(line) for line in lines), default=math.inf)
         return Path(latency, lines, least)
-
-    def without(self, names: Iterable[str]) -> Cluster:
-        """The same cluster after these devices have gone."""
-        gone = set(names)
-        return self._rebuilt([d for d in self.devices.values() if d.name not in gone])
-
-    def _rebuilt(self, devices: Sequence[Device]) -> Cluster:
-        kept = {d.name for d in devices}
-        between, measured = {}, {}
-        for a, b, edge in self.graph.edges(data=True):
-            if a[0] == "@" and b[0] == "@":
-                between[a[1:], b[1:]] = LinkProfile(edge["latency"], edge["bandwidth"])
-            elif a in kept and b in kept:
-                measured[a, b] = LinkProfile(edge["latency"], edge["bandwidth"])
-        return Cluster(
-            devices,
-            inside_latency_s=self.inside_latency_s,
-            between=between,
-            measured=measured,
-            hints=self.hints,
-            areas=self._areas,
-        )

@@ -28,7 +28,7 @@ from meshcee.planner.rules import Runs, lower_bound_s, shortage, shortages, why_
 from meshcee.planner.steady import NEARLY, steadiest
 from meshcee.simulator import bound_s, build, period_s, quick_period_s
 
-__all__ = ["Choice", "Effort", "Runs", "Search", "plan_cluster", "plans"]
+__all__ = ["Choice", "Effort", "Runs", "Search", "plans"]
 
 SHAKEN, SHAKEN_FROM = 2, 60
 TUNED = 8  # rows whose windows are tuned before the best of them are improved
@@ -223,22 +223,6 @@ class Choice:
         self.single = single  # the best device alone, and its seconds per step
 
 
-def plan_cluster(
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    codecs: Sequence[str] = ("bf16",),
-    start: Plan | None = None,
-    effort: Effort | None = None,
-    runs: Runs | None = None,
-) -> Plan:
-    """The best plan found. It is no slower than `start`, nor than the best single device that fits.
-
-    Raises PlanError saying what is missing when nothing fits.
-    """
-    return plans(cluster, workload, codecs=codecs, start=start, effort=effort, runs=runs).best
-
-
 def plans(
     cluster: Cluster,
     workload: Workload,
@@ -249,7 +233,10 @@ def plans(
     runs: Runs | None = None,
     steady: bool = False,
 ) -> Choice:
-    """As `plan_cluster`, with the runner-ups and the best single device; nothing that `runs` excludes.
+    """The best plan found, the runner-ups and the best single device; nothing that `runs` excludes.
+
+    The best plan is no slower than `start`, nor than the best single device that fits. Raises PlanError saying what is
+    missing when nothing fits.
 
     steady  figures are measured, not true: of plans that are nearly as fast as the best the steadiest (steady.py)
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class Compute:
         self.staging = Staging(self.device) if self.device.type == "cuda" else None
         self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.running = self.done = 0  # calls under way or waiting, and those that have ended
-        self.busy_s = 0.0  # seconds spent in calls, emulated time included
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._threads = torch.get_num_threads()
         self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
@@ -100,7 +98,7 @@ class Compute:
             self.running, self.done = self.running - 1, self.done + 1
 
     async def _run(self, call: Callable[..., T], *args: Any, flops: float) -> T:
-        loop, start_s = asyncio.get_running_loop(), time.perf_counter()
+        loop = asyncio.get_running_loop()
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         if self.staging is not None:
             call = partial(self._settled, self.staging, call)
@@ -114,7 +112,6 @@ class Compute:
             left_s = self._paced_until_s - loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
-        self.busy_s += time.perf_counter() - start_s
         return result
 
     @staticmethod

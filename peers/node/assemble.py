@@ -172,7 +172,7 @@ class InProcess:
             else None
         )
         transport = await self._stack.enter_async_context(
-            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, clock=clock)
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick)
         )
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)

@@ -7,12 +7,11 @@ that comes in. Every task lives in the endpoint's one TaskGroup; a handler's err
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -51,7 +50,6 @@ class Endpoint(ABC):
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.peer_id = peer_id
         self.addresses: Sequence[str] = ()
@@ -59,7 +57,6 @@ class Endpoint(ABC):
         self.limits = limits or Limits()
         self.direct: Direct | None = None  # set where streams may leave for connections of their own; started with us
         self._mesh_key = mesh_key
-        self._clock = clock
         self._handlers: dict[str, Handler] = {}
         self._accepted_per_peer: Counter[str] = Counter()
         self._streams: set[FramedStream] = set()
@@ -107,7 +104,7 @@ class Endpoint(ABC):
                     "check that it runs and that its address and port are reachable from here"
                 ) from error
             path = self.direct.to(peer_id, purpose) if self.direct is not None else None
-            shaking = handshake.dial(stream, self.peer_id, purpose, self._mesh_key, path=path, clock=self._clock)
+            shaking = handshake.dial(stream, self.peer_id, purpose, self._mesh_key, path=path)
             return await self._shake(stream, shaking, path)
         except BaseException:
             stream.abort()
@@ -219,7 +216,7 @@ class Endpoint(ABC):
             return None
 
         path = self.direct.here(self.addresses) if self.direct is not None else None
-        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, path=path, clock=self._clock)
+        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, path=path)
         self._shaking += 1
         try:
             return await self._shake(stream, shaking, path)
@@ -229,7 +226,7 @@ class Endpoint(ABC):
         finally:
             self._shaking -= 1
 
-    async def _shake(self, stream: FramedStream, shaking: handshake.Shaking, path: Path | None) -> FramedStream:
+    async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:
         """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed.
 
         The stream to use from then on is another when there is a direct path.
@@ -260,8 +257,7 @@ class Endpoint(ABC):
             self._group.create_task(self._leave(stream))
             stream = self._new_stream(stream.peer_id, check=False)  # what does not open is not what was sent
             bundle.start(stream)
-        stream.clock_skew_s = done.clock_skew_s
-        stream.establish(done.purpose)
+        stream.establish(done)
         return stream
 
     async def _leave(self, stream: FramedStream) -> None:

@@ -4,8 +4,8 @@ The idea: HELLO and ANSWER carry a fresh nonce each. The proofs are HMACs, under
 said and of the role. So neither can be replayed, reflected or moved to another pair of peers or purpose. The key
 itself is never sent. Whoever refuses says why in words that the other side can print.
 
-    dialer    hello   {version, software, peer, to, purpose, nonce, clock}
-    acceptor  answer  {version, software, peer, nonce, clock, proof}     or  refused {code, reason, version, software}
+    dialer    hello   {version, software, peer, to, purpose, nonce}
+    acceptor  answer  {version, software, peer, nonce, proof}            or  refused {code, reason, version, software}
     dialer    proof   {proof}                                            or  refused
 The dialer may send at once after `proof`: it has seen the acceptor's proof, so both hold the same key. Where both can leave
 libp2p for connections of their own, each of the three has a field `direct` as well (direct.py).
@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import msgpack
@@ -28,7 +27,7 @@ from peers.transport.base import Frame, Stream
 from peers.transport.direct import Path
 from peers.transport.stream import short
 
-__all__ = ["PROTOCOL_VERSION", "Handshaken", "Shaking", "accept", "dial"]
+__all__ = ["PROTOCOL_VERSION", "accept", "dial"]
 
 # Raised by one whenever peers of the old and of the new version would misunderstand each other. The names and types of
 # `version` and `software` in these frames never change.
@@ -37,17 +36,6 @@ PROTOCOL_VERSION = 3
 NONCE_BYTES = 32
 _TEXT_CHARS = 512
 WRONG_KEY = "the token belongs to another mesh: ask for a new one with `meshcee token` on a peer of the mesh to join"
-
-
-class Handshaken:
-    """What a handshake established."""
-
-    def __init__(self, purpose: str, clock_skew_s: float) -> None:
-        self.purpose = purpose
-        self.clock_skew_s = clock_skew_s  # their wall clock minus ours, to within half a round trip
-
-
-Shaking = Coroutine[Any, Any, Handshaken]
 
 
 def _field(header: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
@@ -71,8 +59,8 @@ def prove(key: bytes, role: str, hello: Mapping[str, Any], answer: Mapping[str, 
     said = [
         "meshcee handshake",
         role,
-        [hello[name] for name in ("version", "peer", "to", "purpose", "nonce", "clock")],
-        [answer[name] for name in ("version", "peer", "nonce", "clock")],
+        [hello[name] for name in ("version", "peer", "to", "purpose", "nonce")],
+        [answer[name] for name in ("version", "peer", "nonce")],
         *([hello["direct"], answer["direct"]] if "direct" in hello and "direct" in answer else ()),
     ]
     return hmac.digest(key, msgpack.packb(said), hashlib.sha256)
@@ -112,13 +100,11 @@ async def dial(
     *,
     path: Path | None = None,
     version: int = PROTOCOL_VERSION,
-    clock: Callable[[], float] = time.time,
-) -> Handshaken:
-    """Our side of a stream that we opened; `stream.peer_id` is whom we meant, `peer_id` ourselves.
+) -> str:
+    """Our side of a stream that we opened; `stream.peer_id` is whom we meant, `peer_id` ourselves. Returns the purpose.
 
     With `path`, what comes of it is known when we return.
     """
-    sent_at = clock()
     hello: dict[str, Any] = {
         "version": version,
         "software": meshcee.__version__,
@@ -126,13 +112,11 @@ async def dial(
         "to": stream.peer_id,
         "purpose": purpose,
         "nonce": secrets.token_bytes(NONCE_BYTES),
-        "clock": sent_at,
     }
     if path is not None:
         hello["direct"] = path.key
     await stream.send(Frame("hello", hello))
     reply = await stream.recv()
-    now = clock()
     if reply.kind == "refused":
         _refused(reply, stream.peer_id, version)
     if reply.kind != "answer":
@@ -142,7 +126,6 @@ async def dial(
         raise _versions_differ(version, theirs, _field(answer, "software", str, "the answer"), stream.peer_id)
     who = _field(answer, "peer", str, "the answer")
     _nonce(answer, "the answer")
-    their_clock = _field(answer, "clock", float, "the answer")
     if who != stream.peer_id:
         reason = f"it says that it is {short(who)}, but {short(stream.peer_id)} was dialled"
         await _refuse(stream, "identity", reason, version)
@@ -154,7 +137,7 @@ async def dial(
     if path is not None and "direct" in answer:
         proof["direct"] = await path.dial(answer["direct"], prove(key, "direct", hello, answer))
     await stream.send(Frame("proof", proof))
-    return Handshaken(purpose, their_clock - (sent_at + now) / 2)
+    return purpose
 
 
 async def accept(
@@ -165,9 +148,8 @@ async def accept(
     refusal: Callable[[str], str | None] = lambda purpose: None,
     path: Path | None = None,
     version: int = PROTOCOL_VERSION,
-    clock: Callable[[], float] = time.time,
-) -> Handshaken:
-    """The other side's stream; `refusal(purpose)` may say in words why such a stream is not taken; `path` as in `dial`."""
+) -> str:
+    """The other side's stream; returns its purpose. `refusal(purpose)` says in words why none is taken; `path` as in `dial`."""
     frame = await stream.recv()
     if frame.kind != "hello":
         raise ProtocolError(f"expected the hello of a handshake, got {frame.kind!r}")
@@ -179,20 +161,17 @@ async def accept(
     who = _field(hello, "peer", str, "the hello")
     meant = _field(hello, "to", str, "the hello")
     purpose: str = _field(hello, "purpose", str, "the hello")
-    their_clock = _field(hello, "clock", float, "the hello")
     _nonce(hello, "the hello")
     if who != stream.peer_id or meant != peer_id:
         named = f"{short(who)} to {short(meant)}"
         reason = f"the hello is from {named}, the stream from {short(stream.peer_id)} to {short(peer_id)}"
         await _refuse(stream, "identity", reason, version)
         raise NotPermittedError(f"a stream under a false name: {reason}")
-    now = clock()
     answer: dict[str, Any] = {
         "version": version,
         "software": meshcee.__version__,
         "peer": peer_id,
         "nonce": secrets.token_bytes(NONCE_BYTES),
-        "clock": now,
     }
     why_not = refusal(purpose)
     if why_not is not None:
@@ -213,4 +192,4 @@ async def accept(
         raise NotPermittedError(f"peer {short(who)} does not know the mesh key: its token belongs to another mesh")
     if offered is not None:
         offered.choose(frame.header.get("direct", []))
-    return Handshaken(purpose, their_clock - now)
+    return purpose

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,9 +234,8 @@ class MemoryNetwork:
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> MemoryTransport:
-        return MemoryTransport(self, peer_id, mesh_key, timeouts=timeouts, limits=limits, clock=clock)
+        return MemoryTransport(self, peer_id, mesh_key, timeouts=timeouts, limits=limits)
 
     def impair(self, source: str, target: str, impairment: Impairment) -> None:
         """Change one direction, at any time; what is under way keeps its arrival."""
@@ -317,9 +315,8 @@ class MemoryTransport(Endpoint):
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(peer_id, mesh_key, timeouts=timeouts, limits=limits, clock=clock)
+        super().__init__(peer_id, mesh_key, timeouts=timeouts, limits=limits)
         self.addresses = (f"/memory/{peer_id}",)
         self.context = contextvars.copy_context()
         self._network = network

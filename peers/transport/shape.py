@@ -76,19 +76,6 @@ class Shape:
         """The peer with this id is the one that the links call `name`."""
         self._names[peer_id] = name
 
-    def set(self, source: str, target: str, link: LinkProfile | None) -> None:
-        """Change a link at run time, for what has not yet left; None removes it."""
-        if link is None:
-            self._links.pop((source, target), None)
-        else:
-            self._links[source, target] = link
-
-    def set_shared(self, label: str, bandwidth_bytes_per_s: float) -> None:
-        """Change a shared line at run time."""
-        if ("shared", label) not in self._lines:
-            raise UsageError(f"this shape has no shared line {label!r}: name one of those it was made with")
-        self._lines["shared", label].bandwidth_bytes_per_s = bandwidth_bytes_per_s
-
     def link(self, source: str, target: str) -> LinkProfile | None:
         """By peer ids or names."""
         return self._links.get(self._pair(source, target))

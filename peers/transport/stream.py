@@ -64,7 +64,6 @@ class FramedStream(asyncio.BufferedProtocol):
     ) -> None:
         self.peer_id = peer_id
         self.purpose = purpose
-        self.clock_skew_s = 0.0  # the other side's wall clock minus ours, as seen in the handshake
         self.sent_bytes = 0
         self.received_bytes = 0
         self.keep: object = None  # whatever must live as long as the connection does
@@ -127,10 +126,6 @@ class FramedStream(asyncio.BufferedProtocol):
     @property
     def closed(self) -> bool:
         return self._why is not None
-
-    async def wait_closed(self) -> None:
-        """Until the other side, or we, have closed."""
-        await self._lost.wait()
 
     def rates(self) -> tuple[float | None, float | None]:
         seen = self._rate.take()

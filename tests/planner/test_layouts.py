@@ -11,7 +11,7 @@ from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner.chain import layout_of
 from meshcee.planner.rules import Runs, needs, shortages
-from meshcee.planner.search import Effort, plan_cluster, plans
+from meshcee.planner.search import Effort, plans
 from meshcee.simulator import bound_s, build, period_s
 from tests.planner.oracle import random_case, random_wide_case
 
@@ -43,11 +43,11 @@ def step(plan: Plan) -> float:
 def test_pipelines_side_by_side_where_links_are_thin_and_gradients_few(count: int) -> None:
     where, work = far_apart(count)
     # a group that shares every micro-batch does as well where devices are alike; it is left out here
-    plan = plan_cluster(where, work, effort=QUICK, runs=Runs(group=1))
+    plan = plans(where, work, effort=QUICK, runs=Runs(group=1)).best
     assert len(plan.pipelines) == count
     assert sum(p.num_micro for p in plan.pipelines) * plan.micro_batch == work.global_batch
     assert step(plan) == pytest.approx(period_s(plan, where, work))
-    one = plan_cluster(where, work, effort=QUICK, runs=PLAIN)
+    one = plans(where, work, effort=QUICK, runs=PLAIN).best
     assert len(one.pipelines) == 1
     assert step(plan) < step(one) * 1.5 / count
 
@@ -61,7 +61,7 @@ def test_replicas_are_found_where_one_pipeline_leaves_devices_over() -> None:
         if a[0] == b[0] == "@"
     }
     pairs = Cluster(where.devices.values(), inside_latency_s=where.inside_latency_s, between=between)
-    plan = plan_cluster(pairs, work, effort=QUICK)
+    plan = plans(pairs, work, effort=QUICK).best
     assert {frozenset(p for s in line.stages for p in s.peers) for line in plan.pipelines} == {
         frozenset({"d0", "d1"}),
         frozenset({"d2", "d3"}),
@@ -71,10 +71,10 @@ def test_replicas_are_found_where_one_pipeline_leaves_devices_over() -> None:
 
 def test_a_plan_of_two_pipelines_is_a_start_and_is_never_made_worse() -> None:
     where, work = far_apart(2)
-    plan = plan_cluster(where, work, effort=QUICK)
-    again = plan_cluster(where, work, start=plan, effort=Effort(events=0, rows=0))
+    plan = plans(where, work, effort=QUICK).best
+    again = plans(where, work, start=plan, effort=Effort(events=0, rows=0)).best
     assert step(again) <= step(plan) * (1 + 1e-9)
-    assert len(plan_cluster(where, work, start=plan, effort=QUICK, runs=ONE).pipelines) == 1
+    assert len(plans(where, work, start=plan, effort=QUICK, runs=ONE).best.pipelines) == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -90,7 +90,7 @@ def test_what_is_ruled_out_is_not_proposed(seed: int) -> None:
         assert PLAIN.permits(layout_of(plan))
         assert len(plan.pipelines) == 1
         assert all(len(s.members) == 1 for s in plan.pipelines[0].stages)
-    free = plan_cluster(where, work, effort=QUICK, start=choice.best)
+    free = plans(where, work, effort=QUICK, start=choice.best).best
     assert step(free) <= step(choice.best) * (1 + 1e-9)
 
 
@@ -104,7 +104,7 @@ def test_recomputation_where_memory_is_tight() -> None:
     assert work.stage_bytes(0, work.num_blocks, 1, 1) > room
     kind = sorted(work.times)[0]
     pair = Cluster([Device(n, kind, "r", room, 1e9) for n in "ab"], inside_latency_s={"r": 0.05}, between={})
-    plan = plan_cluster(pair, work, effort=QUICK)
+    plan = plans(pair, work, effort=QUICK).best
     assert any(s.recompute for s in plan.pipelines[0].stages)
     assert shortages(plan, pair, work) == []
     assert all(needed <= room for needed in needs(plan, pair, work).values())
@@ -131,7 +131,7 @@ def test_recomputation_costs_another_f_in_b() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_period_is_below_what_the_busiest_device_or_line_needs(seed: int) -> None:
     where, work = random_wide_case(seed)
-    plan = plan_cluster(where, work, effort=QUICK)
+    plan = plans(where, work, effort=QUICK).best
     bound = bound_s(build(plan, where, work))
     assert math.isfinite(bound)
     assert bound <= period_s(plan, where, work) * 1.02

@@ -14,7 +14,7 @@ from meshcee.figures.profile import Cluster
 from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner.cut import Join, StageTable, cut, estimate_s
-from meshcee.planner.search import plan_cluster
+from meshcee.planner.search import plans
 from tests.planner.oracle import exhaustive, exhaustive_wide, random_case, random_wide_case
 
 CASES = 20
@@ -26,7 +26,7 @@ def gap(case: Case, enumerate_all: Callable[[Cluster, Workload], tuple[float, Pl
     where, work = case
     best, _ = enumerate_all(where, work)
     try:
-        plan = plan_cluster(where, work)
+        plan = plans(where, work).best
     except PlanError:
         assert math.isinf(best)
         return 0.0

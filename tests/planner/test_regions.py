@@ -105,4 +105,3 @@ def test_what_leaves_one_lan_shares_a_line_however_thin_the_lan() -> None:
         assert path is not None
         assert line in path.lines
         assert path.bandwidth_bytes_per_s == bandwidth
-    assert cluster.without(["b"]).shared_line("c", "a") == line

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import structlog
@@ -54,9 +53,8 @@ class Libp2pTransport(Endpoint):
         direct: Direct | None = None,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits, clock=clock)
+        super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits)
         self._p2p = p2p
         self.direct = direct
 

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +34,7 @@ from meshcee.errors import JoinError, UsageError
 from peers.transport.p2p import launcher
 from peers.transport.p2p.interfaces import announced, reserve
 
-__all__ = ["P2PDaemon", "Reach"]
+__all__ = ["P2PDaemon"]
 
 log = structlog.get_logger(__name__)
 
@@ -46,16 +45,6 @@ RESTARTS = 8  # in a row that fail before we give up
 LOOK_EVERY_S = 5.0  # whether a p2pd that runs also answers
 SILENT_LOOKS = 3  # unanswered in a row before it is killed and restarted
 _SOCKET_CHARS = 60  # of a folder's name, so that sockets in it stay below the 104 bytes that macOS allows
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Ways around routers and firewalls, all off: slow to find out that there are none."""
-
-    nat_port_map: bool = False  # ask the router for a port (UPnP, NAT-PMP)
-    auto_nat: bool = False  # ask others whether they can dial us; hole punching needs it
-    relay: bool = False  # be dialled and dial through others
-    auto_relay: bool = False  # look for such others
 
 
 Restarted = Callable[[P2P], Awaitable[None]]
@@ -71,7 +60,6 @@ class P2PDaemon:
         listen: Sequence[str] = ("0.0.0.0:0",),
         announce: Sequence[str] = (),
         seeds: Sequence[str] = (),
-        reach: Reach | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         if identity.path is None:
@@ -83,7 +71,6 @@ class P2PDaemon:
         self.timeouts = timeouts or Timeouts()
         self._identity_file = identity.path
         self._listen, self._announce = tuple(listen), tuple(announce)
-        self._reach = reach or Reach()
         self.listening: tuple[str, ...] = ()  # where p2pd listens, ports filled in
         self._reserved: list[socket.socket] = []
         self._lock: IO[bytes] | None = None
@@ -170,15 +157,11 @@ class P2PDaemon:
             "listen": f"/unix{self._folder}/p2pd.sock",
             "hostAddrs": ",".join(self.listening),
             "dhtServer": 1,  # libp2p's own DHT finds the addresses of peers that are known by id only
-            "natPortMap": int(self._reach.nat_port_map),
-            "autonat": int(self._reach.auto_nat),
-            "relay": int(self._reach.relay or self._reach.auto_relay),
-            "autoRelay": int(self._reach.auto_relay),
+            **dict.fromkeys(("natPortMap", "autonat", "relay", "autoRelay"), 0),  # slow to find out that there are none
+            "announceAddrs": ",".join(a.removesuffix(f"/p2p/{self.peer_id}") for a in self.addresses),
             "connManager": 1,
             "idleTimeout": f"{START_S + 2 * self.timeouts.join_s:.0f}s",  # until hivemind connects
         }
-        if not self._reach.auto_relay:  # announcing replaces what libp2p finds out, relays included
-            options["announceAddrs"] = ",".join(a.removesuffix(f"/p2p/{self.peer_id}") for a in self.addresses)
         return [str(binary), *(f"-{name}={value}" for name, value in options.items())]
 
     async def _start(self) -> None:

@@ -27,17 +27,16 @@ async def both(dialing: Coroutine[Any, Any, Any], accepting: Coroutine[Any, Any,
 async def test_two_peers_of_one_mesh_agree() -> None:
     async with sockets() as (near, far):
         dialled, accepted = await both(
-            handshake.dial(near, "a", "job", KEY, clock=lambda: 1000.0),
-            handshake.accept(far, "b", KEY, clock=lambda: 1007.5),
+            handshake.dial(near, "a", "job", KEY),
+            handshake.accept(far, "b", KEY),
         )
-        assert (dialled.purpose, dialled.clock_skew_s) == ("job", 7.5)
-        assert (accepted.purpose, accepted.clock_skew_s) == ("job", -7.5)
+        assert dialled == accepted == "job"
 
 
 async def test_an_open_mesh_has_an_empty_key() -> None:
     async with sockets() as (near, far):
         dialled, accepted = await both(handshake.dial(near, "a", "x", b""), handshake.accept(far, "b", b""))
-        assert dialled.purpose == accepted.purpose == "x"
+        assert dialled == accepted == "x"
 
 
 @pytest.mark.parametrize("keys", [(KEY, b"other"), (KEY, b""), (b"", KEY), (KEY, KEY + b"\0x")])
@@ -91,7 +90,7 @@ async def test_a_peer_that_is_not_the_one_that_was_dialled_is_refused() -> None:
     async with sockets() as (near, far):
         task = asyncio.create_task(handshake.dial(near, "a", "x", KEY))
         hello = await far.recv()
-        answer = {"version": handshake.PROTOCOL_VERSION, "software": "0", "peer": "c", "nonce": b"n" * 32, "clock": 0.0}
+        answer = {"version": handshake.PROTOCOL_VERSION, "software": "0", "peer": "c", "nonce": b"n" * 32}
         proof = handshake.prove(KEY, "acceptor", hello.header, answer)
         await far.send(Frame("answer", {**answer, "proof": proof}))
         with pytest.raises(NotPermittedError, match="not the one that was dialled"):
@@ -128,7 +127,6 @@ async def test_an_acceptors_proof_cannot_be_reflected() -> None:
             "to": "b",
             "purpose": "x",
             "nonce": b"n" * 32,
-            "clock": 0.0,
         }
         await near.send(Frame("hello", hello))
         answer = await near.recv()
@@ -144,9 +142,8 @@ async def test_a_proof_holds_for_one_purpose_and_pair_only() -> None:
         "to": "b",
         "purpose": "x",
         "nonce": b"n" * 32,
-        "clock": 1.0,
     }
-    answer = {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 2.0}
+    answer = {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32}
     proofs = {handshake.prove(KEY, role, hello, answer) for role in ("dialer", "acceptor")}
     for name, value in (
         ("purpose", "y"),
@@ -168,7 +165,6 @@ GOOD = {
     "to": "b",
     "purpose": "x",
     "nonce": b"n" * 32,
-    "clock": 0.0,
 }
 
 
@@ -186,8 +182,6 @@ GOOD = {
         {"purpose": ["x"]},
         {"nonce": b"short"},
         {"nonce": "n" * 32},
-        {"clock": "now"},
-        {"clock": None},
     ],
 )
 async def test_a_mistyped_hello_is_a_protocol_error(wrong: dict[str, Any]) -> None:
@@ -202,14 +196,14 @@ async def test_a_mistyped_hello_is_a_protocol_error(wrong: dict[str, Any]) -> No
     [
         Frame("something"),
         Frame("answer"),
-        Frame("answer", {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 0.0}),
+        Frame("answer", {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32}),
         Frame(
             "answer",
-            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m", "clock": 0.0, "proof": b"p" * 32},
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m", "proof": b"p" * 32},
         ),
         Frame(
             "answer",
-            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "clock": 0.0, "proof": "p" * 32},
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "proof": "p" * 32},
         ),
         Frame("refused", {}),
         Frame("refused", {"code": "key", "reason": "x" * 600}),
@@ -288,21 +282,3 @@ async def test_a_peer_that_hangs_up_or_speaks_nonsense_is_a_join_error() -> None
         b.take = nonsense  # type: ignore[method-assign]
         with pytest.raises(JoinError, match="does not answer as a meshcee peer"):
             await a.open("b", "echo")
-
-
-async def test_the_clock_skew_is_known_to_both() -> None:
-    network = MemoryNetwork()
-    seen: list[Any] = []
-
-    async def keep(stream: Any) -> None:
-        seen.append(stream)
-        await stream.wait_closed()
-
-    async with (
-        network.transport("a", KEY, clock=lambda: 500.0) as a,
-        network.transport("b", KEY, clock=lambda: 490.0) as b,
-    ):
-        b.serve("x", keep)
-        stream: Any = await a.open("b", "x")
-        await eventually(lambda: bool(seen))
-        assert (stream.clock_skew_s, seen[0].clock_skew_s) == (-10.0, 10.0)
