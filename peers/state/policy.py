@@ -53,16 +53,16 @@ class Cadence:
     _made_s: float = 0.0
     _read_s: float = 0.0
     _last_step: int = 0
-    _complete: bool = True  # one was, in the last epoch, or there was none yet
+    _complete: tuple[int, float] | None = None  # the step of the last complete one, and when it was begun
     _retry_s: float | None = None  # when to try again what the disk has refused
 
     def start(self, next_step: int, now_s: float) -> None:
-        """An epoch begins at this step: its state is known. The time of epochs that ended before their first goes on to
-        count, or a run that keeps losing members would never have one.
+        """An epoch begins at this step. What the epochs before it have completed counts, but nothing that their end cut short: a
+        run that keeps losing members, or changing plans, would otherwise go back ever further.
         """
-        if self._complete:
-            self._began_s = now_s
-        self._last_step, self._complete = next_step, False
+        self._complete = self._complete or (next_step, now_s)
+        step, self._began_s = self._complete
+        self._last_step = min(step, next_step)
 
     def is_due(self, next_step: int, now_s: float) -> bool:
         if self._retry_s is not None:
@@ -81,7 +81,8 @@ class Cadence:
 
     def ended(self, *, read_s: float, made_s: float) -> None:
         """It is complete, `made_s` after the first stage had copied its state; reading one took at most `read_s`."""
-        self._read_s, self._made_s, self._complete = read_s, made_s, True
+        self._read_s, self._made_s = read_s, made_s
+        self._complete = self._last_step, self._began_s
 
 
 class FarCadence(Cadence):

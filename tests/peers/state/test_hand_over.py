@@ -28,6 +28,7 @@ from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Keepers
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
 from tests.peers.state.test_keep import Epoch, answered, described, offers
+from tests.rig.virtual_time import virtual_time
 
 LAST = 10  # the step at whose end another plan is chosen; the one after it is fed already
 
@@ -206,3 +207,28 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     epoch.copying = following
     epoch.round(12)
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (12, True, False)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@virtual_time
+async def test_copies_that_a_hand_over_cuts_short_are_made_up_for_at_the_next_plans_first_step(cut: bool) -> None:
+    """The set before them is whole and old: every further step would be computed again after a loss."""
+    epoch = Epoch()
+    epoch.round(4, read_s=0.5)  # one in ten seconds
+    await asyncio.sleep(9)
+    assert not epoch.copying.is_due(7)
+    await asyncio.sleep(1)
+    assert epoch.copying.is_due(7)
+    if cut:
+        epoch.copying.begin(7)
+    else:
+        epoch.round(7, read_s=0.5)
+    await asyncio.sleep(3)
+    epoch.copying.hand_over(9)
+    for link, offer in zip(epoch.links, offers()):
+        epoch.copying.hear(link, described(offer, 9))
+    following = Copying(epoch.copies, epoch.links, Keepers({"p0": "p1", "p1": "p0"}), 9)
+    await asyncio.sleep(2)
+    assert following.is_due(10) == cut
+    await asyncio.sleep(5)
+    assert following.is_due(14), "ten seconds after the last that count were asked for"
