@@ -305,7 +305,7 @@ class Arena:
             self.children.processes[name].send_signal(signal.SIGCONT)
 
     async def join(self, name: str) -> None:
-        await self.children.add(name, besides=self._stopped | self._apart)
+        await self.children.add(name, avoiding=self._stopped | self._apart)
 
     def pause(self, name: str, seconds: float) -> None:
         """Stop it and let it go on after a while."""

@@ -73,7 +73,7 @@ def _seconds(group: Sequence[str], a: int, b: int, micro: int, cluster: Cluster,
 
 def _room(group: Sequence[str], a: int, b: int, micro: int, cluster: Cluster, workload: Workload) -> int:
     each = workload.live_bytes(a, b, micro // len(group))
-    return min((cluster.devices[p].memory_bytes - workload.held_bytes(a, b)) // each for p in group)
+    return min((cluster.devices[p].memory_bytes - workload.state_sum_bytes(a, b)) // each for p in group)
 
 
 def _transfer(

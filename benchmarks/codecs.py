@@ -125,7 +125,7 @@ async def hop_s(turns: int) -> float:
         found = []
         for _ in range(100 * turns):
             start_s = time.perf_counter()
-            await compute.beside(int)
+            await compute.run_aside(int)
             found.append(time.perf_counter() - start_s)
     return statistics.median(found)
 

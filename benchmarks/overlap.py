@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.measure import Turns, machine, row
 from meshcee.job import Job, Optimizer
-from peers.groups.buckets import Whole
+from peers.groups.buckets import FinishedBuckets
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.rig.mesh_fixture import Trained, grouped, train
 
@@ -53,7 +53,7 @@ async def trained(micros: int, mbit: float, *, early: bool) -> tuple[float, Trai
     network = MemoryNetwork()
     for there, back in (("p0", "p1"), ("p1", "p0")):
         network.impair(there, back, Impairment(latency_s=0.0005, bandwidth_bytes_per_s=mbit * 1e6 / 8))
-    late = mock.patch.object(Whole, "hear", return_value=contextlib.nullcontext())
+    late = mock.patch.object(FinishedBuckets, "hear", return_value=contextlib.nullcontext())
     with contextlib.nullcontext() if early else late:
         shares = ((ROWS // 2, ROWS - ROWS // 2),)
         found = await train(job_of(micros), 1, ROWS, network=network, adapt=lambda plan: grouped(plan, shares))

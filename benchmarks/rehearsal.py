@@ -29,7 +29,7 @@ from meshcee.plan import Plan
 from meshcee.planner.live import choose, situation
 from meshcee.planner.search import Choice
 from meshcee.simulator import period_s
-from peers.measure.own_links import OwnLinks
+from peers.measure.link_report import LinkReport
 from peers.owner import adaptation
 from peers.owner.adaptation import Adaptation, Change, Newcomers
 from peers.owner.epoch import Report
@@ -176,7 +176,7 @@ class _Mesh:
             for pair, link in mesh(played.factors[0]).links.items()
         }
         self._gossips = gossips
-        self._own: dict[str, OwnLinks] = {}
+        self._own: dict[str, LinkReport] = {}
         self._crossed: dict[str, Crossed] = {}
         self._asked: list[tuple[str, str]] = []
         self._played = played
@@ -210,7 +210,7 @@ class _Mesh:
     def parted(self) -> tuple[tuple[str, str], ...]:
         return ()
 
-    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
 
     async def profiles(self) -> dict[str, BlockTimes]:
@@ -236,7 +236,7 @@ class _Mesh:
     def begin(self) -> None:
         """A plan: whoever has measured links starts to watch them anew."""
         for name in SPEEDS:
-            own = self._own[name] = OwnLinks(name, cast(Any, self), clock=self.clock, monotonic=self.monotonic)
+            own = self._own[name] = LinkReport(name, cast(Any, self), clock=self.clock, monotonic=self.monotonic)
             own.known = {b: link for (a, b), link in self._known.items() if a == name}
             self._crossed[name] = own.begin()
 

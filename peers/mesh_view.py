@@ -69,7 +69,7 @@ class MeshView:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
-        self._parted: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
+        self._cut_off: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
         # Peers that answer and fail: until when, and how often they have.
         self._shunned: dict[str, tuple[float, int]] = {}
 
@@ -77,7 +77,7 @@ class MeshView:
     def peer_id(self) -> str:
         return self.transport.peer_id
 
-    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run this until it is done, cancelled, or the agent ends."""
         task = self._group.create_task(work)
         self._tasks.append(task)
@@ -153,15 +153,15 @@ class MeshView:
         self._shunned |= {peer: (0.0, self._shunned[peer][1]) for peer in found}
         return bool(found)
 
-    def part(self, pairs: Iterable[tuple[str, str]]) -> None:
+    def cut_off(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Nothing crosses these links any more, though both ends are here."""
-        self._parted |= dict.fromkeys(pairs, self.clock())
+        self._cut_off |= dict.fromkeys(pairs, self.clock())
 
     def parted(self) -> tuple[tuple[str, str], ...]:
         """Those of them that nobody has measured since."""
         known = {(p, to): link.measured_at for p, r in self.directory.links.items() for to, link in r.links}
-        self._parted = {pair: at for pair, at in self._parted.items() if known.get(pair, 0.0) <= at}
-        return tuple(sorted(self._parted))
+        self._cut_off = {pair: at for pair, at in self._cut_off.items() if known.get(pair, 0.0) <= at}
+        return tuple(sorted(self._cut_off))
 
     def measured(self, free: Collection[str] = (), without: Collection[str] = ()) -> Measured:
         """Everything that a plan may be made from, but the job's own profiles."""

@@ -8,11 +8,11 @@ from meshcee.adapt import course, moves
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
-from meshcee.adapt.senses import FAST, HELD, SHIFT, Pair, Senses, as_shown
+from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Pair, Senses, as_shown
 
 __all__ = [
     "FAST",
-    "HELD",
+    "LASTING_STEPS",
     "SETTLING_STEPS",
     "SHIFT",
     "Adapter",

@@ -79,6 +79,7 @@ from meshcee.adapt.moves import (
     Compare,
     Consider,
     Count,
+    CutOff,
     Ended,
     Event,
     Fail,
@@ -98,7 +99,6 @@ from meshcee.adapt.moves import (
     NoPlan,
     Notice,
     Offer,
-    Part,
     Pause,
     Profile,
     Profiled,
@@ -125,7 +125,7 @@ FRUITLESS = 6  # recoveries in a row after which no new step was done
 LONGEST_PAUSE_S = 8.0
 
 
-class ToldOf(Protocol):
+class KnownLosses(Protocol):
     """Steps that were told of, and their losses."""
 
     def __contains__(self, step: int, /) -> bool: ...
@@ -223,7 +223,7 @@ class Course:
         self,
         steps: int,
         *,
-        told: ToldOf,
+        told: KnownLosses,
         done: int,
         keeps: bool,
         blame: Callable[[Collection[Any]], Collection[str]],
@@ -521,7 +521,7 @@ class Course:
         self.missing.free = left = tuple(sorted(members - missed - failed))
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
         told = TellLost(self._setback.lost, tuple(sorted(missed - failed)), tuple(sorted(failed)), left, ways)
-        return [Mark("called"), Part(parted), Shun(failed), told, *self._find_states()]
+        return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]
 
     def _find_states(self) -> list[Command]:
         self.state = State.FINDING

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
-from meshcee.adapt.senses import FAST, HELD, SHIFT
+from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT
 from meshcee.figures import LinkProfile
 
 __all__ = ["Feeding"]
@@ -25,7 +25,7 @@ class Feeding:
 
     def __init__(self, links: Mapping[str, LinkProfile]) -> None:
         self.links = dict(links)
-        self._rates: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._rates: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LASTING_STEPS))
 
     def restart(self) -> None:
         """Another plan begins: others are fed."""
@@ -37,7 +37,7 @@ class Feeding:
         for peer, (size, rate) in fed.items():
             row = self._rates[peer]
             row.append(min(rate, FAST))
-            if len(row) < HELD:
+            if len(row) < LASTING_STEPS:
                 continue
             link, now = self.links.get(peer, UNKNOWN), median(row)
             before = min(link.bandwidth_bytes_per_s, FAST)

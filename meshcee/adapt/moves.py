@@ -328,7 +328,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Part:
+class CutOff:
     """Plan no link between these until a probe has crossed it."""
 
     pairs: Pairs
@@ -421,7 +421,7 @@ Doing = (
     Notice
     | Mark
     | Pause
-    | Part
+    | CutOff
     | Shun
     | TellLost
     | TellLeaving

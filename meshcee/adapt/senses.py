@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from meshcee.figures import LEAST_BYTES, LinkProfile, Observed
 
-__all__ = ["FAST", "HELD", "SHIFT", "Pair", "Senses", "as_shown"]
+__all__ = ["FAST", "LASTING_STEPS", "SHIFT", "Pair", "Senses", "as_shown"]
 
-HELD = 5  # steps that a shift must last
+LASTING_STEPS = 5  # steps that a shift must last
 SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
 DOUBTFUL = 60  # steps after a link has recovered
 FAST = 50e6  # bytes per second: above, a large frame takes so short that it shows the machine rather than the link
@@ -43,9 +43,9 @@ class Senses:
         self._steps = 0
         self._sagged: dict[Pair, int] = {}  # when it was last known to be much worse than at its best
         self._usual_s: dict[str, float] = {}
-        self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
-        self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
-        self._idle_rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=HELD))
+        self._compute_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LASTING_STEPS))
+        self._rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=LASTING_STEPS))
+        self._idle_rates: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=LASTING_STEPS))
         self._usual_rates: dict[Pair, float] = {}  # of links that are idle before each frame
         self._probes: defaultdict[Pair, deque[float]] = defaultdict(lambda: deque(maxlen=2))
         self._warm = False
@@ -71,7 +71,7 @@ class Senses:
     def compute_s(self) -> dict[str, float]:
         """Seconds that a step of the running plan takes each member to compute, once that is known."""
         rows = self._compute_s
-        return {p: median(rows[p]) if len(rows[p]) == HELD else usual for p, usual in self._usual_s.items()}
+        return {p: median(rows[p]) if len(rows[p]) == LASTING_STEPS else usual for p, usual in self._usual_s.items()}
 
     @property
     def doubtful(self) -> set[Pair]:
@@ -128,7 +128,7 @@ class Senses:
         if pair in self._known:
             self._rates[pair].append(self._known[pair])  # nothing queued, so nothing speaks against it
         row.append(rate)
-        if len(row) < HELD:
+        if len(row) < LASTING_STEPS:
             return None
         least = median(row)
         usual = self._usual_rates.setdefault(pair, least)
@@ -172,9 +172,9 @@ def _of_link(pair: Pair, change: float) -> str:
 
 
 def _shift(row: deque[float], value: float, known: dict[K, float], key: K) -> float | None:
-    """How many times the known figure the last HELD are, if that is much; then it is known as that."""
+    """How many times the known figure the last LASTING_STEPS are, if that is much; then it is known as that."""
     row.append(value)
-    if len(row) < HELD:
+    if len(row) < LASTING_STEPS:
         return None
     now = median(row)
     before = known.setdefault(key, now)

@@ -179,7 +179,7 @@ class Workload:
         there, back = self.boundary_bytes, self.boundary_back_bytes
         return np.array([0.0, *there], dtype=np.float64), np.array([0.0, *back], dtype=np.float64)
 
-    def held_bytes(self, first: int, end: int) -> int:
+    def state_sum_bytes(self, first: int, end: int) -> int:
         return sum(self.state_bytes[first:end])
 
     def live_bytes(self, first: int, end: int, samples: int, recompute: bool = False) -> int:
@@ -191,7 +191,7 @@ class Workload:
     def stage_bytes(self, first: int, end: int, samples: int, live: int, recompute: bool = False) -> int:
         """The memory model: state, live micro-batches, and with recomputation the one that is being recomputed."""
         again = self.live_bytes(first, end, samples) if recompute else 0
-        return self.held_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
+        return self.state_sum_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
 
     def sum_costs(self, members: int) -> tuple[float, int]:
         """Of a group's sum: bytes that each member sends over bytes of gradients, and rounds of one latency each."""

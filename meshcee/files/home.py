@@ -60,12 +60,12 @@ class Run:
     def process(self) -> psutil.Process | None:
         """The owner's process, while it holds the run."""
         try:
-            return psutil.Process(int(self.info["pid"])) if self.is_held else None
+            return psutil.Process(int(self.info["pid"])) if self.is_owned else None
         except (KeyError, psutil.Error):
             return None
 
     @property
-    def is_held(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether a living process owns it: its lock ends with the process, whatever clocks say and numbers are used again."""
         try:
             with open(self.folder / LOCK, "rb") as lock:
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        if self.is_held:
+        if self.is_owned:
             return "running"
         return str(self.result.get("state", "died"))
 

@@ -285,11 +285,11 @@ def _candidates(
     return candidates[:keep]
 
 
-Part = tuple[StageTable, int, int]  # a stage: its table, first block, end
+Piece = tuple[StageTable, int, int]  # a stage: its table, first block, end
 
 
 def estimate_s(
-    parts: Sequence[Part], hops: Sequence[tuple[float, float]], num_micro: int, held_s: float = 0.0
+    parts: Sequence[Piece], hops: Sequence[tuple[float, float]], num_micro: int, held_s: float = 0.0
 ) -> float:
     """What a step takes.
 
@@ -404,9 +404,9 @@ def _trace(
     at: int,
     t: int,
     length: int,
-) -> tuple[tuple[ChainStage, ...], list[Part], list[tuple[float, float]]]:
+) -> tuple[tuple[ChainStage, ...], list[Piece], list[tuple[float, float]]]:
     stages: list[ChainStage] = []
-    parts: list[Part] = []
+    parts: list[Piece] = []
     hops: list[tuple[float, float]] = []
     block = taken = 0
     while True:

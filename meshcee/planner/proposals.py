@@ -117,7 +117,7 @@ class Effort:
     beam: int = 4
     rows: int = 12_000_000  # cells of the dynamic programs over rows, all sizes together
     rescored: int = 24  # in the simulator
-    beside: int = 4  # layouts of several pipelines, of each micro-batch size
+    several: int = 4  # layouts of several pipelines, of each micro-batch size
     starts: int = 4
     finalists: int = 6  # simulated whole
     events: int = 150_000  # for nine devices; more for fewer, fewer for more
@@ -181,7 +181,7 @@ class Proposals:
             mine.sort(key=lambda x: x[0])
             found += list(dict.fromkeys(layout for _, layout in mine))[:LEAST]
             ranked += mine[: self.effort.candidates]
-            beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, most, self.effort.beside)
+            beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, most, self.effort.several)
         ranked.sort(key=lambda x: x[0])
         best_s = ranked[0][0] if ranked else math.inf
         found += [layout for estimate, layout in beside if estimate < HOPEFUL * best_s]

@@ -216,7 +216,7 @@ def why_left_out(
 
 def shortage(cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass]) -> PlanError:
     """How many bytes are missing, and where."""
-    needed = workload.held_bytes(0, workload.num_blocks) + sum(workload.activation_bytes)
+    needed = workload.state_sum_bytes(0, workload.num_blocks) + sum(workload.activation_bytes)
     offered = sum(d.memory_bytes for d in cluster.devices.values())
     largest = max(cluster.devices.values(), key=lambda d: d.memory_bytes)
     worst = max(range(workload.num_blocks), key=lambda k: workload.stage_bytes(k, k + 1, 1, 1))

@@ -78,9 +78,9 @@ class Search:
                 near.setdefault(self._form(layout), layout)
         chosen = dict.fromkeys([*finalists.values(), *near.values()])
         chosen |= dict.fromkeys([layout for _, layout in ranked if len(peers_of(layout)) == 1][:1])
-        return sorted(((self.whole(layout), layout) for layout in chosen), key=lambda x: x[0])
+        return sorted(((self.simulated_s(layout), layout) for layout in chosen), key=lambda x: x[0])
 
-    def whole(self, layout: Layout) -> float:
+    def simulated_s(self, layout: Layout) -> float:
         """The period, simulated whole."""
         plan = to_plan(layout, self.cluster, self.workload)
         return math.inf if plan is None else period_s(plan, self.cluster, self.workload)
@@ -117,7 +117,7 @@ class Search:
         if not alone:
             return None
         _, layout = min(alone, key=lambda x: x[0])
-        return peers_of(layout)[0], self.whole(layout)
+        return peers_of(layout)[0], self.simulated_s(layout)
 
     def best_with(self, peers: Sequence[str]) -> tuple[float, Layout] | None:
         """The fastest layout looked at that uses one of these devices, and others besides."""

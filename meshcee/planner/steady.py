@@ -23,7 +23,7 @@ __all__ = ["NEARLY", "steadiest"]
 WEATHERS = ((1.0, 1.0), (0.9, 1.0), (1.1, 1.1), (1.25, 1.5))
 SAGGED = (2.0, 1.0)  # what crosses fewer lines, or less of them, is less hurt
 NEARLY = 1.025  # times the best period, on the network as measured: a plan that is no slower may be chosen
-BESIDES = 60  # events that a look at other windows counts for, besides those simulated
+LOOK_EVENTS = 60  # events that a look at other windows counts for, besides those simulated
 
 
 def steadiest(
@@ -70,7 +70,7 @@ class _Look:
             return math.inf
         total = 0.0
         for held, besides in weathers:
-            self._events += BESIDES
+            self._events += LOOK_EVENTS
             period, events = quick_period_s(_in(instance, held, besides), self._micros, len(weathers) * limit_s - total)
             self._events += events
             total += period
@@ -87,7 +87,7 @@ class _Look:
         begun = self._events
         seen = {plan}
         while self._events - begun < events:
-            self._events += BESIDES
+            self._events += LOOK_EVENTS
             other = _other_windows(now, chance)
             if other in seen:
                 continue

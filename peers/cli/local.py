@@ -83,12 +83,12 @@ class Children:
                 group.create_task(self._start(name, threads, self.token, emulation))
         return self.token
 
-    async def add(self, name: str, *, threads: int = 1, besides: Collection[str] = ()) -> None:
+    async def add(self, name: str, *, threads: int = 1, avoiding: Collection[str] = ()) -> None:
         """One more, joining through one that lives, and is none of these."""
         living = [
             n
             for n, process in self.processes.items()
-            if process.returncode is None and n in self._tokens and n not in besides
+            if process.returncode is None and n in self._tokens and n not in avoiding
         ]
         self.token = self._tokens[living[-1]]
         await self._start(name, threads, self.token, ())

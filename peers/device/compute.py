@@ -1,7 +1,7 @@
 """One thread per device: everything that touches the device runs here, so the event loop never waits for a kernel.
 
 The idea: `await compute.run(fn, ...)` is the only door to the device; results come back in order. What may run beside
-the device's work (encoding, decoding, a GPU's copies) has one thread of its own, `compute.beside(fn, ...)`. A call on a GPU
+the device's work (encoding, decoding, a GPU's copies) has one thread of its own, `compute.run_aside(fn, ...)`. A call on a GPU
 is over when its kernels are, so what comes next is chosen when the device is free, and times are the device's. For
 emulation a device can be paced: the small real computation is done, then the thread's result is held until the emulated time
 has passed.
@@ -34,7 +34,7 @@ class Pace:
     """An emulated device: `flops` of work take flops / speed seconds, never less than the real computation."""
 
     speed_flops_per_s: float
-    told_flops_per_s: float | None = None  # what it tells others, if that is another speed
+    claimed_flops_per_s: float | None = None  # what it tells others, if that is another speed
 
     def seconds(self, flops: float) -> float:
         return flops / self.speed_flops_per_s
@@ -58,7 +58,7 @@ class Compute:
         self.running = self.done = 0  # calls under way or waiting, and those that have ended
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._threads = torch.get_num_threads()
-        self._pool, self._beside = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
+        self._pool, self._helper = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
 
     async def __aenter__(self) -> Compute:
         return self
@@ -68,11 +68,11 @@ class Compute:
     ) -> None:
         # A kernel cannot be interrupted: the thread ends with the call that it is in.
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._helper.shutdown(wait=False, cancel_futures=True)
 
-    def beside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_aside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
-        return asyncio.get_running_loop().run_in_executor(self._beside, call, *args)
+        return asyncio.get_running_loop().run_in_executor(self._helper, call, *args)
 
     async def use_threads(self, count: int) -> None:
         """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them.
@@ -87,7 +87,7 @@ class Compute:
             )
         torch.set_num_threads(count)  # first: of some libraries it sets the number for all threads
         await self.run(torch.set_num_threads, count)
-        await self.beside(torch.set_num_threads, count)
+        await self.run_aside(torch.set_num_threads, count)
 
     async def run(self, call: Callable[..., T], *args: Any, flops: float = 0.0) -> T:
         """Run on the compute thread. `flops` is the work that an emulated device is paced by."""

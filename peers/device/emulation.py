@@ -86,5 +86,5 @@ def emulate(where: str, name: str, *, jitter_s: float = 0.0) -> Emulated:
                 links[pair] = LinkProfile(path.latency_s, path.bandwidth_bytes_per_s)
     ports = {name: cluster.devices[name].port_bytes_per_s}
     told = speed(name) / total * (scenario.emulated_flops_per_s or TOTAL_FLOPS_PER_S)
-    pace = Pace(told * scenario.really.get(name, 1.0), told_flops_per_s=told)
+    pace = Pace(told * scenario.really.get(name, 1.0), claimed_flops_per_s=told)
     return Emulated(pace, Shape(links, ports=ports, jitter_s=jitter_s))

@@ -19,7 +19,7 @@ import torch
 from meshcee.errors import ProtocolError
 from peers.wire import need
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Whole", "buckets_of", "flattened", "presence_of", "spread"]
+__all__ = ["BUCKET_BYTES", "Bucket", "FinishedBuckets", "buckets_of", "flattened", "presence_of", "spread"]
 
 BUCKET_BYTES = 4 << 20
 
@@ -55,7 +55,7 @@ def buckets_of(parameters: Mapping[str, torch.Tensor], members: int, limit_bytes
     return tuple(found)
 
 
-class Whole:
+class FinishedBuckets:
     """Of which buckets the gradients of one step are whole: nothing will be added to them any more."""
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import torch
 from meshcee.errors import ProtocolError
 from meshcee.stage import tensors
 from peers.device import Compute
-from peers.groups.buckets import BUCKET_BYTES, Bucket, Whole, buckets_of, flattened, presence_of, spread
+from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread
 from peers.transport import Frame
 from peers.wire import Links, Spans, messages, need
 
@@ -33,7 +33,7 @@ Chunk = tuple[list[bool], torch.Tensor]  # which parameters of its bucket have a
 class _Arrivals:
     """Chunks of one round by (bucket, peer), our own among them: of one member each, and their sums."""
 
-    parts: dict[tuple[int, str], Chunk] = field(default_factory=dict)
+    chunks: dict[tuple[int, str], Chunk] = field(default_factory=dict)
     sums: dict[tuple[int, str], Chunk] = field(default_factory=dict)
 
 
@@ -68,7 +68,7 @@ class GroupSum:
         self._done = -1
         self._changed = asyncio.Event()
 
-    async def run(self, round: int, whole: Whole) -> None:
+    async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
         arrived = self._rounds.setdefault(round, _Arrivals())
         async with asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ class GroupSum:
         del self._rounds[round]
         self._done = round
 
-    async def _send_parts(self, round: int, arrived: _Arrivals, whole: Whole) -> None:
+    async def _send_parts(self, round: int, arrived: _Arrivals, whole: FinishedBuckets) -> None:
         """Every member's chunk of each bucket of ours."""
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
@@ -86,7 +86,7 @@ class GroupSum:
             for i, peer in enumerate(self._group):
                 chunk = flat[bucket.bounds[i] : bucket.bounds[i + 1]]
                 if peer == self._peer:
-                    arrived.parts[k, peer] = present, chunk
+                    arrived.chunks[k, peer] = present, chunk
                     self._changed.set()
                 else:
                     await self._send(peer, messages.PART, round, k, present, chunk)
@@ -94,15 +94,15 @@ class GroupSum:
     async def _add_parts(self, round: int, arrived: _Arrivals) -> None:
         """Our chunk of each bucket, from everybody."""
         for k in range(len(self.buckets)):
-            await self._until(arrived.parts, k)
-            parts = [arrived.parts.pop((k, peer)) for peer in self._group]
-            present, total = await self._compute.beside(_added, parts)
+            await self._until(arrived.chunks, k)
+            parts = [arrived.chunks.pop((k, peer)) for peer in self._group]
+            present, total = await self._compute.run_aside(_added, parts)
             arrived.sums[k, self._peer] = present, total
             self._changed.set()
             for peer in self._others:
                 await self._send(peer, messages.SUM, round, k, present, total)
 
-    async def _take_sums(self, arrived: _Arrivals, whole: Whole) -> None:
+    async def _take_sums(self, arrived: _Arrivals, whole: FinishedBuckets) -> None:
         """Every member's sums of each bucket."""
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
@@ -119,25 +119,25 @@ class GroupSum:
         """Our gradients of a bucket, in the host's memory; those of a GPU are copied while W computes on."""
         parameters, staging = self.parameters, self._compute.staging
         if staging is None:
-            return self._compute.beside(flattened, parameters, bucket)
+            return self._compute.run_aside(flattened, parameters, bucket)
 
         def work() -> Chunk:
             present, flat = flattened(parameters, bucket, staging.device)
             return present, staging.to_host(flat)
 
         held = [parameters[name].grad for name in bucket.names]  # a step that ends early lets them go
-        return self._compute.beside(staging.leave, staging.mark(), work, held)
+        return self._compute.run_aside(staging.leave, staging.mark(), work, held)
 
     def _given(self, bucket: Bucket, present: list[bool], numbers: list[torch.Tensor]) -> asyncio.Future[Any]:
         """The inverse: set the gradients of a bucket that are present."""
         parameters, staging = self.parameters, self._compute.staging
         if staging is None:
-            return self._compute.beside(spread, parameters, bucket, present, numbers)
+            return self._compute.run_aside(spread, parameters, bucket, present, numbers)
 
         def work() -> None:
             spread(parameters, bucket, present, staging.arrive(lambda: [staging.to_device(torch.cat(numbers))]))
 
-        return self._compute.beside(work)
+        return self._compute.run_aside(work)
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""
@@ -151,7 +151,7 @@ class GroupSum:
         (numbers,) = tensors.unpack(need(frame.header, "tensors", list), frame.payloads, [(bucket.dtype, shape)])
         present = presence_of(frame.header, bucket)
         arrived = self._rounds.setdefault(round, _Arrivals())
-        table = arrived.parts if frame.kind == messages.PART else arrived.sums
+        table = arrived.chunks if frame.kind == messages.PART else arrived.sums
         if (k, peer) in table:
             raise ProtocolError(f"gradients of bucket {k} arrived twice from peer {peer}")
         assert isinstance(numbers, torch.Tensor)

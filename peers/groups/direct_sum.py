@@ -28,7 +28,7 @@ import torch.distributed
 
 from meshcee.errors import PeerLostError, ProtocolError
 from peers.device import Compute, one_thread
-from peers.groups.buckets import BUCKET_BYTES, Bucket, Whole, buckets_of, flattened, presence_of, spread
+from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread
 from peers.groups.meeting import Meeting
 from peers.transport import Frame
 from peers.wire import Links, Spans, messages, need
@@ -86,7 +86,7 @@ class DirectSum:
         self._changed = asyncio.Event()
         self._process_group: Any = None
 
-    async def run(self, round: int, whole: Whole) -> None:
+    async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
         told = self._told.setdefault(round, {})
         async with asyncio.TaskGroup() as group:
@@ -105,7 +105,7 @@ class DirectSum:
         del self._told[round]
         self._done = round
 
-    async def _tell(self, round: int, told: dict[tuple[int, str], list[bool]], whole: Whole) -> None:
+    async def _tell(self, round: int, told: dict[tuple[int, str], list[bool]], whole: FinishedBuckets) -> None:
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
             present = [self.parameters[name].grad is not None for name in bucket.names]

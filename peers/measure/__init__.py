@@ -1,7 +1,7 @@
 """What peers measure and tell: their device, their links, a job's blocks, and a few steps as a picture (trace)."""
 
 from peers.measure.block_profiler import BUDGET_S, LONGEST, BlockProfiler, ProfileRequest
-from peers.measure.own_links import OwnLinks
+from peers.measure.link_report import LinkReport
 from peers.measure.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, resolve_device, serve_probe
 from peers.measure.sounding import Wishes, sound
 from peers.measure.trace import Trace
@@ -12,7 +12,7 @@ __all__ = [
     "LONGEST",
     "TARGET_S",
     "BlockProfiler",
-    "OwnLinks",
+    "LinkReport",
     "ProfileRequest",
     "Trace",
     "Wishes",

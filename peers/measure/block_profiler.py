@@ -44,7 +44,7 @@ LONGEST = 10  # times the budget, after which a device is too slow for the job
 REPEATS_LEAST, REPEATS_MOST = 3, 7  # of each block and size, beside one to warm up
 CALLS = 9  # empty ones, for what a call costs whatever is in it
 PACED_CALL_S = 0.005
-KEPT = 16
+MOST_KNOWN = 16
 REQUEST_BYTES = 1 << 20
 _Flops = Annotated[float, Meta(ge=0, lt=1e21)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -139,7 +139,7 @@ class BlockProfiler:
 
     def _remember(self, key: str, times: BlockTimes) -> None:
         self._known[key] = times
-        while len(self._known) > KEPT:
+        while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
 
     async def measure(self, program: Program, request: ProfileRequest) -> BlockTimes:

@@ -94,7 +94,7 @@ async def measure_device(
     async with quiet() if host else nullcontext():
         speed = await compute.run(_timed_speed, compute.device)
     if compute.pace is not None:
-        speed = min(speed, compute.pace.told_flops_per_s or compute.pace.speed_flops_per_s)
+        speed = min(speed, compute.pace.claimed_flops_per_s or compute.pace.speed_flops_per_s)
     return DeviceProfile(
         kind=compute.device.type,
         name=_device_name(compute.device),

@@ -77,9 +77,9 @@ class Coding:
             return Frame(kind, {**header, "tensors": meta}, payloads)
 
         if staging is not None:
-            return self._compute.beside(staging.leave, staging.mark(), work)
+            return self._compute.run_aside(staging.leave, staging.mark(), work)
         waits = coder is not None or self._compute.device.type != "cpu"  # a copy from any device waits for its kernels
-        return self._compute.beside(work) if waits else work()
+        return self._compute.run_aside(work) if waits else work()
 
     async def values(self, frame: Frame) -> list[Any]:
         """The values of a frame from another stage; ProtocolError if it is not what the plan lets it be."""
@@ -103,7 +103,7 @@ class Coding:
                 self._tell("decode", frame.kind, frame.header, start_s)
             return values
 
-        return await self._compute.beside(work if staging is None else partial(staging.arrive, work))
+        return await self._compute.run_aside(work if staging is None else partial(staging.arrive, work))
 
     def _tell(self, what: str, kind: str, header: Mapping[str, Any], start_s: float) -> None:
         end_s = time.perf_counter()

@@ -24,7 +24,7 @@ from meshcee.role import Piece, Place, StageFlops
 from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
 from peers.device import Compute
-from peers.groups import Whole
+from peers.groups import FinishedBuckets
 from peers.member.coding import Coding
 from peers.member.inbox import Collect, Inbox, TakeSnapshot
 from peers.member.settlement import Settlement
@@ -89,9 +89,9 @@ class Executor:
         self.links = Links(place.epoch, crossed, bandwidth)
         self.settlement = Settlement(runner, place, inbox, compute, self.links, self.coding, self._wait, self.spans)
         self.seconds: dict[str, float] = {}
-        self._wholes: Sequence[Whole] = ()  # of the running step, one for each sum with other members
-        self.whole = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
-        self.whole.set()
+        self._finished: Sequence[FinishedBuckets] = ()  # of the running step, one for each sum with other members
+        self.complete = asyncio.Event()  # not set while moments are coming: nothing is applied or copied then
+        self.complete.set()
         self.wants: Callable[[], tuple[str, ...]] = tuple  # whom it waits for now; nobody while it has something to do
         self._is_untouched = True
         self.max_live = 0  # most micro-batches between F and W, ever
@@ -123,7 +123,7 @@ class Executor:
     async def _until_whole(self) -> None:
         """What the optimizer has kept has a time-out of its own."""
         with self._waiting(lambda: (OWNER,)):
-            await self.whole.wait()
+            await self.complete.wait()
 
     async def _snapshot(self, wanted: TakeSnapshot) -> None:
         await self._until_whole()
@@ -143,7 +143,7 @@ class Executor:
         self.spans.start(round.trace)
         runner.begin(round.step)
         with contextlib.ExitStack() as summing:
-            async with self.settlement.summing(round) as self._wholes:
+            async with self.settlement.summing(round) as self._finished:
                 await self._take_actions(round)
                 summed_s = time.perf_counter()
                 summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
@@ -385,7 +385,7 @@ class Executor:
         """Around a W: the last one makes gradients whole, which sums wait for. An emulated device has all at its end."""
         hearing = contextlib.ExitStack()
         if micro + 1 == round.num_micro and self._compute.pace is None:
-            for whole in self._wholes:
+            for whole in self._finished:
                 hearing.enter_context(whole.hear())
         return hearing
 

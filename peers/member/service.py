@@ -92,7 +92,7 @@ class Session:
             crossed=crossed,
             bandwidth=bandwidth,
         )
-        self._executor.whole.clear()
+        self._executor.complete.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
@@ -128,7 +128,7 @@ class Session:
             self._owner.post(Frame(messages.AGAIN))
             return
         await compute.run(runner.load_optimizer_state, by_parameter(state))
-        self._executor.whole.set()
+        self._executor.complete.set()
 
     def leave(self) -> None:
         """Ask the owner to go on without this peer."""

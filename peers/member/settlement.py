@@ -19,7 +19,7 @@ from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.role import Place, Sum
 from meshcee.stage import StageRunner
 from peers.device import Compute
-from peers.groups import DirectSum, GroupSum, Whole
+from peers.groups import DirectSum, FinishedBuckets, GroupSum
 from peers.member.coding import Coding
 from peers.member.inbox import Inbox
 from peers.transport import Frame
@@ -62,17 +62,17 @@ class Settlement:
         return DirectSum(*of, self._compute, links, spans, host=place.meeting_host, number=one.number)
 
     @asynccontextmanager
-    async def summing(self, round: Round) -> AsyncIterator[Sequence[Whole]]:
+    async def summing(self, round: Round) -> AsyncIterator[Sequence[FinishedBuckets]]:
         """Around the F's, B's and W's of a step: meanwhile members sum what is whole, and all of it before this ends."""
         if not self._sums:
             yield ()
             return
-        wholes = [Whole(one.buckets, one.parameters) for one in self._sums.values()]
+        finished = [FinishedBuckets(one.buckets, one.parameters) for one in self._sums.values()]
         async with asyncio.TaskGroup() as group:
-            for one, whole in zip(self._sums.values(), wholes):
+            for one, whole in zip(self._sums.values(), finished):
                 group.create_task(one.run(round.number, whole))
-            yield wholes
-            for whole in wholes:
+            yield finished
+            for whole in finished:
                 whole.all()
 
     @property

@@ -22,7 +22,7 @@ from meshcee.errors import MeshceeError
 from meshcee.figures import DeviceProfile
 from meshcee.planner import whom_to_probe
 from peers.device import Compute, quiet
-from peers.measure import LIGHT_S, TARGET_S, BlockProfiler, OwnLinks, Wishes, measure_device, probe_link, serve_probe
+from peers.measure import LIGHT_S, TARGET_S, BlockProfiler, LinkReport, Wishes, measure_device, probe_link, serve_probe
 from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.node.gossip import GossipService
@@ -89,7 +89,7 @@ class Agent(MeshView):
         self._compute = compute
         self._device: DeviceProfile | None = None
         self._member: Member | None = None
-        self._links = OwnLinks(self.peer_id, self.directory, clock=clock, monotonic=monotonic)
+        self._links = LinkReport(self.peer_id, self.directory, clock=clock, monotonic=monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
         PlanService(self)
         self.gossip = GossipService(self)

@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from meshcee.adapt import HELD, SETTLING_STEPS, Adapter, Decision, Feeding, Paces, Pair, Senses, as_shown
+from meshcee.adapt import LASTING_STEPS, SETTLING_STEPS, Adapter, Decision, Feeding, Paces, Pair, Senses, as_shown
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.figures import BlockTimes, Cluster, LinkProfile, Measured
 from meshcee.plan import Plan
@@ -62,7 +62,7 @@ class Newcomers:
         if self._asking is None:
             if self._seen_s and (found := self._due(members)):
                 self._asked = found
-                self._asking = self._agent.beside(self._profile())
+                self._asking = self._agent.spawn(self._profile())
             return []
         if not self._asking.done():
             return []
@@ -89,7 +89,7 @@ class Newcomers:
             self._asking.cancel()
 
 
-LATE = HELD // 2  # steps that a shift has been there before the one that tells it
+LATE = LASTING_STEPS // 2  # steps that a shift has been there before the one that tells it
 PROBES_EVERY_S = 1.0  # between two looks at what others have probed
 SOUND_STEPS, SOUND_S = 2, 3.0  # at least, between two times that peers are asked to probe links that have sagged
 MOST_SOUNDED = 6  # links at a time
@@ -172,11 +172,11 @@ class Adaptation:
         if not self._steps_s:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
-        recent_s = median([*self._steps_s][-HELD:])
-        if len(self._steps_s) == HELD and self._pauses == 1:
+        recent_s = median([*self._steps_s][-LASTING_STEPS:])
+        if len(self._steps_s) == LASTING_STEPS and self._pauses == 1:
             # Moments that came behind its micro-batches held the first one up.
             self._changing_s += max(0.0, self._steps_s[0] - recent_s)
-        if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > HELD:
+        if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > LASTING_STEPS:
             change = self._changes[-1]
             change.after_s = recent_s
             log.info("since the plan changed", gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
@@ -231,8 +231,8 @@ class Adaptation:
         if told:
             self._shifted_at = self._agent.clock()
             steps += LATE
-            calm_s = [*self._steps_s][1:-HELD]  # what is told of now began HELD steps ago at most
-            if not self._shifted and len(calm_s) >= HELD:
+            calm_s = [*self._steps_s][1:-LASTING_STEPS]  # what is told of now began LASTING_STEPS steps ago at most
+            if not self._shifted and len(calm_s) >= LASTING_STEPS:
                 self._calm_s = median(calm_s)
             self._shifted = True
         told += self._newcomers.look(self._plan.peers)
@@ -285,7 +285,7 @@ class Adaptation:
         doubtful, now_s = self._doubtful(), self._agent.monotonic()
         if doubtful and step % SOUND_STEPS == 0 and now_s >= self._sound_at_s:
             self._sound_at_s = now_s + SOUND_S
-            self._agent.beside(sound(self._agent, doubtful[:MOST_SOUNDED]))  # the report of this step waits for nobody
+            self._agent.spawn(sound(self._agent, doubtful[:MOST_SOUNDED]))  # the report of this step waits for nobody
 
     def _measured(self) -> Measured:
         """What is known of the mesh, with what this job has seen of it in the place of older figures."""

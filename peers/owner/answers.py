@@ -61,7 +61,7 @@ class Answers:
     members: int
     portions: Sequence[Portion]
     losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
-    parts: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
+    rows: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
@@ -79,7 +79,7 @@ class Answers:
         """The micro-batch that a member of a last stage answers for, of which nothing has come back yet from it."""
         own, portion = need(header, "micro", int), self.portions[place.pipeline].round
         micro, member = portion.first + own, place.member
-        heard = (micro, member) in self.losses or micro in self.outputs or member in self.parts.get(micro, {})
+        heard = (micro, member) in self.losses or micro in self.outputs or member in self.rows.get(micro, {})
         if not 0 <= own < portion.num_micro or heard:
             raise ProtocolError(f"it answered for micro-batch {own} of round {self.round.number}, which is not awaited")
         return micro

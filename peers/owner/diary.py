@@ -18,10 +18,10 @@ import psutil
 from meshcee.files import Run, Trouble, disk, dumps
 from peers.state import RETRY_S
 
-__all__ = ["Diary", "Told"]
+__all__ = ["Diary", "Losses"]
 
 
-class Told:
+class Losses:
     """A mapping from steps to finite losses that only grows."""
 
     def __init__(self) -> None:

@@ -63,13 +63,13 @@ class Outputs:
     async def take(self, answers: Answers, place: Place, frame: Frame) -> bool:
         """What one member of the last stage has of a micro-batch; whether that was the last of it."""
         micro = answers.new(place, frame.header)
-        parts = answers.parts.setdefault(micro, {})
+        parts = answers.rows.setdefault(micro, {})
         parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
         rows = rows_of(place.stage, self._feed.size(answers.round, micro))
         if len(parts) < sum(first < end for first, end in rows):
             return False
         values, answers.outputs[micro] = await self._in_users_thread(self._measured, answers.round, micro, parts, rows)
-        del answers.parts[micro]
+        del answers.rows[micro]
         if self._hear is not None:
             self._hear(micro, values)
         return True
@@ -103,7 +103,7 @@ class Outputs:
         columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
         if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for c in columns for v in c):
             raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
-        shares = self._feed.parts(round, micro, rows)
+        shares = self._feed.row_shares(round, micro, rows)
         # The loss of a part without targets is 0 / 0.
         loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
         whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]

@@ -139,10 +139,10 @@ class Feed:
         columns = []
         for micro in range(first, end):
             rows = rows_of(stage, self.size(round, micro))
-            columns.append([round.weights[micro] * share for share in self.parts(round, micro, rows)])
+            columns.append([round.weights[micro] * share for share in self.row_shares(round, micro, rows)])
         return tuple(zip(*columns, strict=True))
 
-    def parts(self, round: Round, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
+    def row_shares(self, round: Round, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
         """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
         return loss_shares(self._job, rows, lambda *part: self.samples(round, micro, part)[1])
 

@@ -30,7 +30,7 @@ from meshcee.stage import check_generators
 from peers.measure import Trace
 from peers.mesh_view import MeshView
 from peers.owner.adaptation import Adaptation, Newcomers
-from peers.owner.diary import Diary, Told
+from peers.owner.diary import Diary, Losses
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed, Stalls
 from peers.owner.recovery import Recovery, Stopwatch
@@ -154,7 +154,7 @@ class Training:
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
-        self._known = Told()  # the loss of every step that has been reported
+        self._known = Losses()  # the loss of every step that has been reported
         self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
         self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
         self._incarnation = 0
@@ -367,8 +367,8 @@ class Training:
                 self._stopwatch.mark(moment)
             case moves.Pause(for_s):
                 await asyncio.sleep(for_s)
-            case moves.Part(pairs):
-                agent.part(pairs)
+            case moves.CutOff(pairs):
+                agent.cut_off(pairs)
             case moves.Shun(peers):
                 agent.shun(peers)
             case moves.TellLost():

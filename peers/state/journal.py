@@ -98,7 +98,7 @@ class Journal:
             self._left.add(peer)
         for peer in chosen:
             if peer not in self._shelves or self._shelves[peer].done():
-                self._shelves[peer] = self._agent.beside(self._send_to(peer))
+                self._shelves[peer] = self._agent.spawn(self._send_to(peer))
                 self._left.discard(peer)
 
     async def end(self) -> None:

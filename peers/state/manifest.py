@@ -175,7 +175,7 @@ class Ledger:
     def note(self, found: Sequence[CopySet]) -> None:
         self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
         if self.folder is not None and (self._writing is None or self._writing.done()):
-            self._writing = self._agent.beside(self._write(self.folder))
+            self._writing = self._agent.spawn(self._write(self.folder))
 
     async def _write(self, folder: Path) -> None:
         while (what := self._next) is not None:

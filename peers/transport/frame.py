@@ -27,6 +27,7 @@ __all__ = [
     "FRAME_VERSION",
     "MAX_CHUNK_BYTES",
     "PRELUDE_BYTES",
+    "Arrived",
     "Credit",
     "Decoder",
     "Encoder",
@@ -34,7 +35,6 @@ __all__ = [
     "Goodbye",
     "Retracted",
     "Spent",
-    "Whole",
     "frame_cost",
     "views",
 ]
@@ -66,7 +66,7 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Whole:
+class Arrived:
     """A frame is whole; `cost` counts against the window too, on top of what was spent on its beginning."""
 
     frame: Frame
@@ -90,7 +90,7 @@ class Goodbye:
     """The other side sends nothing more and waits for us to close."""
 
 
-Event = Spent | Whole | Credit | Retracted | Goodbye
+Event = Spent | Arrived | Credit | Retracted | Goodbye
 
 
 def frame_cost(header_bytes: int, payloads: int) -> int:
@@ -337,7 +337,7 @@ class Decoder:
             self._frame, self._payloads, self._filled = (kind, header, sizes), [], 0
             self._next_payload(events)
         else:
-            events.append(Whole(Frame(kind, header), self._spent))
+            events.append(Arrived(Frame(kind, header), self._spent))
             self._spent = 0
 
     def _fill(self, size: int, events: list[Event]) -> None:
@@ -364,7 +364,7 @@ class Decoder:
             self._filled = 0
             if size:
                 return
-        events.append(Whole(Frame(kind, header, tuple(self._payloads)), self._spent))
+        events.append(Arrived(Frame(kind, header, tuple(self._payloads)), self._spent))
         self._frame, self._payloads, self._spent = None, [], 0
 
     def _report_spent(self, events: list[Event]) -> None:

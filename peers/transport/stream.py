@@ -23,6 +23,7 @@ from peers.transport.frame import (
     GOODBYE,
     MAX_CHUNK_BYTES,
     RETRACT,
+    Arrived,
     Credit,
     Decoder,
     Encoder,
@@ -30,7 +31,6 @@ from peers.transport.frame import (
     Goodbye,
     Retracted,
     Spent,
-    Whole,
     frame_cost,
     views,
 )
@@ -260,7 +260,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def _happened(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Whole):
+            if isinstance(event, Arrived):
                 self._rate.end(asyncio.get_running_loop().time())
                 self._incoming.arrive(event.cost)
                 if self._closing:

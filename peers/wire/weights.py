@@ -42,7 +42,7 @@ DIGEST_BYTES = 32
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
 DIGEST = re.compile("[0-9a-f]{64}")
-HELD = b""  # the recipe for what the receiver may still have
+AS_BEFORE = b""  # the recipe for what the receiver may still have
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
 SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
 
@@ -96,10 +96,10 @@ class StateSender:
         """How a value gets there: by a recipe, or as it is."""
         if name in self._known:
             self._digests[name] = self._known[name]
-            return HELD
+            return AS_BEFORE
         tensor = self._state[name].detach().cpu().contiguous()
         self._digests[name] = digest_of(tensor)
-        recipe = HELD if held else None
+        recipe = AS_BEFORE if held else None
         if recipes and isinstance(self._state, InitialState):
             recipe = self._state.recipe(name)
         return tensor if recipe is None else recipe
@@ -234,7 +234,7 @@ class StateReceiver:
                 raise ProtocolError(f"the recipe for {name!r} is not bytes, or came twice")
             if not isinstance(digest, str) or DIGEST.fullmatch(digest) is None:
                 raise ProtocolError(f"the recipe for {name!r} comes without a digest")
-            if recipe == HELD:
+            if recipe == AS_BEFORE:
                 here = (t for t in self._held(name) if (t.dtype, tuple(t.shape)) == (dtype, shape))
                 tensor = next((t.clone() for t in here if digest_of(t) == digest), None)
             else:

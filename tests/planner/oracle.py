@@ -109,7 +109,7 @@ def stages_of(
     lives = []
     for j, (group, taken) in enumerate(zip(row, shares)):
         first, end = bounds[j], bounds[j + 1]
-        held = workload.held_bytes(first, end)
+        held = workload.state_sum_bytes(first, end)
         rooms = [
             (cluster.devices[p].memory_bytes - held) // workload.live_bytes(first, end, n) for p, n in zip(group, taken)
         ]

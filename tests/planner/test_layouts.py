@@ -124,7 +124,7 @@ def test_recomputation_costs_another_f_in_b() -> None:
     # what came in of every live micro-batch, and the activations of the one that runs again
     inputs = 2 * work.boundary_bytes[0]
     assert work.stage_bytes(1, 4, 2, 5, recompute=True) == (
-        work.held_bytes(1, 4) + 5 * inputs + work.live_bytes(1, 4, 2)
+        work.state_sum_bytes(1, 4) + 5 * inputs + work.live_bytes(1, 4, 2)
     )
 
 

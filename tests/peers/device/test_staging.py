@@ -15,7 +15,7 @@ import torch
 from meshcee.stage import tensors
 from peers.device.compute import Compute
 from peers.device.staging import Locked, Staging
-from peers.groups.buckets import Whole
+from peers.groups.buckets import FinishedBuckets
 from peers.groups.collective import GroupSum
 from peers.member.coding import Coding
 from peers.transport.base import Frame
@@ -154,7 +154,7 @@ async def test_gradients_are_summed_by_way_of_the_host(gpu: Played) -> None:
     async with Compute() as compute:
         compute.staging = Staging(compute.device)
         alone = GroupSum("p0", ("p0",), parameters, compute, Links((1, 1)), Spans(), bucket_bytes=120)
-        whole = Whole(alone.buckets, alone.parameters)
+        whole = FinishedBuckets(alone.buckets, alone.parameters)
         whole.all()
         await alone.run(0, whole)
     assert [p.grad is None or set(p.grad.flatten().tolist()) for p in parameters.values()] == [{2.0}, True, {3.0}]

@@ -109,7 +109,7 @@ async def test_the_run_says_with_how_many_threads_a_cpu_computes() -> None:
         async with Compute() as compute:
             await compute.use_threads(most)
             assert await compute.run(torch.get_num_threads) == most
-            assert await compute.beside(torch.get_num_threads) == most
+            assert await compute.run_aside(torch.get_num_threads) == most
             assert torch.get_num_threads() == most
             await compute.use_threads(0)
             assert await compute.run(torch.get_num_threads) == most

@@ -20,7 +20,7 @@ from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
 from meshcee.stage.runner import StageRunner
 from peers.device.compute import Compute
-from peers.groups.buckets import Bucket, Whole
+from peers.groups.buckets import Bucket, FinishedBuckets
 from peers.groups.direct_sum import DirectSum, interface_of
 from peers.wire.neighbour_link import Links
 from peers.wire.offer import host_of
@@ -280,7 +280,7 @@ async def test_a_group_of_a_cuda_device_is_made_and_ended_by_nccl() -> None:
     parameter.grad = torch.full_like(parameter, 2.0)
     async with Compute("cuda:0") as compute:
         alone = DirectSum("p0", ("p0",), {"w": parameter}, compute, Links((1, 1)), Spans(), host="127.0.0.1")
-        whole = Whole(alone.buckets, alone.parameters)
+        whole = FinishedBuckets(alone.buckets, alone.parameters)
         whole.all()
         await alone.run(0, whole)
         ending = alone.abort()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from peers.groups import collective
-from peers.groups.buckets import Whole, buckets_of
+from peers.groups.buckets import FinishedBuckets, buckets_of
 from peers.groups.collective import GroupSum
 from peers.groups.direct_sum import DirectSum
 from tests.peers.groups.test_groups import train_shared
@@ -44,7 +44,7 @@ async def test_sums_that_begin_early_are_those_of_the_end(direct: bool, monkeypa
     sum_in_buckets_of(SMALL, monkeypatch)
     early = await train(direct=direct)
     with monkeypatch.context() as late:
-        late.setattr(Whole, "hear", lambda self: contextlib.nullcontext())
+        late.setattr(FinishedBuckets, "hear", lambda self: contextlib.nullcontext())
         assert_same(early, await train(direct=direct))
     if not direct:  # which members add up a number, and in which order, is gloo's to choose by a bucket's size
         sum_in_buckets_of(1 << 30, monkeypatch)
@@ -54,19 +54,19 @@ async def test_sums_that_begin_early_are_those_of_the_end(direct: bool, monkeypa
 async def test_the_first_bucket_is_summed_before_the_last_w_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """W waits, in its thread, for a sum that begins while it runs, or for ten seconds."""
     sum_in_buckets_of(SMALL, monkeypatch)
-    finished, spread, summed, waits = Whole._finished, collective.spread, threading.Event(), []
+    finished, spread, summed, waits = FinishedBuckets._finished, collective.spread, threading.Event(), []
 
     def noted(*args: Any) -> None:
         spread(*args)
         summed.set()
 
-    def waiting(self: Whole, name: str, parameter: torch.Tensor) -> None:
+    def waiting(self: FinishedBuckets, name: str, parameter: torch.Tensor) -> None:
         if self._bucket_of[name] == len(self._missing) - 1:
             waits.append(summed.wait(10))
         finished(self, name, parameter)
 
     monkeypatch.setattr(collective, "spread", noted)
-    monkeypatch.setattr(Whole, "_finished", waiting)
+    monkeypatch.setattr(FinishedBuckets, "_finished", waiting)
     await train(((3, 1), (MICRO,)))
     assert waits
     assert all(waits)

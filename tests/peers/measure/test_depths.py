@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.adapt.senses import HELD, Senses
+from meshcee.adapt.senses import LASTING_STEPS, Senses
 from meshcee.errors import ProtocolError
 from meshcee.figures.observed import Observed
 from meshcee.figures.rate import LEAST_BYTES
@@ -34,7 +34,7 @@ KB, MICRO, MICROS = 1000, 8, 4
 PAIR = ("a", "b")
 
 
-def heard(senses: Senses, rate: float, depth: float | None, steps: int = HELD) -> list[str]:
+def heard(senses: Senses, rate: float, depth: float | None, steps: int = LASTING_STEPS) -> list[str]:
     depths = {} if depth is None else {PAIR: depth}
     return [told for _ in range(steps) for told in senses.hear(Observed({}, {PAIR: rate}, depths))]
 
@@ -53,44 +53,44 @@ def test_the_rate_of_a_link_with_a_queue_is_its_bandwidth(depth: float | None) -
 
 def test_a_link_that_was_idle_has_at_least_what_it_shows() -> None:
     senses = warmed()
-    assert heard(senses, 3e5, 100, 3 * HELD) == [], "each frame begins slowly"
+    assert heard(senses, 3e5, 100, 3 * LASTING_STEPS) == [], "each frame begins slowly"
     assert senses.rates == {}
     senses = warmed()
-    assert heard(senses, 2e6, 0, 3 * HELD) == ["the link from a to b has 2.00 times its bandwidth"]
+    assert heard(senses, 2e6, 0, 3 * LASTING_STEPS) == ["the link from a to b has 2.00 times its bandwidth"]
     assert senses.rates == {PAIR: 2e6}
 
 
 def test_a_link_that_sags_and_then_has_a_queue_is_noticed_as_soon_as_one_that_had_one_before() -> None:
     for depth in (0, 1e5):
         senses = warmed()
-        assert heard(senses, 1e6, depth, 2 * HELD) == []
-        assert heard(senses, 2.5e5, 1e5, HELD // 2) == [], "it may pass"
+        assert heard(senses, 1e6, depth, 2 * LASTING_STEPS) == []
+        assert heard(senses, 2.5e5, 1e5, LASTING_STEPS // 2) == [], "it may pass"
         assert heard(senses, 2.5e5, 1e5, 1) == ["the link from a to b has 0.25 times its bandwidth"]
 
 
 def test_an_idle_link_that_sags_shows_it_by_its_own_usual_rate() -> None:
     senses = warmed()
     assert heard(senses, 3e5, 0) == []
-    assert heard(senses, 1e5, 0, 3 * HELD) == ["the link from a to b has 0.33 times its bandwidth"]
+    assert heard(senses, 1e5, 0, 3 * LASTING_STEPS) == ["the link from a to b has 0.33 times its bandwidth"]
     assert senses.rates[PAIR] == pytest.approx(1e6 / 3)
-    assert heard(senses, 3e5, 0, 3 * HELD) == ["the link from a to b has 3.00 times its bandwidth"]
+    assert heard(senses, 3e5, 0, 3 * LASTING_STEPS) == ["the link from a to b has 3.00 times its bandwidth"]
     senses.restart()
     senses.hear(Observed())
-    assert heard(senses, 1e5, 0, 3 * HELD) == [], "another plan sends other frames"
+    assert heard(senses, 1e5, 0, 3 * LASTING_STEPS) == [], "another plan sends other frames"
 
 
 def test_what_a_queue_has_shown_is_not_counted_again_when_the_link_is_idle() -> None:
     senses = warmed()
     assert heard(senses, 3e5, 0) == []
     assert heard(senses, 2e5, 1e5) == ["the link from a to b has 0.20 times its bandwidth"]
-    assert heard(senses, 6e4, 0, 3 * HELD) == [], "neither what it was before nor how it has changed counts"
+    assert heard(senses, 6e4, 0, 3 * LASTING_STEPS) == [], "neither what it was before nor how it has changed counts"
     assert senses.rates == {PAIR: 2e5}
 
 
 def test_an_idle_link_that_nobody_had_measured_is_known_by_what_it_shows() -> None:
     senses = Senses({})
     senses.hear(Observed())
-    assert heard(senses, 1e6, 0, 2 * HELD) == []
+    assert heard(senses, 1e6, 0, 2 * LASTING_STEPS) == []
     assert heard(senses, 1e5, 1e5) == ["the link from a to b has 0.10 times its bandwidth"]
 
 

@@ -91,7 +91,7 @@ async def test_measuring_a_device_leaves_the_generator_that_training_draws_from(
 
 
 async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
-    async with Compute(pace=Pace(800.0, told_flops_per_s=1000.0)) as compute:
+    async with Compute(pace=Pace(800.0, claimed_flops_per_s=1000.0)) as compute:
         assert (await measure_device(compute)).speed_flops_per_s == 1000.0
         assert compute.pace is not None
         assert compute.pace.seconds(800.0) == 1.0

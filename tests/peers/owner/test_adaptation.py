@@ -33,7 +33,7 @@ from benchmarks.rehearsal import (
 )
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import Level
-from meshcee.adapt.senses import DOUBTFUL, FAST, HELD, Senses
+from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Senses
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.figures.measured import Measured
@@ -58,44 +58,44 @@ def step(compute_s: float = 1.0, rate: float = 1e6) -> Observed:
 
 def warmed(**bandwidths: float) -> Senses:
     senses = Senses({("a", "b"): 1e6, **{(k[0], k[1]): v for k, v in bandwidths.items()}})
-    for _ in range(HELD + 1):
+    for _ in range(LASTING_STEPS + 1):
         assert senses.hear(step()) == []
     return senses
 
 
 def test_what_holds_is_told_once_and_what_passes_is_not() -> None:
     senses = warmed()
-    for _ in range(HELD // 2):
+    for _ in range(LASTING_STEPS // 2):
         assert senses.hear(step(compute_s=3.0, rate=1e5)) == [], "it may pass"
-    for _ in range(2 * HELD):
+    for _ in range(2 * LASTING_STEPS):
         assert senses.hear(step()) == []
-    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(rate=2.5e5))]
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(rate=2.5e5))]
     assert told == ["the link from a to b has 0.25 times its bandwidth"]
     assert senses.rates == {("a", "b"): 2.5e5}
-    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step())]
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step())]
     assert told == ["the link from a to b has 4.00 times its bandwidth"]
     assert senses.rates == {("a", "b"): 1e6}
 
 
 def test_a_slow_device_is_told_from_its_own_usual_time() -> None:
     senses = warmed()
-    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=1.5))]
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.5))]
     assert told == ["a takes 1.50 times as long to compute"]
     assert senses.slow == {"a": 1.5}
     senses.restart()  # other blocks: what is usual has to be learnt anew, and the first step warms up
     assert senses.hear(step(compute_s=40.0)) == []
-    assert [shift for _ in range(3 * HELD) for shift in senses.hear(step(compute_s=4.0))] == []
+    assert [shift for _ in range(3 * LASTING_STEPS) for shift in senses.hear(step(compute_s=4.0))] == []
     assert senses.slow == {"a": 1.5}, "what was learnt of the device stays"
 
 
 def test_first_steps_that_were_disturbed_make_no_device_faster_than_its_profile() -> None:
     senses = Senses({})
     for seconds in (3.0, 1.0):
-        assert [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=seconds))] == []
+        assert [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=seconds))] == []
     assert not senses.slow
-    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=1.5))]
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.5))]
     assert told == ["a takes 1.50 times as long to compute"]
-    told = [shift for _ in range(2 * HELD) for shift in senses.hear(step(compute_s=0.7))]
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=0.7))]
     assert senses.slow == {"a": 1.0}
     assert told == ["a takes 0.67 times as long to compute"]
 
@@ -108,13 +108,13 @@ def test_noise_and_links_faster_than_the_machine_are_no_shifts() -> None:
         rates = {**seen.rates, ("b", "a"): noise.uniform(6e7, 5e8)}
         assert senses.hear(Observed(seen.compute_s, rates)) == []
     assert not senses.rates
-    told = [s for _ in range(HELD) for s in senses.hear(Observed({}, {("b", "a"): 1e7}))]
+    told = [s for _ in range(LASTING_STEPS) for s in senses.hear(Observed({}, {("b", "a"): 1e7}))]
     assert len(told) == 1, "a fast link that has become slow is one"
 
 
 def test_probes_tell_of_links_that_no_step_crosses() -> None:
     senses = Senses({("a", "b"): 1e6})
-    for _ in range(2 * HELD):
+    for _ in range(2 * LASTING_STEPS):
         senses.hear(step(rate=1e5))
     assert senses.rates == {("a", "b"): 1e5}
     assert senses.probed({("a", "b"): 1.2e5, ("b", "c"): 1e6}) == [], "probes are noisy, and the unknown is no shift"
@@ -135,16 +135,18 @@ def test_what_others_show_of_a_line_takes_the_place_of_an_older_probe() -> None:
     senses.assume(("a", "b"), 9e5)
     assert senses.rates == {("a", "b"): 9e5}
     assert senses.share(("a", "b")) == 0.9
-    assert [told for _ in range(2 * HELD) for told in senses.hear(step())] == [], "it has what was assumed, nearly"
+    assert [told for _ in range(2 * LASTING_STEPS) for told in senses.hear(step())] == [], (
+        "it has what was assumed, nearly"
+    )
     senses.assume(("a", "b"), 1e9)
     assert senses.rates == {("a", "b"): FAST}, "that or more"
 
 
 def test_a_link_that_nobody_had_measured_is_known_from_its_first_steps() -> None:
     senses = Senses({})
-    for _ in range(HELD + 1):
+    for _ in range(LASTING_STEPS + 1):
         assert senses.hear(step()) == []
-    assert len([s for _ in range(HELD) for s in senses.hear(step(rate=1e5))]) == 1
+    assert len([s for _ in range(LASTING_STEPS) for s in senses.hear(step(rate=1e5))]) == 1
 
 
 def test_links_that_were_better_once_are_doubtful() -> None:
@@ -432,7 +434,7 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
             if found is not None:
                 break
     assert found is not None
-    assert step < 12 + 2 * HELD, "before long"
+    assert step < 12 + 2 * LASTING_STEPS, "before long"
     assert found.peers[0] != first
     (entry,) = [entry for entry in logged if entry["event"] == "the plan changes"]
     assert entry["cause"] == (f"the owner's link to {first} has 0.10 times its bandwidth",)

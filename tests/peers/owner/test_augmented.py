@@ -189,7 +189,7 @@ def test_members_of_a_group_are_fed_rows_of_what_is_kept(tmp_path: Path) -> None
         part_x, part_y = feed.samples(spec, 1, (2, 5))
         assert torch.equal(part_x, x[2:5])
         assert torch.equal(part_y, y[2:5])
-        assert feed.parts(spec, 1, [(0, 2), (2, 6)]) == [
+        assert feed.row_shares(spec, 1, [(0, 2), (2, 6)]) == [
             weight(part) / (weight(y[:2]) + weight(y[2:])) for part in (y[:2], y[2:])
         ]
 

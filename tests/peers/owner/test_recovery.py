@@ -214,7 +214,7 @@ async def test_a_link_is_planned_with_again_once_a_probe_has_crossed_it() -> Non
         async with asyncio.timeout(10):
             await c.directory.wait_for(lambda: pair in c.links() and pair[::-1] in c.links())
             before = c.links()
-            c.part([pair])
+            c.cut_off([pair])
             assert c.parted() == (pair,)
             assert c.links()[pair].bandwidth_bytes_per_s == NEXT_TO_NOTHING
             assert {p: link for p, link in c.links().items() if p != pair} == {

@@ -126,7 +126,7 @@ def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path
 
     Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up, long before the owner would ask what its
     step waits for. That the next plan did not use the same
-    pair again, and fail once more, is Course._count_losses' `Part(parted), `.
+    pair again, and fail once more, is Course._count_losses' `CutOff(parted), `.
     """
     seen: list[str] = []
     offered_s: list[float] = []  # after that
@@ -209,7 +209,7 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
             test_a_link_between_two_members_delivers_nothing_and_breaks_nothing,
             (),
             Course._count_losses,
-            "Part(parted), ",
+            "CutOff(parted), ",
             "",
         ),
         (

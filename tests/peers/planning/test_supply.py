@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshcee.adapt.feeding import Feeding
-from meshcee.adapt.senses import HELD
+from meshcee.adapt.senses import LASTING_STEPS
 from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
@@ -186,12 +186,12 @@ def test_each_field_of_a_request_is_checked() -> None:
 def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:
     feeding = Feeding({"p0": LinkProfile(0.01, 1e8)})
 
-    def heard(size: int, rate: float, peer: str = "p0", steps: int = HELD) -> list[str]:
+    def heard(size: int, rate: float, peer: str = "p0", steps: int = LASTING_STEPS) -> list[str]:
         return [told for _ in range(steps) for told in feeding.hear({peer: (size, rate)}, 1.0)]
 
     assert heard(10_000, 1e6) == [], "it takes a hundredth of the step"
     feeding.restart()
-    assert heard(2_000_000, 1e6, steps=HELD - 1) == [], "it may pass"
+    assert heard(2_000_000, 1e6, steps=LASTING_STEPS - 1) == [], "it may pass"
     assert heard(2_000_000, 1e6, steps=1) == ["the owner's link to p0 has 0.02 times its bandwidth"]
     assert feeding.links == {"p0": LinkProfile(0.01, 1e6)}
     assert heard(2_000_000, 1.1e6) == [], "noise"

@@ -22,6 +22,7 @@ from peers.transport.frame import (
     GOODBYE,
     MAX_CHUNK_BYTES,
     RETRACT,
+    Arrived,
     Credit,
     Decoder,
     Encoder,
@@ -29,7 +30,6 @@ from peers.transport.frame import (
     Goodbye,
     Retracted,
     Spent,
-    Whole,
     views,
 )
 from tests.peers.transport.harness import same
@@ -70,7 +70,7 @@ def digest(kind: int, body: bytes) -> int:
 
 
 def only_frames(events: list[Event]) -> list[Frame]:
-    return [event.frame for event in events if isinstance(event, Whole)]
+    return [event.frame for event in events if isinstance(event, Arrived)]
 
 
 @given(st.lists(frames, min_size=1, max_size=3), st.lists(st.integers(1, 3000)), st.booleans())
@@ -86,7 +86,9 @@ def test_frames_survive_any_cutting_of_the_bytes(sent: list[Frame], cuts: list[i
     assert all(map(same, received, sent))
     assert not decoder.mid_frame
     cost = sum(Encoder(LIMITS).head(f, [len(p) for p in f.payloads])[1] + f.payload_bytes for f in sent)
-    assert sum(event.cost for event in events if isinstance(event, (Spent, Whole))) == cost  # both windows count alike
+    assert (
+        sum(event.cost for event in events if isinstance(event, (Spent, Arrived))) == cost
+    )  # both windows count alike
 
 
 @given(frames, st.data())
@@ -210,7 +212,7 @@ def test_control_records_stand_between_chunks() -> None:
     events = decoder.feed(head + chunks[0] + control_record(CREDIT, 77) + chunks[1])
     assert Credit(77) in events
     events = decoder.feed(chunks[2] + control_record(GOODBYE))
-    assert [type(event) for event in events] == [Whole, Goodbye]
+    assert [type(event) for event in events] == [Arrived, Goodbye]
     assert bytes(only_frames(events)[0].payloads[0]) == payload
 
 

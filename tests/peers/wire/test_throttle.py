@@ -11,7 +11,7 @@ import pytest
 
 from meshcee.adapt.senses import FAST
 from meshcee.figures.profile import LinkProfile
-from peers.measure.own_links import OwnLinks
+from peers.measure.link_report import LinkReport
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
 from peers.transport.stream import FramedStream
@@ -96,7 +96,7 @@ async def test_a_link_is_known_by_its_record_unless_it_is_as_fast_as_a_machine()
     async def publish(record: Any) -> None: ...
 
     nowhere = SimpleNamespace(peers={}, publish=publish)
-    links = OwnLinks("me", cast(Any, nowhere), clock=lambda: 0.0, monotonic=lambda: 0.0)
+    links = LinkReport("me", cast(Any, nowhere), clock=lambda: 0.0, monotonic=lambda: 0.0)
     for peer, bandwidth in (("slow", WELL), ("lan", FAST)):
         await links.probed(peer, LinkProfile(0.01, bandwidth))
     assert [links.bandwidth(peer) for peer in ("slow", "lan", "stranger")] == [WELL, math.inf, math.inf]

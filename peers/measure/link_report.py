@@ -17,13 +17,13 @@ from meshcee.adapt import FAST, SHIFT, Senses, as_shown
 from meshcee.figures import LinkProfile, Observed
 from peers.wire import Crossed
 
-__all__ = ["OLD_S", "REST_S", "OwnLinks"]
+__all__ = ["OLD_S", "REST_S", "LinkReport"]
 
 REST_S = 3.0  # between two changes of one link that steps have shown, at least
 OLD_S = 600.0  # of a figure that steps bear out: it is dated anew, well before nobody believes it any more
 
 
-class OwnLinks:
+class LinkReport:
     """`run` in the agent's TaskGroup tells what steps have shown, so that no step waits for it.
 
     known  peer -> the link to it, as published

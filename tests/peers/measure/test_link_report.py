@@ -15,11 +15,11 @@ import pytest
 from benchmarks.rehearsal import POOR, flaps, fresh, rehearse, step_s
 from dht.gossip import EVERY_S, FANOUT, MORE_TURNS
 from dht.records import LinkRecord
-from meshcee.adapt.senses import FAST, HELD, Senses, as_shown
+from meshcee.adapt.senses import FAST, LASTING_STEPS, Senses, as_shown
 from meshcee.errors import ProtocolError
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import LinkProfile
-from peers.measure.own_links import OLD_S, REST_S, OwnLinks
+from peers.measure.link_report import OLD_S, REST_S, LinkReport
 from peers.mesh_view import LINK_TTL_S
 from peers.wire.neighbour_link import Crossed, Links
 from tests.dht.test_gossip import Mesh
@@ -41,7 +41,7 @@ class Peer:
         self.mesh = mesh
         self.me, self.other, *_ = [mesh.add() for _ in range(count)]
         self.directory = mesh.directories[self.me]
-        self.own = OwnLinks(self.me, self.directory, clock=now, monotonic=now)
+        self.own = LinkReport(self.me, self.directory, clock=now, monotonic=now)
         self.told = 0
         self._crossed: Crossed = self.own.begin()
 
@@ -86,7 +86,7 @@ async def test_a_link_that_sags_beside_steps_is_known_everywhere_within_seconds(
             began = now()
             while peer.link.bandwidth_bytes_per_s != rate:
                 await peer.step(rate)
-            assert now() - began <= REST_S + (HELD + 2) * STEP_S
+            assert now() - began <= REST_S + (LASTING_STEPS + 2) * STEP_S
             assert peer.link.measured_at >= began
             took_s = await peer.known()
             assert took_s <= (math.ceil(math.log2(40)) + MORE_TURNS) * (EVERY_S + 0.05)
@@ -100,7 +100,7 @@ async def test_noise_and_links_that_nothing_queues_for_are_no_news() -> None:
         delivered = peer.mesh.delivered
         for _ in range(200):
             await peer.step(noise.uniform(0.85, 1.15) * WELL)
-        for _ in range(3 * HELD):
+        for _ in range(3 * LASTING_STEPS):
             await peer.step(SAGGED, IDLE)
         assert (peer.told, peer.mesh.delivered) == (0, delivered)
 
@@ -115,7 +115,7 @@ async def test_a_link_that_flaps_makes_little_noise_and_its_last_state_is_known(
         most = math.ceil((now() - began) / REST_S) + 1
         assert 1 <= peer.told <= most
         assert peer.mesh.delivered - delivered <= most * 8 * FANOUT * (math.ceil(math.log2(8 + 1)) + MORE_TURNS)
-        for _ in range(math.ceil(REST_S / STEP_S) + HELD):
+        for _ in range(math.ceil(REST_S / STEP_S) + LASTING_STEPS):
             await peer.step(WELL)
         assert peer.link.bandwidth_bytes_per_s == WELL
         await peer.known()
@@ -124,14 +124,14 @@ async def test_a_link_that_flaps_makes_little_noise_and_its_last_state_is_known(
 @virtual_time
 async def test_the_newest_figure_counts_whether_probed_or_seen_in_steps() -> None:
     async with peer_of(2) as peer:
-        for _ in range(2 * HELD):
+        for _ in range(2 * LASTING_STEPS):
             await peer.step(SAGGED)
         assert peer.link.bandwidth_bytes_per_s == SAGGED
         await asyncio.sleep(REST_S)
         await peer.own.probed(peer.other, LinkProfile(0.01, 2 * WELL, now()))
         await peer.step(SAGGED)
         assert peer.link.bandwidth_bytes_per_s == 2 * WELL, "one step is not enough to say otherwise"
-        for _ in range(HELD):
+        for _ in range(LASTING_STEPS):
             await peer.step(SAGGED)
         assert peer.link.bandwidth_bytes_per_s == SAGGED
 
@@ -155,7 +155,7 @@ async def test_a_figure_that_steps_bear_out_does_not_grow_old() -> None:
 async def test_a_link_faster_than_the_machine_has_its_probed_bandwidth_again() -> None:
     async with peer_of(2, LinkProfile(0.01, 4 * FAST)) as peer:
         for rate, known in ((SAGGED, SAGGED), (2 * FAST, 4 * FAST)):
-            for _ in range(math.ceil(REST_S / STEP_S) + HELD):
+            for _ in range(math.ceil(REST_S / STEP_S) + LASTING_STEPS):
                 await peer.step(rate)
             assert peer.link.bandwidth_bytes_per_s == known
 
@@ -166,7 +166,7 @@ def test_an_owner_does_not_take_a_record_that_lags_for_what_a_fast_link_has() ->
     record = as_shown(LinkProfile(0.01, 4 * FAST), SAGGED)
     senses = Senses.of({pair: record})
     assert senses.doubtful == {pair}, "it was better once"
-    for _ in range(2 * HELD):
+    for _ in range(2 * LASTING_STEPS):
         senses.hear(Observed({}, {pair: 2 * FAST}))
     assert as_shown(record, senses.rates[pair]).bandwidth_bytes_per_s == 4 * FAST
 
