@@ -12,7 +12,6 @@ sequence, and per device kind and micro-batch size the seconds [forward, backwar
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures.profile import Cluster, Device, LinkProfile
 from meshcee.figures.workload import KindTimes, Workload
+from meshcee.files import loads
 
 __all__ = ["LinkChange", "Scenario", "load_scenario", "packaged"]
 
@@ -90,10 +90,10 @@ def load_scenario(testbeds: Path, name: str, profiles: Path) -> Scenario:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name an existing file") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
 
 

@@ -6,7 +6,7 @@ Everything may import this room; it knows no mesh. `tensor_files` and `hugging_f
 
 from meshcee.files.home import Home, Run
 from meshcee.files.memory import large_apart, settled
-from meshcee.files.strict_json import dumps
+from meshcee.files.strict_json import dumps, loads
 from meshcee.files.trouble import Trouble
 
-__all__ = ["Home", "Run", "Trouble", "dumps", "large_apart", "settled"]
+__all__ = ["Home", "Run", "Trouble", "dumps", "large_apart", "loads", "settled"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import psutil
 
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import disk
+from meshcee.files.strict_json import loads
 
 __all__ = ["Home", "Run"]
 
@@ -106,7 +106,7 @@ class Run:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -114,7 +114,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _report(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = loads(line)
     except ValueError:
         return None
     whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "loss" in found

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps"]
+__all__ = ["dumps", "loads"]
 
 
 def dumps(value: Any, **options: Any) -> str:
@@ -25,4 +25,23 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    return value
+
+
+def loads(text: str | bytes) -> Any:
+    """json.loads of a file that somebody else may have written. NaN, infinities and deep nesting are a ValueError too."""
+    try:
+        return json.loads(text, parse_constant=_refused, parse_float=_number)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deep") from error
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
     return value

@@ -21,6 +21,7 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.files import disk
+from meshcee.files.strict_json import loads
 
 __all__ = ["DTYPES", "Checkpoint", "Layout", "OnDemand", "TensorFile", "byte_view", "head_of", "nbytes_of", "save"]
 
@@ -136,7 +137,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         try:
             if index.stat().st_size > INDEX_BYTES:
                 raise ValueError(f"it is larger than {INDEX_BYTES} bytes")
-            files = json.loads(index.read_text())["weight_map"]
+            files = loads(index.read_text())["weight_map"]
             if any(Path(file).name != file for file in files.values()):
                 raise ValueError("a shard lies in another folder")
             return {str(name): index.parent / file for name, file in files.items()}

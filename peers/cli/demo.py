@@ -16,7 +16,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from rich.console import Console
+from rich.text import Text
 
 import meshcee
 from meshcee.capture import capture
@@ -24,7 +24,7 @@ from meshcee.errors import MeshceeError
 from meshcee.files import Home, dumps
 from meshcee.job import Job
 from peers.cli.local import Children
-from peers.cli.session import configure_logging, load_job, run_async
+from peers.cli.session import Screen, configure_logging, load_job, run_async
 from peers.cli.view import View, view_for
 from peers.node import JoinOptions, Mesh, join
 
@@ -38,7 +38,7 @@ def _job_file() -> Path:
 def run_demo(peers: int, steps: int | None, *, as_json: bool) -> None:
     configure_logging(as_json=as_json, level="warning")
     torch.set_num_threads(1)
-    console = Console(stderr=as_json, highlight=False)
+    console = Screen(stderr=as_json)
     module_job = load_job(_job_file())
     job = module_job if steps is None else Job(**{**vars(module_job), "steps": steps})
     current: list[Mesh] = []
@@ -53,9 +53,9 @@ def run_demo(peers: int, steps: int | None, *, as_json: bool) -> None:
 
 
 async def _demo(
-    job: Job, count: int, folder: Path, console: Console, view: View, current: list[Mesh], *, as_json: bool
+    job: Job, count: int, folder: Path, console: Screen, view: View, current: list[Mesh], *, as_json: bool
 ) -> bool:
-    console.print(f"[bold]meshcee demo[/]: {count} peer processes on this machine train a character GPT on the Python")
+    console.print(f"meshcee demo: {count} peer processes on this machine train a character GPT on the Python")
     console.print("standard library's source text; the owner feeds samples and computes nothing.\n")
     captured = capture(job)
     training_s = 0.0
@@ -76,15 +76,16 @@ async def _demo(
         return True
     speed = job.batch_size * done / training_s
     console.print(f"\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {done} steps, {speed:.1f} samples/s")
-    console.print("\n[bold]A sample of what it writes now:[/]")
-    console.print(_sample(result.state_dict), markup=False, soft_wrap=True)
+    console.print("\nA sample of what it writes now:", style="bold")
+    console.print(_sample(result.state_dict), soft_wrap=True)
     console.print("\nChecking against the plain eager PyTorch loop in a process of its own ...")
     eager = await _eager(job, done, result.micro_batch_size, folder)
     reference = safetensors.torch.load_file(folder / "eager.safetensors")
     same_losses = eager["losses"] == result.losses
     worst = [name for name, tensor in result.state_dict.items() if not torch.equal(tensor, reference[name])]
     for label, good in (("losses", same_losses), ("weights", not worst)):
-        console.print(f"  {label:<8} {'[green]equal, bit for bit[/]' if good else '[red]different[/]'}")
+        told = ("equal, bit for bit", "green") if good else ("different", "red")
+        console.print(Text.assemble(f"  {label:<8} ", told))
     console.print(
         f"  the mesh trained in {training_s:.1f} s, the plain loop in {eager['seconds']:.1f} s: "
         f"{count} peers share the {os.cpu_count()} cores of this machine"

@@ -17,11 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-
 from meshcee.errors import MeshceeError
 from meshcee.files import dumps
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, run_async
 from peers.device import device_names
 
 __all__ = ["Children", "die_with_parent", "run_local"]
@@ -105,13 +103,13 @@ class Children:
         log = (self.home / f"{name}.log").open("ab")
         command = [sys.executable, "-m", "meshcee", "peer", "--json", "--name", name, "--listen", self.listen(name)]
         command += ["--threads", str(threads), "--device", "cpu"]
-        if token:
-            command += ["--join", token]
         if emulation:
             command += [*emulation, "--shape-device", name]
         environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
         environment["MESHCEE_PARENT"] = str(os.getpid())
         environment.pop("MESHCEE_JOIN", None)
+        if token:  # not as an argument, which every process of this machine may read
+            environment["MESHCEE_JOIN"] = token
         process = await self.spawn(
             name, command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
         )
@@ -162,7 +160,7 @@ def run_local(
 async def _local(
     names: list[str], emulation: tuple[str, ...], job: Path | None, threads: int, *, as_json: bool
 ) -> None:
-    console = Console(stderr=as_json, highlight=False)
+    console = Screen(stderr=as_json)
     with tempfile.TemporaryDirectory(prefix="meshcee-local-") as folder:
         async with Children(Path(folder)) as children:
             token = await children.start_peers(len(names), threads=threads, names=names, emulation=emulation)

@@ -24,7 +24,7 @@ from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk, dumps
 from peers.cli import plan as planning
-from peers.cli.session import spin_briefly
+from peers.cli.session import printable, read_token, spin_briefly
 
 __all__ = ["app", "main"]
 
@@ -43,7 +43,14 @@ app.command()(planning.plan)
 app.command()(planning.simulate)
 
 Join = Annotated[
-    str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token or multiaddress of a peer.")
+    str | None,
+    typer.Option(
+        "--join",
+        "-j",
+        envvar="MESHCEE_JOIN",
+        callback=read_token,
+        help="The invite token or multiaddress of a peer, @FILE with one, or - for standard input.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
 Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
@@ -398,5 +405,5 @@ def _fail(error: BaseException, code: int) -> None:
     hint = (
         "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
     )
-    print(f"meshcee: {error}{hint}", file=sys.stderr)
+    print(printable(f"meshcee: {error}{hint}"), file=sys.stderr)
     sys.exit(code)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import structlog
 import torch
-from rich.console import Console
 
 from meshcee.errors import PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.local import die_with_parent
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, run_async
 from peers.device import paced, versions
 from peers.measure import resolve_device
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
@@ -127,7 +126,7 @@ async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool)
         if as_json:
             print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
         else:
-            console = Console(highlight=False)
+            console = Screen()
             console.print(f"{me.options.name} is up as {me.peer_id} on {where.device}.")
             console.print("On every other machine:\n")
             console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)

@@ -6,8 +6,9 @@ peers/cli/live_plan.py has asked it.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,9 @@ import typer
 
 from meshcee.errors import UsageError
 from meshcee.figures import CODECS, LinkChange, Scenario, load_scenario, packaged
-from meshcee.files import disk, dumps
+from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan
+from peers.cli.session import read_token
 
 if TYPE_CHECKING:
     from peers.cli.live_plan import LivePlan
@@ -26,7 +28,16 @@ __all__ = ["plan", "read_scenario", "simulate"]
 Testbed = Annotated[
     str | None, typer.Option("--testbed", help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")
 ]
-Join = Annotated[str | None, typer.Option("--join", "-j", envvar="MESHCEE_JOIN", help="The invite token of a mesh.")]
+Join = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        "-j",
+        envvar="MESHCEE_JOIN",
+        callback=read_token,
+        help="The invite token of a mesh, @FILE with one, or - for standard input.",
+    ),
+]
 Profiles = Annotated[
     Path | None, typer.Option("--profiles", help="A file of device profiles; default: the one that ships with meshcee.")
 ]
@@ -82,7 +93,8 @@ def plan(
         extra = {"names": dict(names), "notes": [*said, *live.notes]}
     text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
     if html is not None:
-        shown = _named(plan_page(best, cluster, workload, text, f"meshcee plan: {title}"), names)
+        page = plan_page(best, cluster, workload, text, f"meshcee plan: {title}")
+        shown = _named(page, {peer: escape(name) for peer, name in names.items()})
         disk.publish(html, shown.encode())
     if as_json:
         print(dumps({**best.to_json(), **extra}))
@@ -103,9 +115,9 @@ def _live(job: Path | None, join: str | None, testbed: str | None, stages: int |
 
 
 def _named(text: str, names: Mapping[str, str]) -> str:
-    for peer, name in names.items():
-        text = text.replace(peer, name)
-    return text
+    """The text with names for ids, in one pass: a name may contain another peer's id."""
+    ids = "|".join(map(re.escape, names))
+    return re.sub(ids, lambda found: names[found[0]], text) if ids else text
 
 
 def _short(best: Plan, text: str) -> str:
@@ -123,7 +135,7 @@ def _short(best: Plan, text: str) -> str:
 
 def _read_plan(path: Path) -> Plan:
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a file with the output of plan --json") from error
     except ValueError as error:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run, dumps, hugging_face
 from meshcee.files.tensor_files import OnDemand, save
+from peers.cli.session import Screen
 from peers.state import Checkpoint, CheckpointStore
 
 __all__ = ["export", "find", "list_runs", "show_logs", "stop_run"]
@@ -54,7 +54,7 @@ def list_runs(*, as_json: bool) -> None:
         loss = _figure(s["loss"]) if s["step"] else "-"
         kept = ", ".join(f"@{step}" for step in s["checkpoints"]) or "-"
         table.add_row(str(s["run"]), str(s["state"]), f"{s['step']}/{s['steps']}", loss, kept)
-    Console().print(table)
+    Screen().print(table)
 
 
 def stop_run(run_id: str) -> None:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import uvloop
+from rich.console import Console
+from rich.text import Text
 
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.user_code import under_way
@@ -29,7 +31,18 @@ from meshcee.user_code import under_way
 if TYPE_CHECKING:
     from meshcee.job import Job
 
-__all__ = ["Interrupted", "configure_logging", "load_job", "run_async", "run_blocking", "spin_briefly", "unwrap"]
+__all__ = [
+    "Interrupted",
+    "Screen",
+    "configure_logging",
+    "load_job",
+    "printable",
+    "read_token",
+    "run_async",
+    "run_blocking",
+    "spin_briefly",
+    "unwrap",
+]
 
 T = TypeVar("T")
 
@@ -52,11 +65,61 @@ def configure_logging(*, as_json: bool, level: str | None = None) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
             structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
+            _printable,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(name, logging.INFO)),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may be given it: what could move its cursor or turn its letters around is spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _printable(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A step of logging. A traceback has line ends of its own; nothing else has."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+class Screen(Console):
+    """A terminal or a pipe for people. Texts come from other machines too, so none of them is read as markup.
+
+    Our own marks are `Text` and `style`.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+TOKEN_BYTES = 64 << 10
+
+
+def read_token(text: str | None) -> str | None:
+    """The token that `--join` was given: itself, `@FILE`, or `-` for the first line of standard input.
+
+    Every process of a machine can read the arguments of the others, and a shell keeps them. UsageError for a file without one.
+    """
+    if text is None or not (text == "-" or text.startswith("@")):
+        return text
+    if text == "-":
+        found = sys.stdin.readline(TOKEN_BYTES).strip()
+    else:
+        try:
+            with open(text[1:], encoding="utf-8") as file:
+                found = file.readline(TOKEN_BYTES).strip()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UsageError(f"--join {text}: the file cannot be read: {why}") from error
+    if not found:
+        raise UsageError(
+            f"--join {text}: there is no token on the first line; write the line there that `meshcee peer` printed"
+        )
+    return found
 
 
 def unwrap(error: BaseException) -> BaseException:

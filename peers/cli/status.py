@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dht import MAX_ADDRESSES, Token
@@ -13,11 +12,11 @@ from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from meshcee.plan import Plan
 from peers.cli.peer import parse_duration_s
-from peers.cli.session import configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, run_async
 from peers.cli.view import plan_table
 from peers.node import JoinOptions, join
 
-__all__ = ["print_token", "run_status"]
+__all__ = ["print_token", "run_status", "show"]
 
 
 def run_status(token: str | None, *, as_json: bool) -> None:
@@ -26,7 +25,7 @@ def run_status(token: str | None, *, as_json: bool) -> None:
     if as_json:
         print(dumps(data), flush=True)
     else:
-        _print(data)
+        show(data)
 
 
 def print_token(token: str | None, valid: str) -> None:
@@ -56,8 +55,9 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
 
-def _print(data: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+def show(data: dict[str, Any]) -> None:
+    """For people."""
+    console = Screen()
     names = {p["peer"]: p["name"] for p in data["peers"]}
     table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
     for column in ("peer", "id", "kernel class", "memory", "speed", "state", "address"):

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from meshcee.files import dumps
 from meshcee.plan import Plan
+from peers.cli.session import Screen, printable
 from peers.mesh_view import named
 from peers.owner import Report
 
@@ -113,11 +114,11 @@ class RichView(LineView):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._progress = Progress(
-            TextColumn("[bold]training"),
+            TextColumn("training", style="bold"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("loss [bold]{task.fields[loss]}[/]  {task.fields[speed]} samples/s  ETA {task.fields[eta]}"),
-            TextColumn("[dim]{task.fields[limit]}"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} samples/s  ETA {task.fields[eta]}"),
+            TextColumn("{task.fields[limit]}", style="dim", markup=False),
             console=console,
         )
         self._task = self._progress.add_task(
@@ -135,7 +136,7 @@ class RichView(LineView):
 
     def wait(self, text: str) -> None:
         super().wait(text)
-        self._progress.update(self._task, limit=text)
+        self._progress.update(self._task, limit=printable(text))
 
     def report(self, report: Report) -> None:
         self._progress.update(
@@ -146,7 +147,7 @@ class RichView(LineView):
             loss=f"{report.loss:.4f}",
             speed=f"{report.samples_per_s:.1f}",
             eta=_duration(report.eta_s),
-            limit=report.limit,
+            limit=printable(report.limit),
         )
         if report.metrics:
             self._console.print(f"step {report.step + 1}: {_metrics(report)}", highlight=False)
@@ -156,7 +157,7 @@ def view_for(*, as_json: bool) -> View:
     """The view that suits standard output."""
     if as_json:
         return JsonView()
-    console = Console()
+    console = Screen()
     return RichView(console) if sys.stdout.isatty() else LineView(console)
 
 

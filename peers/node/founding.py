@@ -8,7 +8,6 @@ way would found a second mesh by mistake, and is told how to join instead.
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import structlog
 
 from dht import MeshKey
 from meshcee.errors import JoinError, UsageError
-from meshcee.files import Home, disk, dumps
+from meshcee.files import Home, disk, dumps, loads
 from peers.transport.p2p import reserve
 
 __all__ = ["Founding"]
@@ -84,7 +83,7 @@ class Founding:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(file.read_text())
+        kept = loads(file.read_text())
         if not all(isinstance(kept.get(name, kind()), kind) for name, kind in (("identity", str), ("listening", dict))):
             raise ValueError("its entries are of other kinds")
     except FileNotFoundError:

@@ -7,7 +7,6 @@ be kept, edited and run again. Names make it independent of the ids that peers h
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, PlanError, UsageError
 from meshcee.figures import fitting, threads_of, with_classes
+from meshcee.files import loads
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage import check_pipelines
@@ -30,9 +30,10 @@ def read_plan(path: Path) -> Plan:
     try:
         text = path.read_text()
         try:
-            data = json.loads(text)
+            data = loads(text)
         except ValueError:  # as a command prints: an object a line
-            data = next((found for line in text.splitlines() if "plan" in (found := json.loads(line))), None)
+            lines = map(loads, text.splitlines())
+            data = next((found for found in lines if isinstance(found, dict) and "plan" in found), None)
     except (OSError, ValueError) as error:
         raise UsageError(f"--plan: {path} cannot be read as JSON: {error}") from error
     if isinstance(data, dict) and "pipelines" not in data and isinstance(data.get("plan"), dict):

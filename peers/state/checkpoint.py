@@ -28,7 +28,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, UsageError
-from meshcee.files import disk, dumps, hugging_face
+from meshcee.files import disk, dumps, hugging_face, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 
@@ -82,7 +82,7 @@ class Checkpoint:
     def manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
+            data: dict[str, Any] = loads(path.read_text())
             if data["format"] != FORMAT:
                 raise CheckpointError(f"{path} has format {data['format']}: use the version of meshcee that wrote it")
             int(data["next_step"]), int(data["micro_batch"]), dict(data["files"])
