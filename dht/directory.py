@@ -25,6 +25,7 @@ from dht.records import (
     Record,
     RunRecord,
     check,
+    dated,
     open_sealed,
     seal,
     topic,
@@ -129,12 +130,11 @@ class Directory:
     def _seal(self, record: Record, ttl_s: float | None = None) -> tuple[bytes, float]:
         """Dated now, and when it expires."""
         kind = type(record)
-        # Never twice the same time and never an earlier one: nodes keep the value that expires last.
-        sent_at = max(self._clock(), self._sent_at.get(kind, 0.0) + 0.001)
-        self._sent_at[kind] = sent_at
+        sent_at = self._sent_at[kind] = dated(self._clock(), self._sent_at.get(kind, 0.0))
         expires_at = sent_at + (ttl_s or self._ttl_s(kind)) + CLOCK_SKEW_S
-        dated = replace(record, sent_at=sent_at)
-        return seal(dated, self._identity, self._mesh_key, expires_at, self._limits), expires_at
+        return seal(
+            replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits
+        ), expires_at
 
     def _pass_on(self, record: Record, sealed: bytes) -> None:
         if self.on_publish is not None:
@@ -211,8 +211,9 @@ class Directory:
         if kind is None:
             raise ProtocolError(f"a record of kind {envelope.kind!r} is not passed on from peer to peer")
         signer = envelope.signer
-        record = open_sealed(kind, signer, data, self._mesh_key, self._limits, now=self._clock())
-        if signer == self._identity.peer_id or not self._rosters[kind].is_news(record):
+        now = self._clock()
+        record = open_sealed(kind, signer, data, self._mesh_key, self._limits, now=now)
+        if signer == self._identity.peer_id or not self._rosters[kind].is_news(record, now):
             return None
         tables: dict[type[Record], dict[str, Any]] = {k: {} for k in _PASSED_ON.values()}
         tables[kind][signer] = record

@@ -8,6 +8,7 @@ write nor route. Each call is bounded in time; reads come from the replicas, nev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import secrets
@@ -22,11 +23,11 @@ import structlog
 
 from dht.addresses import peer_of
 from dht.control import P2P, PeerID, dial
-from dht.records import CLOCK_SKEW_S, MAX_TTL_S, place
+from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
 from dht.signing import MeshKey
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError
+from meshcee.errors import JoinError, MeshceeError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,6 +35,7 @@ with warnings.catch_warnings():
     import hivemind.dht.routing
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.proto import dht_pb2
     from hivemind.utils.auth import AuthorizerBase
@@ -51,6 +53,7 @@ BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many 
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
 REBINDS = 3  # attempts to go on over a new p2pd
+MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
 
 
@@ -58,7 +61,6 @@ class KademliaStore:
     """Lifetime is `async with`; entering raises JoinError when seeds are given and none of them holds a DHT node.
 
     `client_mode` is for peers that only look: they keep no records of others and are not asked.
-    `place(value)` says under which (key, subkey, expires_at) alone a value may lie; None: nowhere.
     """
 
     def __init__(
@@ -70,7 +72,6 @@ class KademliaStore:
         client_mode: bool = False,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
-        place: Callable[[bytes, MeshKey, Limits], tuple[str, str, float] | None] = place,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.seeds = tuple(seeds)
@@ -80,9 +81,11 @@ class KademliaStore:
         self._timeouts = timeouts or Timeouts()
         self._limits = limits or Limits()
         self._clock = clock
+        self._mesh_key = mesh_key
         self._authorizer = _MeshAuthorizer(mesh_key)
         self._validator = _Validator(lambda value: place(value, mesh_key, self._limits), self._limits.record_bytes)
         self._node: Any = None
+        self._told: set[str] = set()  # peers whose clocks run ahead
         self._met: dict[str, tuple[str, ...]] = {}
 
     # -- lifetime ------------------------------------------------------------------------------------------------------
@@ -142,8 +145,20 @@ class KademliaStore:
                 )
         except TimeoutError as error:
             raise JoinError("this peer's own p2pd does not answer: start the peer again") from error
-        if old is not None:
-            node.protocol.storage = old.protocol.storage
+        node.protocol.storage = old.protocol.storage if old is not None else _Storage(self._drop_ahead)
+        validate, call_store = node.protocol._validate_dictionary, node.protocol.call_store
+
+        def validated(key: bytes, found: Any) -> bool:
+            """Of what another node has."""
+            self._drop_ahead(found, list(found.data))
+            return bool(validate(key, found))
+
+        async def stored(*args: Any, **more: Any) -> list[bool] | None:
+            """A node that refuses is no replica, and what others have taken is stored."""
+            answer = await call_store(*args, **more)
+            return answer if answer and any(answer) else None
+
+        node.protocol._validate_dictionary, node.protocol.call_store = validated, stored
         self._node = node
 
     async def _first_meeting(self) -> None:
@@ -185,6 +200,9 @@ class KademliaStore:
         return bool(stored)
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
+        held = self._node.protocol.storage.data.get(DHTID.generate(source=key))
+        if held is not None:
+            self._drop_ahead(held.value, list(held.value.data))
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
                 enough = self._clock() if quick else float("inf")  # the expiration of what ends the search
@@ -203,12 +221,24 @@ class KademliaStore:
 
     def _sweep(self) -> None:
         """What this node holds for others is bounded, also in an open mesh where strangers may mint identities."""
-        absurd = self._clock() + MAX_TTL_S + CLOCK_SKEW_S
         for held in list(self._node.protocol.storage.data.values()):
+            self._drop_ahead(held.value, list(held.value.data))
             entries = sorted((entry.expiration_time, subkey) for subkey, entry in held.value.data.items())
-            for i, (expires_at, subkey) in enumerate(entries):
-                if i >= MAX_RECORDS or expires_at > absurd:
-                    del held.value[subkey]
+            for _, subkey in entries[MAX_RECORDS:]:
+                del held.value[subkey]
+
+    def _drop_ahead(self, entries: Any, subkeys: Iterable[Any]) -> None:
+        """What is dated ahead of our clock would hide what its writer says once that one's clock is set right."""
+        now = self._clock()
+        for subkey in subkeys:
+            entry = entries.data[subkey]
+            with contextlib.suppress(ValueError, MeshceeError):  # what is no record, the validator refuses
+                envelope = check(msgpack.unpackb(entry.value), self._mesh_key, self._limits)
+                if is_ahead(envelope.sent_at, now):
+                    del entries[subkey]
+                    if envelope.signer not in self._told and len(self._told) < MAX_TOLD:
+                        self._told.add(envelope.signer)
+                        log.warning("record set aside", error=told_ahead(envelope.signer, envelope.sent_at, now))
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
         by_peer: dict[str, list[str]] = {}
@@ -262,6 +292,20 @@ class KademliaStore:
                 await self._node.find_nearest_nodes([self._node.node_id], exclude_self=True)
         except Exception as error:
             log.debug("dht.explore_failed", error=repr(error))
+
+
+class _Storage(DHTLocalStorage):  # type: ignore[misc]
+    """What this node holds for others: an entry dated ahead of our clock makes way for any other."""
+
+    def __init__(self, drop_ahead: Callable[[Any, Iterable[Any]], None]) -> None:
+        super().__init__()
+        self._drop_ahead = drop_ahead
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        held = self.data.get(key)
+        if held is not None and subkey in held.value.data:
+            self._drop_ahead(held.value, [subkey])
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
 class _Validator(RecordValidatorBase):  # type: ignore[misc]

@@ -35,9 +35,13 @@ __all__ = [
     "Record",
     "RunRecord",
     "check",
+    "date_of",
+    "dated",
+    "is_ahead",
     "open_sealed",
     "place",
     "seal",
+    "told_ahead",
     "topic",
 ]
 
@@ -212,10 +216,11 @@ def topic(kind: str, mesh_key: MeshKey) -> str:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a checked signature and MAC vouch for; the body has not been decoded yet."""
+    """What a checked signature and MAC vouch for; of the body only its date has been read yet."""
 
     kind: str
     signer: str
+    sent_at: float
     expires_at: float
     body: bytes
 
@@ -227,6 +232,40 @@ class _Sealed(NamedTuple):
     body: bytes
     signature: bytes
     mac: bytes
+
+
+@dataclass(frozen=True)
+class _Date:
+    sent_at: Finite
+
+
+def is_ahead(sent_at: float, now: float) -> bool:
+    """Whether a record's date lies so far ahead of this clock that one of the two is wrong."""
+    return sent_at > now + CLOCK_SKEW_S
+
+
+def told_ahead(peer_id: str, sent_at: float, now: float) -> str:
+    return (
+        f"the clock of peer {peer_id} is {sent_at - now:.0f} s ahead of this machine's: set both by a time server (NTP)"
+    )
+
+
+def dated(now: float, last: float) -> float:
+    """The date of a writer's next record, by its clock and the date of its last one: later than that, as nodes keep the
+    value that expires last. Where the clock was set back since, the last date is one that nobody has taken."""
+    later = max(now, last + 0.001)
+    return now if is_ahead(later, now) else later
+
+
+def _date(body: bytes) -> float:
+    what = "a record's date"
+    return read(unpack(body, len(body), what), _Date, what).sent_at
+
+
+def date_of(data: bytes) -> float:
+    """What a sealed record claims as its date; nothing is checked."""
+    what = "a record's envelope"
+    return _date(read(unpack(data, len(data), what), _Sealed, what).body)
 
 
 def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
@@ -271,7 +310,7 @@ def _check(data: bytes, mesh_key: MeshKey) -> Envelope:
         raise NotPermittedError("a record was sealed with the key of another mesh: its writer holds another token")
     if not verify(signer, covered, signature):
         raise NotPermittedError(f"a record in the name of {signer} was not signed by it")
-    return Envelope(kind, signer, expires_at, body)
+    return Envelope(kind, signer, _date(body), expires_at, body)
 
 
 def check(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> Envelope:
@@ -288,7 +327,7 @@ def place(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> tuple
         envelope = check(data, mesh_key, limits)
     except (ProtocolError, NotPermittedError):
         return None
-    if envelope.kind not in _KINDS:
+    if envelope.kind not in _KINDS or not 0 < envelope.expires_at - envelope.sent_at <= MAX_TTL_S:
         return None
     return topic(envelope.kind, mesh_key), envelope.signer, envelope.expires_at
 
@@ -316,11 +355,8 @@ def open_sealed(
     record = _record(kind, envelope.body, envelope.signer, what)
     if not 0 < envelope.expires_at - record.sent_at <= MAX_TTL_S:
         raise ProtocolError(f"{what} is not valid at all, or for longer than {MAX_TTL_S:g} s")
-    if now is not None and record.sent_at > now + CLOCK_SKEW_S:
-        raise NotPermittedError(
-            f"the clock of peer {subkey} is {record.sent_at - now:.0f} s ahead of this machine's: "
-            "set both by a time server (NTP)"
-        )
+    if now is not None and is_ahead(record.sent_at, now):
+        raise NotPermittedError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:
         raise NotPermittedError(f"{what} has expired; if that peer runs, its clock is behind: use NTP")
     return record

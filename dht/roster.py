@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from dht.records import PeerRecord, Record
+from dht.records import PeerRecord, Record, is_ahead
 
 __all__ = ["MAX_RECORDS", "Change", "Roster", "differences"]
 
@@ -53,16 +53,16 @@ class Roster(Generic[R]):
                 if len(self._heard) < MAX_RECORDS:
                     age_s = max(0.0, wall - record.sent_at)
                     self._heard[peer_id] = _Heard(record, mono_s - age_s)
-            elif record.sent_at > heard.record.sent_at:
+            elif self.is_news(record, wall):
                 self._heard[peer_id] = _Heard(record, mono_s)
         for peer_id in [p for p, h in self._heard.items() if p not in found and h.silent_s(mono_s) >= limit_s]:
             del self._heard[peer_id]  # while it is still found it is remembered, or it would seem to be new
         return {p: h.record for p, h in self._heard.items() if h.silent_s(mono_s) < limit_s}
 
-    def is_news(self, record: R) -> bool:
-        """Whether this is newer than what was heard of its peer."""
+    def is_news(self, record: R, wall: float) -> bool:
+        """Whether this is newer than what was heard of its peer; what was heard while our clock ran ahead does not count."""
         heard = self._heard.get(record.peer_id)
-        return heard is None or record.sent_at > heard.record.sent_at
+        return heard is None or record.sent_at > heard.record.sent_at or is_ahead(heard.record.sent_at, wall)
 
 
 def differences(before: Mapping[str, PeerRecord], after: Mapping[str, PeerRecord]) -> list[Change]:

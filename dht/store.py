@@ -1,7 +1,7 @@
 """Where records live: one small protocol, and the in-process store that tests use.
 
 The idea: a store is a dictionary of dictionaries whose entries expire; it is no compare-and-swap, and nothing above it
-may pretend that it is.
+may pretend that it is. Of two entries the one that expires last stays, but one dated ahead of the store's clock hides no other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from dht.addresses import peer_of
+from dht.records import date_of, is_ahead
 
 __all__ = ["MemoryStore", "SharedMemory", "Store"]
 
@@ -46,6 +47,11 @@ class SharedMemory:
         self.clock = clock
         self.entries: dict[str, dict[str, tuple[bytes, float]]] = {}
 
+    def rank(self, entry: tuple[bytes, float]) -> tuple[bool, float]:
+        """Of two entries in one place the higher stays."""
+        value, expires_at = entry
+        return not is_ahead(date_of(value), self.clock()), expires_at
+
 
 class MemoryStore:
     """A Store over a dictionary shared in one process; `reachable=False` cuts this peer off from it.
@@ -62,9 +68,10 @@ class MemoryStore:
         if not self.reachable or expires_at <= self.shared.clock():
             return False
         table = self.shared.entries.setdefault(key, {})
-        if subkey in table and table[subkey][1] > expires_at:
+        entry = (value, expires_at)
+        if subkey in table and self.shared.rank(table[subkey]) > self.shared.rank(entry):
             return False
-        table[subkey] = (value, expires_at)
+        table[subkey] = entry
         return True
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:

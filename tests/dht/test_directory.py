@@ -66,6 +66,7 @@ class Peer:
         self.peer_id = self.identity.peer_id
         self.store = Flaky(shared)
         self.name = name
+        self.skew_s = skew_s
         self.address = f"/ip4/192.0.2.1/tcp/1/p2p/{self.peer_id}"
         self.directory = Directory(
             self.store,
@@ -73,16 +74,21 @@ class Peer:
             KEY,
             timeouts=TIMES,
             limits=Limits(),
-            clock=lambda: now() + skew_s,
+            clock=self.clock,
             monotonic=now,
         )
+
+    def clock(self) -> float:
+        return now() + self.skew_s
 
     @property
     def record(self) -> PeerRecord:
         return PeerRecord(self.peer_id, 0.0, self.name, (self.address,))
 
-    def elector(self, file: Path | None = None) -> Elector:
-        return Elector(self.directory, self.peer_id, eligible=True, terms=TermFile(file), clock=now, monotonic=now)
+    def elector(self, file: Path | None = None, *, eligible: bool = True) -> Elector:
+        return Elector(
+            self.directory, self.peer_id, eligible=eligible, terms=TermFile(file), clock=self.clock, monotonic=now
+        )
 
     @contextlib.asynccontextmanager
     async def runs(self, *more: Elector) -> AsyncIterator[Directory]:
@@ -428,6 +434,33 @@ async def test_a_leader_that_reaches_nobody_steps_down() -> None:
         assert electors[cut.peer_id].lease is None
         cut.store.reachable = True
         assert (await leader(*electors.values())).peer_id != first.peer_id
+
+
+@pytest.mark.parametrize("off_s", [(1000, 0, 0), (-1000, 0, 0), (1000, 900, 0), (1000, 0, 900), (1000, 1000, 1000)])
+@virtual_time
+async def test_clocks_that_were_off_and_are_set_right_keep_nobody_out(off_s: tuple[float, float, float]) -> None:
+    memory = shared()
+    peers = [Peer(memory, name) for name in ("a", "b", "owner")]
+    electors = [peer.elector(eligible=peer.name != "owner") for peer in peers]
+    async with contextlib.AsyncExitStack() as stack:
+        for peer, elector in zip(peers, electors):
+            await stack.enter_async_context(peer.runs(elector))
+        first = await leader(*electors)
+        off = sorted(
+            peers, key=lambda peer: peer.peer_id != first.peer_id
+        )  # the leader is the first whose clock is off
+        for peer, skew_s in zip(off, off_s):
+            peer.skew_s = skew_s
+        await asyncio.sleep(60)
+        for peer in peers:
+            peer.skew_s = 0.0
+        for pause_s in (0.0, 2 * TIMES.record_ttl_s):  # at once, and when what was heard before has been forgotten
+            await asyncio.sleep(pause_s)
+            async with asyncio.timeout(TIMES.directory_poll_s + TIMES.announce_every_s):
+                for peer in peers:
+                    await names(peer.directory, "a", "b", "owner")
+            async with asyncio.timeout(TIMES.lease_ttl_s + 6 * TIMES.lease_confirm_s):
+                await leader(*electors)
 
 
 @virtual_time

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dht.directory import Directory
 from dht.election import Believe, Election, Elector, Looked, Resigned, Save, Saved, Unsaved, Write, Wrote
-from dht.records import LeaseRecord
+from dht.records import CLOCK_SKEW_S, LeaseRecord
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
@@ -152,6 +152,50 @@ def test_of_two_halves_that_meet_again_one_coordinator_remains(count: int, seed:
     assert len(world.holders()) == 2  # each half goes on by itself; the owner's log decides which one matters
     world.heal()
     world.run(world.now + 3 * EVERY_S + CONFIRM_S)
+    assert world.agreed()
+
+
+steps = st.lists(st.tuples(st.floats(0, 60), st.integers(0, 5), st.floats(-4000, 4000)), min_size=1, max_size=6)
+
+
+@given(st.integers(2, 6), st.integers(0, 1 << 32), steps)
+@example(3, 0, [(0.0, 0, 1000.0)])
+@example(3, 0, [(0.0, 0, 1000.0), (0.0, 1, 900.0)])  # two believe each other
+@example(3, 0, [(0.0, 0, 1000.0), (0.0, 1, 1000.0), (30.0, 0, 0.0)])  # one of them is set right first
+def test_once_all_clocks_are_right_again_no_date_of_before_keeps_a_mesh_from_agreeing(
+    count: int, seed: int, what: list[tuple[float, int, float]]
+) -> None:
+    """A claim dated ahead was looked upon as its peer's newest word until the date came."""
+    world = quiet_world(count, seed)
+    names = list(world.peers)
+    for when, n, ahead_s in what:
+        world.at(world.now + when, partial(world.step_clock, names[n % count], ahead_s))
+    world.run(world.now + 61)
+    world.check_recovers()
+
+
+@given(st.integers(3, 6), st.integers(0, 1 << 32), st.integers(0, 5), st.floats(30, 4000), st.booleans())
+def test_those_whose_clocks_are_right_agree_without_one_whose_clock_is_off(
+    count: int, seed: int, n: int, by_s: float, ahead: bool
+) -> None:
+    world = quiet_world(count, seed)
+    off = list(world.peers)[n % count]
+    world.step_clock(off, by_s if ahead else -by_s)
+    world.run(world.now + 2 * REPLACED_S + 2 * CLOCK_SKEW_S)
+    assert world.agreed([name for name in world.peers if name != off])
+
+
+@given(st.integers(1, 6), st.integers(0, 1 << 32), st.lists(st.floats(-4.0, 4.0), min_size=6, max_size=6))
+def test_clocks_that_differ_by_less_than_is_allowed_change_nothing(count: int, seed: int, ahead_s: list[float]) -> None:
+    world = World(count, seed)
+    for name, by_s in zip(world.peers, ahead_s):
+        world.step_clock(name, by_s)
+        world.start(name)
+    world.run(world.now + REPLACED_S)
+    assert world.agreed()
+    held = world.holders()
+    world.run(world.now + 4 * TTL_S)
+    assert world.holders() == held
     assert world.agreed()
 
 

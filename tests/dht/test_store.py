@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +58,18 @@ async def in_memory(folder: Path, count: int) -> AsyncIterator[list[Node]]:
 
 @asynccontextmanager
 async def one_peer(
-    folder: Path, name: str, seeds: Sequence[str] = (), *, key: MeshKey = KEY, client_mode: bool = False
+    folder: Path,
+    name: str,
+    seeds: Sequence[str] = (),
+    *,
+    key: MeshKey = KEY,
+    client_mode: bool = False,
+    clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[tuple[Node, P2PDaemon, KademliaStore]]:
     identity = Identity.load_or_create(folder / f"{name}.key")
     async with (
         P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=seeds, timeouts=QUICK) as daemon,
-        KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=client_mode, timeouts=QUICK) as store,
+        KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=client_mode, timeouts=QUICK, clock=clock) as store,
     ):
         daemon.on_restart(store.rebind)
         yield Node(identity, store, daemon.addresses[0]), daemon, store
@@ -104,6 +110,17 @@ async def test_the_value_that_expires_later_wins_whenever_it_arrives(nodes: list
     assert (await b.get())[a.identity.peer_id] == (a.sealed("late", late), late)
     assert await a.put("later", late + 1)
     assert (await b.get())[a.identity.peer_id] == (a.sealed("later", late + 1), late + 1)
+
+
+async def test_an_entry_dated_ahead_hides_none_that_is_not(nodes: list[Node]) -> None:
+    """Its writer's clock ran ahead, and is right again."""
+    a, b, c = nodes
+    right = time.time() + TTL_S
+    for node in nodes:
+        await node.put("ahead", right + 1000)
+    for node in (a, b):
+        assert await node.put("right", right)
+        assert (await c.get())[node.identity.peer_id] == (node.sealed("right", right), right)
 
 
 async def test_an_entry_is_gone_when_its_time_is_over(nodes: list[Node]) -> None:
@@ -188,7 +205,9 @@ async def test_what_a_node_holds_for_others_is_bounded(tmp_path: Path, monkeypat
     async with one_peer(tmp_path, "a") as (a, _, _):
         now = time.time()
         others = [Node(Identity.generate(), a.store) for _ in range(5)]
-        assert await others[0].put("for ever", now + 1e9)
+        assert await others[0].put("ahead", now + 1e9)
+        record = PeerRecord(others[0].identity.peer_id, now, "for ever")
+        assert not await others[0].put_bytes(seal(record, others[0].identity, KEY, now + 1e9), now + 1e9)
         for i, other in enumerate(others[1:]):
             assert await other.put("x", now + TTL_S + i)
         assert await a.put("a", now + TTL_S)
@@ -279,7 +298,7 @@ async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path
             restarted.set()
 
         daemon.on_restart(note)
-        expires_at = time.time() + 2 * TTL_S
+        expires_at = time.time() + TTL_S + 2
         assert await a.put("a", expires_at)
         assert a.identity.peer_id in await b.get()
         (child,) = psutil.Process(daemon.pid).children()
@@ -292,10 +311,10 @@ async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path
             await restarted.wait()
             both = {a.identity.peer_id, b.identity.peer_id}
             while set(await a.get()) & set(await b.get()) != both:
-                await a.put("back", time.time() + 3 * TTL_S)
+                await a.put("back", time.time() + TTL_S + 3)
                 await b.put("b", time.time() + TTL_S)
                 await asyncio.sleep(0.1)
-            assert await a.put("last", last := time.time() + 4 * TTL_S)
+            assert await a.put("last", last := time.time() + TTL_S + 6)
             assert (await b.get())[a.identity.peer_id][1] == last
         child = psutil.Process(daemon.pid).children()[0]
         child.suspend()  # leaving must be bounded, too, when p2pd says nothing any more
@@ -312,6 +331,29 @@ async def test_a_clock_that_is_off_is_named_when_joining(tmp_path: Path) -> None
                     daemon.p2p, [a.address], mesh_key=KEY, timeouts=QUICK, clock=lambda: time.time() + 60
                 ):
                     pytest.fail("joined")
+
+
+async def test_a_node_whose_clock_runs_ahead_hides_nobody(
+    tmp_path: Path,
+) -> None:
+    """It keeps what it was given while it did, another's record as well as its own, and shows it to all who ask."""
+    ahead = {"a": 0.0, "b": 0.0}
+    clock = {name: lambda name=name: time.time() + ahead[name] for name in ahead}
+    async with (
+        one_peer(tmp_path, "a", clock=clock["a"]) as (a, _, _),
+        one_peer(tmp_path, "b", [a.address], clock=clock["b"]) as (b, _, _),
+        one_peer(tmp_path, "c", [a.address]) as (c, _, _),
+    ):
+        ahead |= {"a": 1000.0, "b": 1000.0}
+        for node in (a, b):
+            assert await node.put("ahead", time.time() + 1000 + TTL_S)
+        assert await c.get() == {}
+        for name, node in (("a", a), ("b", b)):  # b holds what is dated ahead, as long as its own clock is
+            ahead[name] = 0.0
+            right = time.time() + TTL_S
+            assert await node.put("right", right)
+            assert (await c.get())[node.identity.peer_id] == (node.sealed("right", right), right)
+            assert (await node.get())[node.identity.peer_id][1] == right
 
 
 def test_the_place_of_a_value_needs_no_clock() -> None:

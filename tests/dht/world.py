@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dht.election import Believe, Election, Looked, Save, Saved, Unsaved, Write, Wrote
-from dht.records import CLOCK_SKEW_S, LeaseRecord
+from dht.records import CLOCK_SKEW_S, LeaseRecord, dated, is_ahead
 from dht.terms import Term, Terms
 
 __all__ = ["CONFIRM_S", "EVERY_S", "FAULTS", "REPLACED_S", "TTL_S", "Entry", "Peer", "World", "quiet_world"]
@@ -22,7 +23,8 @@ __all__ = ["CONFIRM_S", "EVERY_S", "FAULTS", "REPLACED_S", "TTL_S", "Entry", "Pe
 TTL_S, CONFIRM_S, EVERY_S = 8.0, 1.0, 1.0
 # A lost lease is noticed after ttl; then come the turn, the confirmation, and a look before and after each.
 REPLACED_S = TTL_S + 2 * CONFIRM_S + 4 * EVERY_S
-FAULTS = ("crash", "restart", "forget", "split", "heal", "lossy", "slow", "full", "well")
+FAULTS = ("crash", "restart", "forget", "split", "heal", "lossy", "slow", "full", "ahead", "behind", "well")
+STEP_S = 2.0, 3600.0  # of a clock
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Peer:
     disk: Terms = field(default_factory=Terms)
     full: bool = False  # the disk, which then keeps what it has
     core: Election | None = None
+    ahead_s: float = 0.0  # its wall clock, of the true time
+    sent_at: float = 0.0  # the date of its last claim
     life: int = 0
     side: int = 0  # of a partition
     believed: list[tuple[float, Term | None]] = field(default_factory=list)
@@ -41,7 +45,7 @@ class Peer:
 @dataclass
 class Entry:
     claim: LeaseRecord
-    visible_at: Mapping[str, float]
+    visible_at: dict[str, float]  # for each peer that has not dropped it
 
 
 class World:
@@ -60,6 +64,7 @@ class World:
         self.behind: set[str] = (
             set()
         )  # peers that have begun with fewer terms than they had believed: their disk was full
+        self.stepped = False  # a clock, ever
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -91,6 +96,7 @@ class World:
         if peer.full:
             self.behind.add(name)
         peer.life += 1
+        peer.sent_at = 0.0
         peer.core = Election(
             name, eligible=True, ttl_s=TTL_S, confirm_s=CONFIRM_S, terms=peer.disk, chance=self.random.random
         )
@@ -135,14 +141,28 @@ class World:
             self.delay_s = 3.0
         elif kind == "full":
             self.peers[name].full = True
+        elif kind in ("ahead", "behind"):
+            step_s = math.exp(self.random.uniform(*map(math.log, STEP_S)))
+            self.step_clock(name, step_s if kind == "ahead" else -step_s)
         else:
             self.loss, self.delay_s = 0.0, 0.1
             self._make_room()
+            self.set_clocks()
+
+    def step_clock(self, name: str, ahead_s: float) -> None:
+        self.peers[name].ahead_s = ahead_s
+        self.stepped = True
+
+    def set_clocks(self) -> None:
+        """All show the true time."""
+        for peer in self.peers.values():
+            peer.ahead_s = 0.0
 
     def make_whole(self) -> None:
         """Nothing is wrong any more, and everybody is there."""
         self.loss, self.delay_s = 0.0, 0.1
         self._make_room()
+        self.set_clocks()
         self.heal()
         for name in self.peers:
             self.start(name)
@@ -164,15 +184,23 @@ class World:
         if not peer.full:
             peer.disk = max_of(peer.disk, peer.core.terms)  # what was refused is tried again
         found: dict[str, LeaseRecord] = {}
+        wall = self.now + peer.ahead_s
         if self.random.random() >= self.loss:
-            for name, entries in self.entries[peer.side].items():
-                seen = [e.claim for e in entries if e.visible_at.get(peer.name, 0.0) <= self.now]
-                newest = max(seen, key=lambda claim: claim.sent_at, default=None)
-                if newest and newest.sent_at + TTL_S + CLOCK_SKEW_S > self.now:
+            for name in self.entries[peer.side]:
+                newest = max(self._seen(peer, name), key=lambda claim: claim.sent_at, default=None)
+                if newest and newest.sent_at + TTL_S + CLOCK_SKEW_S > wall:
                     found[name] = newest
         pause_s = EVERY_S * (0.8 + 0.4 * self.random.random())
         again = partial(self.after, pause_s, partial(self._look, peer, life))
-        self._do(peer, life, list(peer.core.handle(Looked(self.now, self.now, found))), again)
+        self._do(peer, life, list(peer.core.handle(Looked(self.now, wall, found))), again)
+
+    def _seen(self, peer: Peer, name: str) -> list[LeaseRecord]:
+        """The claims of one peer that have come to this one. As a store does, it drops what is dated ahead of its clock."""
+        come = [e for e in self.entries[peer.side][name] if e.visible_at.get(peer.name, math.inf) <= self.now]
+        for entry in come:
+            if is_ahead(entry.claim.sent_at, self.now + peer.ahead_s):
+                del entry.visible_at[peer.name]
+        return [e.claim for e in come if peer.name in e.visible_at]
 
     def _do(self, peer: Peer, life: int, commands: list[object], then: Callable[[], None] = lambda: None) -> None:
         """As Elector does it: one command after the other, time passing at each write, and `then` the next look."""
@@ -208,7 +236,8 @@ class World:
         if self.random.random() >= self.loss:
             visible = {name: self.now + self._delay() for name in self.peers}
             entries = self.entries[peer.side].setdefault(peer.name, [])
-            entries.append(Entry(replace(claim, sent_at=self.now), visible))
+            peer.sent_at = dated(self.now + peer.ahead_s, peer.sent_at)
+            entries.append(Entry(replace(claim, sent_at=peer.sent_at), visible))
             del entries[:-20]
 
     # -- what is asked of them
@@ -222,8 +251,11 @@ class World:
     def leases(self) -> set[Term | None]:
         return {p.core.lease.term if p.core.lease else None for p in self.alive() if p.core is not None}
 
-    def agreed(self) -> bool:
-        holders, leases = self.holders(), self.leases()
+    def agreed(self, those: Collection[str] | None = None) -> bool:
+        """Whether all who live, or those, believe in one of them, and this one alone in itself."""
+        alive = [p for p in self.alive() if those is None or p.name in those]
+        holders = [p.name for p in alive if p.core is not None and p.core.holds]
+        leases = {p.core.lease.term if p.core.lease else None for p in alive if p.core is not None}
         return (
             len(holders) == 1 and len(leases) == 1 and None not in leases and {t[1] for t in leases if t} == {*holders}
         )
@@ -239,7 +271,7 @@ class World:
     def check_recovers(self) -> None:
         """Once all is whole, one coordinator within a bounded time, and it stays. Claims of before may have to die first."""
         self.make_whole()
-        self.run(self.now + 2 * REPLACED_S + TTL_S)
+        self.run(self.now + 2 * REPLACED_S + TTL_S + (CLOCK_SKEW_S if self.stepped else 0.0))
         assert self.agreed()
         (term,) = self.leases()
         self.run(self.now + 4 * TTL_S)
