@@ -1,10 +1,9 @@
-"""Which devices, in which order, with which blocks: dynamic programming over sets of device classes.
+"""Where to cut the blocks for a given row of groups: dynamic programming from the last group to the first.
 
-The idea: for a period T, a suffix of the pipeline is judged by one number, its residence R: how long a micro-batch
-stays in it. A smaller R is better for everything in front. It shortens fill and drain, and by Little's law it needs fewer
-micro-batches in memory. So the least R per (classes used, class in front, first block) is all that must be kept. It is
-found for all candidate periods at once. Devices of a class stand next to one another here; the search that follows may
-part them. The step takes about R + (M - 1) T.
+The idea: for a period T, a suffix of the pipeline is judged by one number, its residence R: how long a micro-batch stays
+in it. A smaller R is better for everything in front. It shortens fill and drain, and by Little's law it needs fewer
+micro-batches in memory. So the least R per first block is all that must be kept. It is found for all candidate periods at
+once. The step takes about R + (M - 1) T.
 
 Devices that the planner cannot tell apart are one class; what a stage on a group of them costs is a table over (first block, end).
 """
@@ -19,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshcee.figures import Cluster, Device, Workload
-from meshcee.planner.chain import ChainStage
 
 __all__ = [
-    "Candidate",
     "DeviceClass",
     "Join",
     "StageTable",
@@ -32,7 +29,6 @@ __all__ = [
     "estimate_s",
     "ladder",
     "ring_of",
-    "solve",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -92,18 +88,16 @@ class StageTable:
         members: Sequence[tuple[Device, int]],
         wire_share: float,
         *,
-        count: int = 1,
         recompute: bool = False,
         ring: tuple[float, float] = (0.0, 0.0),
         num_micro: int = 1,
         known: dict[object, tuple[Floats, ...]] | None = None,
     ) -> None:
-        """wire_share: bytes on the wire over bytes of the boundary tensor; count: devices that this stands for.
+        """wire_share: bytes on the wire over bytes of the boundary tensor.
 
         ring   what a group's reduction takes once a step: seconds per byte of gradients, and seconds of latency
         known  tables of single devices, filled and used again
         """
-        self.count, self.recompute = count, recompute
         known = {} if known is None else known
         found = []
         for device, samples in dict.fromkeys((class_key(d), n) for d, n in members):
@@ -193,98 +187,6 @@ class Join:
     occupied_s: Floats
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A row of stages and what the dynamic program thinks of it."""
-
-    estimate_s: float
-    period_s: float  # the T that it was found for
-    stages: tuple[ChainStage, ...]
-
-
-@dataclass
-class _Run:
-    """Suffixes that start with `used` devices of class `at`: the least residence, and how it came about."""
-
-    residence: Floats  # (periods, blocks + 1)
-    end: Ints
-    table: Ints  # which table the first stage uses
-    before: Ints  # devices of the class that the rest of the run uses
-    next_class: Ints  # when the rest of the run is empty: class that follows, or -1
-    next_used: Ints
-
-
-def solve(
-    classes: Sequence[DeviceClass],
-    tables: Sequence[Sequence[StageTable]],
-    joins: Sequence[Sequence[Join | None]],
-    periods: Floats,
-    num_micro: int,
-    keep: int,
-    most: int,
-) -> list[Candidate]:
-    """The `keep` best candidates over all periods and sets of classes, best first.
-
-    tables  per class; joins[a][b]: from class a to class b (a == b: between neighbours of a run), None: not joined
-    most    devices of one class that a run may use
-    """
-    count = len(classes)
-    cuts = tables[0][0].busy.shape[0] if any(tables) else 0
-    grid = periods[:, None]
-    costs = [[_cost(t, periods) for t in row] for row in tables]
-    empty = np.full((len(periods), cuts), np.inf)
-    empty[:, -1] = 0.0
-    runs: dict[tuple[int, int], list[_Run]] = {}
-    best: dict[tuple[int, int], tuple[Floats, Ints]] = {}  # (set, class) -> least residence over run lengths
-    for chosen in range(1, 1 << count):
-        for at in range(count):
-            if not chosen >> at & 1 or not tables[at]:
-                continue
-            rest = chosen & ~(1 << at)
-            follow, which, used = _follow(at, rest, count, joins, best, grid, empty)
-            if follow is None:
-                continue
-            inside = joins[at][at]
-            found: list[_Run] = []
-            for length in range(1, min(len(classes[at].peers), most) + 1):
-                found.append(_extend(length, costs[at], tables[at], found, follow, which, used, inside, grid))
-            runs[chosen, at] = found
-            stack = np.stack([r.residence for r in found])
-            lengths = stack.argmin(axis=0)
-            best[chosen, at] = (np.take_along_axis(stack, lengths[None], 0)[0], lengths + 1)
-    return _candidates(classes, tables, joins, runs, best, periods, num_micro, keep)
-
-
-def _candidates(
-    classes: Sequence[DeviceClass],
-    tables: Sequence[Sequence[StageTable]],
-    joins: Sequence[Sequence[Join | None]],
-    runs: dict[tuple[int, int], list[_Run]],
-    best: dict[tuple[int, int], tuple[Floats, Ints]],
-    periods: Floats,
-    num_micro: int,
-    keep: int,
-) -> list[Candidate]:
-    """Of every period the sets of classes with the least residence, priced by the period that they really have."""
-    keys = list(best)
-    seen: set[tuple[ChainStage, ...]] = set()
-    candidates: list[Candidate] = []
-    residences = np.stack([best[key][0][:, 0] for key in keys]) if keys else np.empty((0, len(periods)))
-    for t in range(len(periods)):
-        order = np.argsort(residences[:, t], kind="stable")[: max(2, keep // 2)]
-        for k in order.tolist():
-            if not np.isfinite(residences[k, t]):
-                break
-            chosen, at = keys[k]
-            stages, parts, hops = _trace(classes, tables, joins, runs, chosen, at, t, int(best[chosen, at][1][t, 0]))
-            if stages not in seen:
-                seen.add(stages)
-                estimate = estimate_s(parts, hops, num_micro)
-                candidates.append(Candidate(estimate, max(table.busy[a, b] for table, a, b in parts), stages))
-    candidates.sort(key=lambda c: c.estimate_s)
-    return candidates[:keep]
-
-
 Piece = tuple[StageTable, int, int]  # a stage: its table, first block, end
 
 
@@ -323,112 +225,6 @@ def estimate_s(
 def ladder(low: float, high: float, count: int) -> Floats:
     """Candidate periods, and one so long that memory for a single micro-batch is enough."""
     return np.append(low * np.geomspace(1.0, max(high / low, 1.001), count - 1), 1e3 * high)
-
-
-def _cost(table: StageTable, periods: Floats) -> tuple[Floats, Floats]:
-    """f + b where the stage keeps up with the period, and the longest residence that its memory allows."""
-    grid = periods[:, None, None]
-    return np.where(table.busy[None] <= grid, table.forward_backward[None], np.inf), table.live[None] * grid
-
-
-def _follow(
-    at: int,
-    rest: int,
-    count: int,
-    joins: Sequence[Sequence[Join | None]],
-    best: dict[tuple[int, int], tuple[Floats, Ints]],
-    grid: Floats,
-    empty: Floats,
-) -> tuple[Floats | None, Ints, Ints]:
-    """The least residence of what comes after a run of class `at`, boundary included; which class, of what length."""
-    none: Ints = np.full(empty.shape, -1, dtype=np.int64)
-    if not rest:
-        return empty, none, none
-    after = [k for k in range(count) if rest >> k & 1 and joins[at][k] is not None and (rest, k) in best]
-    if not after:
-        return None, none, none
-    hops = [join for k in after if (join := joins[at][k]) is not None]
-    totals = np.stack([best[rest, k][0] + join.round_trip_s[None] for k, join in zip(after, hops)])
-    totals[np.stack([join.occupied_s for join in hops])[:, None, :] > grid[None]] = np.inf
-    which = totals.argmin(axis=0)[None]
-    least = np.take_along_axis(totals, which, 0)[0]
-    lengths = np.take_along_axis(np.stack([best[rest, k][1] for k in after]), which, 0)[0]
-    return (least if np.isfinite(least).any() else None), np.array(after)[which[0]], lengths
-
-
-def _extend(
-    length: int,
-    costs: Sequence[tuple[Floats, Floats]],
-    tables: Sequence[StageTable],
-    found: Sequence[_Run],
-    follow: Floats,
-    which: Ints,
-    used: Ints,
-    inside: Join | None,
-    grid: Floats,
-) -> _Run:
-    """Runs of exactly `length` devices: one more stage in front of a shorter run."""
-    shape = follow.shape
-    end, table_of, before = (np.full(shape, -1, dtype=np.int64) for _ in range(3))
-    run = _Run(np.full(shape, np.inf), end, table_of, before, which, used)
-    first = True
-    for k, ((cost, longest), table) in enumerate(zip(costs, tables)):
-        left = length - table.count
-        if left < 0 or (left and inside is None):
-            continue
-        if left == 0:
-            tail = follow
-        else:
-            assert inside is not None
-            tail = np.where(
-                inside.occupied_s[None] <= grid, found[left - 1].residence + inside.round_trip_s[None], np.inf
-            )
-        residence = cost + tail[:, None, :]
-        residence[residence > longest] = np.inf
-        choice, value = residence.argmin(axis=2), residence.min(axis=2)
-        better = value < run.residence
-        if first:  # most groups have one table
-            run.residence, run.end, first = value, choice, False
-        else:
-            run.residence, run.end = np.where(better, value, run.residence), np.where(better, choice, run.end)
-        run.table[better], run.before[better] = k, left
-    return run
-
-
-def _trace(
-    classes: Sequence[DeviceClass],
-    tables: Sequence[Sequence[StageTable]],
-    joins: Sequence[Sequence[Join | None]],
-    runs: dict[tuple[int, int], list[_Run]],
-    chosen: int,
-    at: int,
-    t: int,
-    length: int,
-) -> tuple[tuple[ChainStage, ...], list[Piece], list[tuple[float, float]]]:
-    stages: list[ChainStage] = []
-    parts: list[Piece] = []
-    hops: list[tuple[float, float]] = []
-    block = taken = 0
-    while True:
-        run = runs[chosen, at][length - 1]
-        table = tables[at][int(run.table[t, block])]
-        end = int(run.end[t, block])
-        parts.append((table, block, end))
-        peers = classes[at].peers[taken : taken + table.count]
-        stages.append(ChainStage(block, end, peers, table.recompute))
-        taken += table.count
-        left = int(run.before[t, block])
-        block = end
-        follower = at if left else int(run.next_class[t, block])
-        if follower < 0:
-            return tuple(stages), parts, hops
-        join = joins[at][follower]
-        assert join is not None
-        hops.append((float(join.round_trip_s[block]), float(join.occupied_s[block])))
-        if left:
-            length = left
-            continue
-        chosen, length, at, taken = chosen & ~(1 << at), int(run.next_used[t, block]), follower, 0
 
 
 def cut(

@@ -54,7 +54,7 @@ __all__ = [
 # them: sample shares give sums another order.
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
-EFFORT = Effort(events=150_000, rows=3_000_000)  # half a second for four devices
+EFFORT = Effort(events=150_000, rows=18_000_000)  # half a second for four devices
 ROOM_IS_WORTH = 1.25  # times the seconds of a step
 NO_ROOM = "the peers' memory has no room for copies of the state beside the stages: after a loss the job goes back to a checkpoint"
 NO_FAR_ROOM = (

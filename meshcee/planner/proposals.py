@@ -1,7 +1,7 @@
-"""Proposals: what the dynamic programs think of, before anything is simulated.
+"""Proposals: what estimates think of, before anything is simulated.
 
-The idea: everything that is looked at by estimate alone: which micro-batch sizes, which sets of device classes, which
-rows of groups. The search simulates the best of it.
+The idea: everything that is looked at by estimate alone: which micro-batch sizes, which rows of groups. Rows begin along walks
+through the regions, and a beam for each micro-batch size improves them. The search simulates the best.
 
 Several pipelines side by side are made from rows that were judged for one.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshcee.figures import Cluster, Workload
-from meshcee.planner.chain import Chain, ChainStage, Codecs, Layout
-from meshcee.planner.cut import Candidate, DeviceClass, Join, StageTable, classes_of, ladder, ring_of, solve
-from meshcee.planner.rows import Beam, Row, Rows, best_of, join
+from meshcee.planner.chain import Chain, ChainStage, Layout
+from meshcee.planner.cut import DeviceClass, classes_of
+from meshcee.planner.rows import Beam, Row, Rows, best_of
 from meshcee.planner.rules import Runs
 
 __all__ = ["Effort", "Proposals", "side_by_side"]
@@ -96,35 +96,28 @@ def _reduction_s(chains: Sequence[Chain], rows: Rows) -> float:
 
 
 LARGEST_GROUP = 16
-NEAR_REGIONS = 3
+GROUPS = (1, 2, 4, 8, LARGEST_GROUP)  # sizes of the groups that rows begin with
 WIDE_SIZES = 2
-MANY = 7  # classes in one program, from which on one look must do
-FEW = 5  # classes in one program, or devices, up to which a closer look costs little
+FEW = 5  # devices, up to which a closer look costs little
+LARGE = 8  # classes of devices, above which the cluster is large
+STRONGEST, FARTHEST = 6, 9  # regions that walks begin in, and regions of a walk
+BEAM = 4
 BROAD = 3  # times as wide are the beams over rows of few devices ...
-BROAD_CELLS = 8_000_000  # ... where so many cells may be worked: with less, they leave too little for the rest
+BROAD_CELLS = 24_000_000  # ... where so many cells may be worked: with less, they leave too little for the rest
 MOST_SIZES = 8  # micro-batch sizes looked at
 HOPEFUL = 1.15  # pipelines side by side that take this many times as long as the best one are not simulated
-LEAST = 2  # candidates of each micro-batch size
+LEAST = 2  # candidates of each micro-batch size, and how many at most
+CANDIDATES = 12
+SEVERAL = 4  # layouts of several pipelines, of each micro-batch size
 BEST = 2  # micro-batch sizes that are looked at closely
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried. `events` bounds the simulator's work in the local search."""
+    """How much is tried."""
 
-    periods: int = 5
-    candidates: int = 12  # of each micro-batch size and set of classes
-    beam: int = 4
-    rows: int = 12_000_000  # cells of the dynamic programs over rows, all sizes together
-    rescored: int = 24  # in the simulator
-    several: int = 4  # layouts of several pipelines, of each micro-batch size
-    starts: int = 4
-    finalists: int = 6  # simulated whole
-    events: int = 150_000  # for nine devices; more for fewer, fewer for more
-    classes: int = 8  # in one dynamic program; beyond, the cluster is large
-    seeds: int = 6  # regions around which a large cluster is looked at
-    large_classes: int = 5
-    micros: int = 24  # simulated of a step; the rest is extrapolated
+    rows: int = 36_000_000  # cells of the dynamic programs over rows, all sizes together
+    events: int = 150_000  # of the simulator in the local search, for nine devices; more for fewer, fewer for more
 
     def times(self, factor: float) -> Effort:
         """The same, with this many times the simulated events."""
@@ -138,35 +131,25 @@ class Proposals:
         self.cluster, self.workload, self.codecs = cluster, workload, tuple(codecs)
         self.effort, self.runs = effort, runs
         self.classes = classes_of(cluster)
-        self.large = len(self.classes) > effort.classes
+        self.large = len(self.classes) > LARGE
         self.rows = Rows(cluster, workload, self.classes, runs)
 
     def layouts(self, rescored: int) -> list[Layout]:
         """About so many candidates, all micro-batch sizes and codecs together, the best of each first."""
-        alone = [((c.peers[0],),) for c in self.classes]
-        regions = list(self.cluster.regions.values())
-        members = [p for peers in regions for p in peers]
-        together: list[Row] = [(tuple(members[:LARGEST_GROUP]),), tuple(tuple(r[:LARGEST_GROUP]) for r in regions)]
+        begin = self.beginnings()
         narrow = self.sizes()
         middle = narrow[len(narrow) // 2] if narrow else 0
         broad = len(self.cluster.devices) <= FEW and self.effort.rows >= BROAD_CELLS
-        width = self.effort.beam * (BROAD if broad else 1)
         beams: list[Beam] = []
-        proposals: dict[Beam, list[tuple[float, Chain]]] = {}
         for codec in self.codecs:
-            first: list[tuple[float, Chain]] = []
             for micro_batch in sorted([*narrow, *self.wide_sizes(narrow)], key=lambda m: m != middle):
-                beam = Beam(self.rows, micro_batch, codec, width)
+                beam = Beam(self.rows, micro_batch, codec, BEAM * (BROAD if broad else 1))
                 beams.append(beam)
-                proposals[beam] = []
-                rows = together  # groups of unlike devices may compute what none of them can alone
-                if micro_batch in narrow:
-                    if micro_batch == middle or len(self.classes) < MANY or self.large:
-                        proposals[beam] = first = self.propose(micro_batch, codec)
-                    rows = [tuple(s.peers for s in chain.stages) for _, chain in first]
-                for row in [*rows, *alone]:
+                for row in begin:
                     beam.judge(row)
-        work = self.effort.rows // len(self.codecs)
+        work = (
+            self.effort.rows // len(self.codecs) // (3 if self.large else 1)
+        )  # there a cell costs more than its arithmetic
         for beam in beams:
             beam.run(work // 3 // max(1, len(beams)))
         for beam in best_of(beams, BEST):
@@ -174,18 +157,49 @@ class Proposals:
         ranked: list[tuple[float, Layout]] = []
         beside: list[tuple[float, Layout]] = []
         found: list[Layout] = []
-        most = self.runs.pipelines
         for beam in beams:
             judged = beam.ranked()
-            mine: list[tuple[float, Layout]] = [(estimate, (chain,)) for estimate, chain in (*proposals[beam], *judged)]
-            mine.sort(key=lambda x: x[0])
-            found += list(dict.fromkeys(layout for _, layout in mine))[:LEAST]
-            ranked += mine[: self.effort.candidates]
-            beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, most, self.effort.several)
+            mine: list[tuple[float, Layout]] = [(estimate, (chain,)) for estimate, chain in judged[:CANDIDATES]]
+            found += [layout for _, layout in mine[:LEAST]]
+            ranked += mine
+            beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, self.runs.pipelines, SEVERAL)
         ranked.sort(key=lambda x: x[0])
         best_s = ranked[0][0] if ranked else math.inf
         found += [layout for estimate, layout in beside if estimate < HOPEFUL * best_s]
         return list(dict.fromkeys([*(layout for _, layout in ranked[:rescored]), *found]))
+
+    def beginnings(self) -> list[Row]:
+        """Rows to go on from: each class alone, regions as groups, and walks from strong regions to the nearest others.
+
+        The classes along a walk are divided into groups of one size. Unlike devices in one group may compute what none can alone.
+        """
+        regions: dict[str, list[DeviceClass]] = {}
+        for of in sorted(self.classes, key=lambda c: -self._rate(c)):
+            regions.setdefault(of.region, []).append(of)
+        orders = [sorted(self.classes, key=lambda c: -self._rate(c))]
+        for strong in sorted(regions, key=lambda r: -sum(map(self._rate, regions[r])))[:STRONGEST]:
+            walk = self._walk(strong, {r: classes[0].peers[0] for r, classes in regions.items()})
+            for end in range(len(walk), 0, -1):
+                orders += [[c for r in order for c in regions[r]] for order in (walk[:end], walk[end - 1 :: -1])]
+        members = list(self.cluster.regions.values())
+        rows: list[Row] = [
+            tuple(g for c in order for g in _groups(c.peers, size)) for order in orders for size in GROUPS
+        ]
+        rows.append((tuple(p for peers in members for p in peers)[:LARGEST_GROUP],))
+        rows.append(tuple(tuple(peers[:LARGEST_GROUP]) for peers in members))
+        rows += [((c.peers[0],),) for c in self.classes]
+        return list(dict.fromkeys(row[: self.workload.num_blocks] for row in rows))
+
+    def _walk(self, first: str, places: dict[str, str]) -> list[str]:
+        """From region to region, always to the nearest one that is left; `places` has a device of each."""
+        size, walk, left = max(self.workload.boundary_bytes, default=0), [first], set(places) - {first}
+        while left and len(walk) < FARTHEST:
+            away = {r: self._seconds(places[walk[-1]], places[r], size) for r in places if r in left}
+            walk.append(min(away, key=away.__getitem__))
+            if math.isinf(away[walk[-1]]):
+                return walk[:-1]
+            left.remove(walk[-1])
+        return walk
 
     def sizes(self) -> list[int]:
         """Micro-batch sizes that some class can compute, alone or shared; divisors of the batch."""
@@ -218,26 +232,6 @@ class Proposals:
                     found.append((Chain(m, self.workload.global_batch // m, (stage,), ()),))
         return found
 
-    def choices(self) -> list[list[DeviceClass]]:
-        """Sets of classes that one dynamic program can look at: all, or those around each of the strongest regions."""
-        if not self.large:
-            return [self.classes]
-        speed: dict[str, float] = {}
-        for of in self.classes:
-            speed[of.region] = speed.get(of.region, 0.0) + self._rate(of)
-        places = {c.region: c.peers[0] for c in reversed(self.classes)}
-        size = max(self.workload.boundary_bytes, default=0)
-        found: list[list[DeviceClass]] = []
-        for seed in sorted(speed, key=lambda r: -speed[r])[: self.effort.seeds]:
-            far = {r: 0.0 if r == seed else self._seconds(places[seed], p, size) for r, p in places.items()}
-            near = sorted((r for r in far if math.isfinite(far[r])), key=lambda r: (far[r], r == seed))[
-                : NEAR_REGIONS + 1
-            ]
-            fitting = [c for c in self.classes if c.region in near]
-            fitting.sort(key=lambda c: (c.region != seed, -self._rate(c)))
-            found.append(fitting[: self.effort.large_classes])
-        return found
-
     def _rate(self, of: DeviceClass) -> float:
         """Samples per second of all its devices together, if each could hold everything."""
         return len(of.peers) / max(self.seconds_alone(of.peers[0]), 1e-12)
@@ -251,76 +245,8 @@ class Proposals:
         go, come = self.cluster.path(a, b), self.cluster.path(b, a)
         return math.inf if go is None or come is None else go.seconds(size) + come.seconds(size)
 
-    def tables(self, classes: Sequence[DeviceClass], micro_batch: int, share: float) -> list[list[StageTable]]:
-        found = []
-        for of in classes:
-            times, row = self.workload.times[of.kind], []
-            device = self.cluster.devices[of.peers[0]]
-            largest = min(len(of.peers), micro_batch, self.runs.group or LARGEST_GROUP)
-            for size in range(1, largest + 1):
-                if self.large and size & (size - 1):
-                    continue
-                samples = micro_batch // size
-                if micro_batch % size or not times.sizes[0] <= samples <= times.largest:
-                    continue
-                num_micro = self.workload.global_batch // micro_batch
-                ring = ring_of(self.cluster, self.workload, of.peers[:size])
-                if ring is None:
-                    continue
-                for recompute in (False, True):
-                    table = StageTable(
-                        self.workload,
-                        [(device, samples)],
-                        share,
-                        count=size,
-                        recompute=recompute,
-                        ring=ring,
-                        num_micro=num_micro,
-                        known=self.rows.alone,
-                    )
-                    row.append(table)
-                    if not table.tight:
-                        break
-            found.append(row)
-        return found
 
-    def joins(self, classes: Sequence[DeviceClass], micro_batch: int, codec: str) -> list[list[Join | None]]:
-        rows: list[list[Join | None]] = []
-        for a in classes:
-            row: list[Join | None] = []
-            for b in classes:
-                ends = (a.peers[0], b.peers[-1])
-                row.append(None if ends[0] == ends[1] else join(self.cluster, self.workload, *ends, micro_batch, codec))
-            rows.append(row)
-        return rows
-
-    def propose(self, micro_batch: int, codec: str) -> list[tuple[float, Chain]]:
-        """Candidates of one micro-batch size."""
-        work, effort = self.workload, self.effort
-        num_micro = work.global_batch // micro_batch
-        share = work.wire_bytes(1.0, codec)
-        found: list[Candidate] = []
-        for classes in self.choices():
-            rows = self.tables(classes, micro_batch, share)
-            kept = [(c, t) for c, t in zip(classes, rows) if t]
-            if not kept:
-                continue
-            classes, rows = [c for c, _ in kept], [t for _, t in kept]
-            joins = self.joins(classes, micro_batch, codec)
-            low, high = _period_range(classes, rows)
-            most = min(work.num_blocks, self.runs.stages or work.num_blocks, 24 if self.large else 48)
-            grid = ladder(low, high, effort.periods + 1)
-            first = solve(classes, rows, joins, grid, num_micro, effort.candidates, most)
-            found += first
-            if first and len(classes) < FEW:  # look closer around the best period; beams do so anyway
-                step = max(high / low, 1.001) ** (1 / (effort.periods - 1))
-                near = first[0].period_s * np.geomspace(1 / step, step, effort.periods)
-                found += solve(classes, rows, joins, near, num_micro, effort.candidates, most)
-        codecs = Codecs(codec, codec)
-        return [(c.estimate_s, Chain(micro_batch, num_micro, c.stages, (codecs,) * (len(c.stages) - 1))) for c in found]
-
-
-def _period_range(classes: Sequence[DeviceClass], rows: Sequence[Sequence[StageTable]]) -> tuple[float, float]:
-    """From all devices working without a gap, to the fastest group alone."""
-    rates = [len(c.peers) / min(t.count * t.busy_alone for t in row) for c, row in zip(classes, rows)]
-    return 1 / sum(rates), min(t.busy_alone for row in rows for t in row) * 1.0001
+def _groups(peers: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """Of this size, or all in one where there are fewer; what is left over has no group."""
+    size = min(size, len(peers))
+    return [tuple(peers[i : i + size]) for i in range(0, len(peers) - len(peers) % size, size)]

@@ -23,7 +23,7 @@ from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
 from meshcee.planner.cut import DeviceClass, Floats, Join, StageTable, Suffix, cut, ladder, ring_of
 from meshcee.planner.rules import Runs
 
-__all__ = ["Beam", "GroupJoin", "Row", "Rows", "best_of", "join", "join_groups", "overlaps"]
+__all__ = ["Beam", "GroupJoin", "Row", "Rows", "best_of", "join_groups", "overlaps"]
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,6 @@ def join_groups(
 
 def _is_port(line: tuple[str, str]) -> bool:
     return (line[0][0] == "@") != (line[1][0] == "@")
-
-
-def join(cluster: Cluster, workload: Workload, a: str, b: str, micro_batch: int, codec: str) -> Join | None:
-    """Between two single devices."""
-    found = join_groups(cluster, workload, [(a, micro_batch)], [(b, micro_batch)], codec)
-    return None if found is None else found.join
 
 
 Row = tuple[tuple[str, ...], ...]
@@ -268,7 +262,7 @@ class Rows:
                 tables = []
                 for recompute in (False, True):
                     table = StageTable(
-                        self.workload, members, share, count=len(group), recompute=recompute,
+                        self.workload, members, share, recompute=recompute,
                         ring=ring, num_micro=num_micro, known=self.alone,
                     )  # fmt: skip
                     tables.append(table)

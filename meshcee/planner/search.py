@@ -1,6 +1,6 @@
-"""The search: candidates from the dynamic program, judged by the simulator, then improved by small moves.
+"""The search: candidates by estimate, judged by the simulator, then improved by small moves.
 
-The idea: the dynamic program looks at everything and knows little (no shared lines, no tails of a step); the simulator
+The idea: an estimate looks at many rows and knows little (no shared lines, no tails of a step); the simulator
 knows all and looks at few. The best candidates of the one start a local search under the other, whose moves also reach
 what the first cannot express: regions visited twice, unlike devices in one group. What its busiest device or line forbids
 is not simulated. Effort is counted in simulated events, never in seconds, so that the same question has the same answer on
@@ -30,6 +30,10 @@ from meshcee.simulator import bound_s, build, period_s, quick_period_s
 
 __all__ = ["Choice", "Effort", "Runs", "Search", "plans"]
 
+RESCORED = 24  # rows that are simulated, of those that estimates think best
+STARTS = 4  # rows that are improved by moves
+FINALISTS = 6  # simulated whole
+MICROS = 24  # micro-batches simulated of a step; the rest is extrapolated
 SHAKEN, SHAKEN_FROM = 2, 60
 TUNED = 8  # rows whose windows are tuned before the best of them are improved
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
@@ -53,7 +57,7 @@ class Search:
         """The best layouts found with their periods, best first; empty when nothing fits."""
         small = 9 / len(self.cluster.devices)  # a simulation costs so much less there
         events = self.effort.events * min(2.0, max(0.4, small))
-        rescored = int(self.effort.rescored * min(6.0, max(1.0, small**2)))
+        rescored = int(RESCORED * min(6.0, max(1.0, small**2)))
         ranked = self.rank([*starts, *self.proposals.singles(), *self.proposals.layouts(rescored)])
         self.events = 0
         begun = self.tuned(ranked, small)
@@ -70,11 +74,11 @@ class Search:
         finalists: dict[tuple[Pipeline, ...], Layout] = {}
         for _, layout in ranked:
             plan = to_plan(layout, self.cluster, self.workload)
-            if plan is not None and len(finalists) < self.effort.finalists * min(3, max(1, round(small**2))):
+            if plan is not None and len(finalists) < FINALISTS * min(3, max(1, round(small**2))):
                 finalists.setdefault(plan.pipelines, layout)
         near: dict[object, Layout] = {}  # rows whose best is nearly the best of all: the last choice is between these
         for period, layout in ranked:
-            if period <= NEARLY * ranked[0][0] and len(near) < self.effort.finalists:
+            if period <= NEARLY * ranked[0][0] and len(near) < FINALISTS:
                 near.setdefault(self._form(layout), layout)
         chosen = dict.fromkeys([*finalists.values(), *near.values()])
         chosen |= dict.fromkeys([layout for _, layout in ranked if len(peers_of(layout)) == 1][:1])
@@ -106,7 +110,7 @@ class Search:
         kinds: dict[tuple[int, int], int] = {}
         for _, layout in self.rank([*forms.values(), *others]):
             form, kind = self._form(layout), (layout[0].micro_batch, len(layout))
-            if form not in starts and kinds.get(kind, 0) < 2 and len(starts) < self.effort.starts:
+            if form not in starts and kinds.get(kind, 0) < 2 and len(starts) < STARTS:
                 starts[form] = layout
                 kinds[kind] = kinds.get(kind, 0) + 1
         return list(starts.values())
@@ -180,7 +184,7 @@ class Search:
                 return math.inf
             if (bound := bound_s(instance)) >= limit:
                 return bound
-            period, events = quick_period_s(instance, self.effort.micros, limit)
+            period, events = quick_period_s(instance, MICROS, limit)
             self.events += events
             if period >= limit:
                 return period
@@ -263,7 +267,7 @@ def plans(
     single = search.best_single()
     if steady and len(priced[0][1].peers) > 1:
         limit_s = min(inf if old is None else old[0], inf if single is None else single[1])
-        chosen = steadiest(priced, cluster, workload, limit_s=limit_s, events=effort.events, micros=effort.micros)
+        chosen = steadiest(priced, cluster, workload, limit_s=limit_s, events=effort.events, micros=MICROS)
         priced = [chosen, *(other for other in priced if other[1] != chosen[1])]
     period, best = priced[0]
     left = _left_out(search, best, period, runs)
