@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,10 @@ __all__ = ["Endpoint"]
 
 log = structlog.get_logger(__name__)
 
-_MAX_SHAKING = 256  # handshakes under way with strangers: each may cost us some 100 kB for `handshake_s`
+MAX_STRANGERS = 256  # handshakes under way with peers that never proved the key: each may cost 100 kB for `handshake_s`
+MAX_PROVEN = 4096  # peers that did, and are remembered
+REFUSALS = 20  # told of in REFUSALS_S: whoever is refused may come again at once
+REFUSALS_S = 60.0
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -61,7 +64,10 @@ class Endpoint(ABC):
         self._accepted_per_peer: Counter[str] = Counter()
         self._streams: set[FramedStream] = set()
         self._handling: set[asyncio.Task[None]] = set()
-        self._shaking = 0  # accepted streams that have not shaken hands yet
+        self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
+        self._proven: dict[str, None] = {}  # peers that have, before; newest last
+        self._refused_s: deque[float] = deque(maxlen=REFUSALS)  # when refusals were told of
+        self._untold = 0  # refusals since
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -163,13 +169,22 @@ class Endpoint(ABC):
         return stream
 
     def _accepted(self, stream: FramedStream) -> None:
-        """A byte stream came in: shake hands and handle it in a task of ours."""
+        """A byte stream came in: shake hands and handle it in a task of ours.
+
+        Strangers who never finish a handshake keep nobody out: the oldest one makes way, and members do not count.
+        """
         # Refusing in words needs a handshake, so a few more than the limit may be under way; beyond that, hang up.
-        too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap or self._shaking >= _MAX_SHAKING
+        too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap
         if self._group is None or self._closing or too_many:
             stream.abort()
             self._streams.discard(stream)
             return
+        if stream.peer_id not in self._proven:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.abort()
+            self._strangers[stream] = None
         self._accepted_per_peer[stream.peer_id] += 1
         task = self._group.create_task(self._handle(stream))
         self._handling.add(task)
@@ -217,14 +232,29 @@ class Endpoint(ABC):
 
         path = self.direct.here(self.addresses) if self.direct is not None else None
         shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, path=path)
-        self._shaking += 1
         try:
-            return await self._shake(stream, shaking, path)
+            welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:
-            log.warning("stream.refused", peer=short(stream.peer_id), error=str(error))
+            self._tell_refused(stream.peer_id, error)
             return None
         finally:
-            self._shaking -= 1
+            self._strangers.pop(stream, None)
+        self._proven.pop(stream.peer_id, None)
+        self._proven[stream.peer_id] = None
+        if len(self._proven) > MAX_PROVEN:
+            del self._proven[next(iter(self._proven))]
+        return welcome
+
+    def _tell_refused(self, peer_id: str, error: MeshceeError) -> None:
+        """In the log, which strangers must not fill."""
+        now_s = asyncio.get_running_loop().time()
+        if len(self._refused_s) == REFUSALS and now_s - self._refused_s[0] < REFUSALS_S:
+            self._untold += 1
+            return
+        self._refused_s.append(now_s)
+        more = {"untold": self._untold} if self._untold else {}
+        log.warning("stream.refused", peer=short(peer_id), error=str(error), **more)
+        self._untold = 0
 
     async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:
         """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed.

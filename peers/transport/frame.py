@@ -192,6 +192,7 @@ class Decoder:
 
     def __init__(self, limits: Limits, check: bool = True) -> None:
         self.max_payload_bytes = limits.payload_bytes  # may be changed at any time; holds from the next frame on
+        self.max_header_bytes = limits.header_bytes  # likewise
         self._limits = limits
         self._check = check
         self._view = _memory(PRELUDE_BYTES + max(limits.header_bytes, _SCRATCH_BYTES))
@@ -307,8 +308,8 @@ class Decoder:
     def _begin_frame(self, word: int, digest: int) -> None:
         if self._frame is not None:
             raise ProtocolError("a frame began inside another")
-        if word & _SIZE > self._limits.header_bytes:
-            raise ProtocolError(f"a header of {word & _SIZE} bytes is announced, more than {self._limits.header_bytes}")
+        if word & _SIZE > self.max_header_bytes:
+            raise ProtocolError(f"a header of {word & _SIZE} bytes is announced, more than {self.max_header_bytes}")
         self._head = (word, digest)
 
     def _control(self, kind: int, size: int) -> Event:

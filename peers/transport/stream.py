@@ -47,6 +47,9 @@ def short(peer_id: str) -> str:
     return peer_id if len(peer_id) <= 12 else f"..{peer_id[-8:]}"
 
 
+HELLO_BYTES = 2048  # of a header that a stranger may make us decode
+
+
 class FramedStream(asyncio.BufferedProtocol):
     """base.Stream over an asyncio.Transport, to which it is attached by `attach` or by a protocol factory.
 
@@ -72,6 +75,8 @@ class FramedStream(asyncio.BufferedProtocol):
         self._encoder = Encoder(self._limits, check)
         self._decoder = Decoder(self._limits, check)
         self._decoder.max_payload_bytes = 0
+        if not purpose:  # it came in, and may be a stranger's
+            self._decoder.max_header_bytes = HELLO_BYTES
         self._transport: asyncio.Transport | None = None
         self._inbox: deque[tuple[Frame, int]] = deque()  # bounded by the receive window
         largest_head = frame_cost(self._limits.header_bytes, self._limits.payloads)
@@ -109,6 +114,7 @@ class FramedStream(asyncio.BufferedProtocol):
         """The handshake succeeded: lend the whole window, and accept payloads."""
         self.purpose = purpose
         self._decoder.max_payload_bytes = self._limits.payload_bytes
+        self._decoder.max_header_bytes = self._limits.header_bytes
         self._grant(self._incoming.widen(min(self._limits.window_bytes, _MAX_CREDIT)))
 
     @property
@@ -148,13 +154,14 @@ class FramedStream(asyncio.BufferedProtocol):
         head, cost = self._encoder.head(frame, sizes)
         if (total := sum(sizes)) > _JOINED_BYTES:
             async with self._my_turn():
-                await self._may_send(payloads=True)
+                await self._may_send(large=True)
                 await self._send_chunks(head, cost, payloads)
             return
         data = b"".join((head, *self._encoder.chunks(payloads))) if total else head
-        if self._senders or not self._ready(bool(payloads)):
+        large = bool(payloads) or (len(head) > HELLO_BYTES and not self._incoming.shaking)
+        if self._senders or not self._ready(large):
             async with self._my_turn():
-                await self._may_send(bool(payloads))
+                await self._may_send(large)
                 self._spend_and_write(cost + total, data)
         else:
             self._spend_and_write(cost + total, data)
@@ -170,7 +177,7 @@ class FramedStream(asyncio.BufferedProtocol):
             records = self._encoder.chunks(payloads)
             for prelude, chunk in zip(records, records):
                 if begun:
-                    await self._may_send(payloads=True)
+                    await self._may_send(large=True)
                     self._spend_and_write(len(chunk), bytes(prelude))
                 else:
                     self._spend_and_write(cost + len(chunk), head + prelude)
@@ -191,14 +198,14 @@ class FramedStream(asyncio.BufferedProtocol):
         finally:
             self._senders -= 1
 
-    def _ready(self, payloads: bool) -> bool:
-        """Whether a frame may go now: there is credit, and the transport has room."""
+    def _ready(self, large: bool) -> bool:
+        """Whether a frame may go now: there is credit, the transport has room, and no stranger's limit is in force there."""
         window = self._outgoing
-        return not self._paused and window.available > 0 and (window.accepted or not payloads) and not self._over
+        return not self._paused and window.available > 0 and (window.accepted or not large) and not self._over
 
-    async def _may_send(self, payloads: bool) -> None:
+    async def _may_send(self, large: bool) -> None:
         """Wait until `_ready`; only the holder of the lock waits. StreamClosed when the stream is over."""
-        while not self._ready(payloads) and not self._over:
+        while not self._ready(large) and not self._over:
             await self._wait_to_send()
         self._refuse_closed()
 

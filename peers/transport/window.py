@@ -1,10 +1,10 @@
 """Byte credits: how much a sender may have unread at the other end.
 
 The idea: the receiver alone decides. It starts by lending a small window, enough for a handshake, widens it afterwards
-(payloads wait for that), and lends again what its consumer has taken. The sender goes on while it has any credit left,
-even if the next record is larger, so nothing is too large to pass. Hence the receiver tolerates one record above the
-window and refuses more. A frame larger than the window passes because a consumer that waits takes bytes as they
-arrive, before the frame is whole.
+(payloads and long headers wait for that), and lends again what its consumer has taken. The sender goes on while it has
+any credit left, even if the next record is larger, so nothing is too large to pass. Hence the receiver tolerates one
+record above the window and refuses more. A frame larger than the window passes because a consumer that waits takes
+bytes as they arrive, before the frame is whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReceiveWindow:
         self._owed = 0  # taken, not yet granted
         self._partial = 0  # of the frame in assembly, not yet taken
         self._record_bytes = record_bytes  # by which a sender may overshoot: a head and a chunk
-        self._shaking = True  # until `widen`: a grant would tell the other side that its payloads are welcome
+        self.shaking = True  # until `widen`: a grant would tell the other side that its payloads are welcome
 
     def arrive(self, cost: int) -> None:
         self.unread_bytes += cost
@@ -69,13 +69,13 @@ class ReceiveWindow:
     def release(self, cost: int) -> int:
         self.unread_bytes -= cost
         self._owed += cost
-        if self._shaking or self._owed * 4 < self.window_bytes:
+        if self.shaking or self._owed * 4 < self.window_bytes:
             return 0
         grant, self._owed = self._owed, 0
         return grant
 
     def widen(self, window_bytes: int) -> int:
-        self._shaking = False
+        self.shaking = False
         grant = max(1, window_bytes - self.window_bytes)  # never nothing: the first grant opens the way for payloads
         self.window_bytes += grant
         return grant
