@@ -23,6 +23,7 @@ from meshcee.config import Limits
 from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
 from meshcee.figures import DeviceProfile, LinkProfile
+from meshcee.files import loads
 
 __all__ = [
     "CLOCK_SKEW_S",
@@ -195,8 +196,8 @@ class RunRecord(Record):
     def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
         told = read(body, _RunTold, what)
         try:
-            plan = json.loads(told.plan)  # the envelope has been bounded before
-        except (ValueError, RecursionError) as error:
+            plan = loads(told.plan)  # the envelope has been bounded before
+        except ValueError as error:
             raise ProtocolError(f"{what}: plan is not JSON") from error
         loss = math.nan if told.loss is None else told.loss
         return super().from_wire({**body, "loss": loss, "plan": plan}, signer, what)

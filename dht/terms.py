@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshcee.errors import UsageError
-from meshcee.files import disk
+from meshcee.files import disk, loads
 
 __all__ = ["Term", "TermFile", "Terms"]
 
@@ -42,7 +42,7 @@ class TermFile:
         if self.path is None:
             return Terms()
         try:
-            data = json.loads(self.path.read_text())
+            data = loads(self.path.read_text())
             counter, (number, peer_id) = data["counter"], data["accepted"]
             if type(counter) is int and type(number) is int and type(peer_id) is str:
                 return Terms(counter, (number, peer_id))

@@ -71,6 +71,17 @@ def test_what_the_product_may_not_do(path: Path) -> None:
         assert ast.get_docstring(tree), "the docstring says what the file is for"
 
 
+def test_json_is_read_in_one_place() -> None:
+    """What is nested too deep raises RecursionError in `json.loads`, which nobody expects of a reader."""
+    readers = [
+        f"{path.relative_to(ROOT)}: line {node.lineno}"
+        for path in sources(*PRODUCT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.loads", "json.load")
+    ]
+    assert [r.partition(":")[0] for r in readers] == ["meshcee/files/strict_json.py"], readers
+
+
 @pytest.mark.parametrize("path", sources("tests/rig"), ids=lambda p: p.name)
 def test_a_rig_needs_no_benchmark(path: Path) -> None:
     """Benchmarks import rigs, never the other way round."""

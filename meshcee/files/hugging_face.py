@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files.strict_json import dumps
+from meshcee.files.strict_json import dumps, loads
 from meshcee.files.tensor_files import save
 
 __all__ = ["described", "write"]
@@ -47,7 +46,7 @@ def _config(model: Any) -> dict[str, Any] | None:
     if not callable(getattr(config, "to_json_string", None)):
         return None
     assert config is not None
-    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    return {**loads(config.to_json_string()), "architectures": [type(model).__name__]}
 
 
 def _adapter(peft: Any, model: Any) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def _adapter(peft: Any, model: Any) -> dict[str, Any]:
     mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping if config.task_type is None else None)
-        written = json.loads((Path(folder) / "adapter_config.json").read_text())
+        written = loads((Path(folder) / "adapter_config.json").read_text())
     return {"config": written, "names": {name: own[id(tensor)] for name, tensor in saved.items()}}
 
 

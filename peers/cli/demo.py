@@ -7,7 +7,6 @@ text, and whether every loss and every weight equals plain PyTorch, bit for bit.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from rich.text import Text
 import meshcee
 from meshcee.capture import capture
 from meshcee.errors import MeshceeError
-from meshcee.files import Home, dumps
+from meshcee.files import Home, dumps, loads
 from meshcee.job import Job
 from peers.cli.local import Children
 from peers.cli.session import Screen, configure_logging, load_job, run_async
@@ -120,5 +119,5 @@ async def _eager(job: Job, steps: int, micro_batch: int, folder: Path) -> dict[s
         raise
     if process.returncode != 0:
         raise MeshceeError(f"the eager loop failed: {err.decode()[-2000:]}")
-    data: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    data: dict[str, Any] = loads(out.decode().splitlines()[-1])
     return data

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from meshcee.errors import MeshceeError
-from meshcee.files import dumps
+from meshcee.files import dumps, loads
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.device import device_names
 
@@ -119,7 +118,7 @@ class Children:
         try:
             async with asyncio.timeout(START_S):
                 while line := await process.stdout.readline():
-                    event: dict[str, Any] = json.loads(line)
+                    event: dict[str, Any] = loads(line)
                     if "token" in event:
                         self._tokens[name] = str(event["token"])
                         return self._tokens[name]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,7 +58,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
 
 def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
     """Raises UsageError naming what this job and a run with that `description` do not have in common."""
-    for key, value in json.loads(dumps(description(job, captured))).items():
+    for key, value in loads(dumps(description(job, captured))).items():
         if value != run.get(key):
             what = "another model" if key == "model" else f"{key} {run.get(key)!r}, the job says {value!r}"
             raise UsageError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import structlog
 
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
-from meshcee.files import Home, Run, disk, dumps
+from meshcee.files import Home, Run, disk, dumps, loads
 from meshcee.plan import Plan
 from peers.mesh_view import MeshView
 from peers.state.shelf import (
@@ -328,9 +327,9 @@ class Mirror:
     def _own(self, data: bytes) -> bytes:
         """What the run is, without the owner's process, which is none of this machine."""
         try:
-            info: Mapping[str, Any] = json.loads(data)
+            info: Mapping[str, Any] = loads(data)
             kept = {key: value for key, value in info.items() if key != "pid"}
-        except (ValueError, AttributeError, RecursionError) as error:
+        except (ValueError, AttributeError) as error:
             raise ProtocolError("the owner sent a run that is not JSON") from error
         self._check(info)
         return dumps({**kept, "owner": self._owner}).encode()

@@ -12,13 +12,12 @@ The owner's disk has the same table (`Ledger`), so a run whose owner has died go
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshcee.files import Trouble, disk, dumps
+from meshcee.files import Trouble, disk, dumps, loads
 from peers.mesh_view import MeshView
 from peers.state.policy import Cadence, FarCadence
 from peers.state.shelf import COPIES
@@ -192,7 +191,7 @@ class Ledger:
 def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:
     """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
     try:
-        data = json.loads((folder / COPIES).read_text())
+        data = loads((folder / COPIES).read_text())
         found = [CopySet.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import json
 import math
 import os
 import threading
@@ -25,6 +24,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
+from meshcee.files import loads
 from meshcee.files.tensor_files import DTYPES, Layout, byte_view, head_of, nbytes_of
 from meshcee.stage import StageRunner
 from peers.state.checkpoint import Checkpoint, Draft, Writer
@@ -67,7 +67,7 @@ def parse_header(data: bytes | memoryview, expected: Layout, *, partial: bool) -
     """Check a header against what it must describe; how many bytes follow it. `partial`: entries may be missing."""
     raw = bytes(data)
     try:
-        entries = json.loads(raw[8:])
+        entries = loads(raw[8:])
         if int.from_bytes(raw[:8], "little") != len(raw) - 8 or not isinstance(entries, dict):
             raise ValueError("its length is wrong")
         spans = []
