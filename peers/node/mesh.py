@@ -147,7 +147,7 @@ class Mesh:
                 "only, or leave --standby out"
             )
         check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
-        return await stand_by(self.agent, self._home, job.name, check, tell)
+        return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 
     async def train(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -19,7 +19,7 @@ import structlog
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError
 from meshcee.files import Home, Run, Trouble
 from peers.mesh_view import MeshView
-from peers.state import Mirror, seek, take
+from peers.state import Found, Mirror, Shelf, seek, take
 from peers.transport import StreamClosed
 
 __all__ = ["lives", "stand_by"]
@@ -32,11 +32,17 @@ WHAT = "the run that is followed"
 
 
 async def stand_by(
-    agent: MeshView, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+    agent: MeshView,
+    own: Shelf,
+    home: Home,
+    job: str,
+    check: Callable[[Mapping[str, Any]], None],
+    tell: Callable[[str], None],
 ) -> tuple[str, str] | None:
     """Follow the run of this job: its id and its owner once that is gone, or None when it has ended by itself.
 
-    `check` is given what the run is, and raises where this machine could not go on with it.
+    `own` is what this peer itself keeps of journals. `check` is given what the run is, and raises where this machine could not
+    go on with it.
     """
     loop = asyncio.get_running_loop()
     trouble = Trouble(loop.time)
@@ -54,7 +60,7 @@ async def stand_by(
             if (running := await _owner_of(agent, job)) is None:
                 told_once(f"standing by: no run of {job!r} in this mesh yet")
                 try:
-                    if (left := await _orphan(agent, home, job, check, told_once)) is not None:
+                    if (left := await _orphan(agent, own, home, job, check, told_once)) is not None:
                         return left
                 except OSError as error:
                     trouble.tell(WHAT, error)
@@ -81,7 +87,7 @@ async def stand_by(
             sent_at = agent.directory.peers[owner].sent_at
             if run is None or owner in agent.directory.runs:
                 silent_at = math.inf
-            elif sent_at > silent_at:
+            elif silent_at not in (math.inf, sent_at):
                 return None  # it announces itself, and no run any more: its last word was lost
             else:  # the records of an owner that is dead expire one after the other
                 silent_at = sent_at
@@ -90,7 +96,10 @@ async def stand_by(
             lost_s = loop.time()
         elif run is not None and loop.time() - lost_s > RETURNS_S:
             try:
-                owner = await _caught_up(agent, home, job, mirror) or owner
+                found, over = await seek(agent, own, job)
+                if any(word.run == run.id and word.order >= (mirror.standing[0], owner) for word in over):
+                    return None  # all but this machine have heard so
+                owner = await _caught_up(agent, own, home, mirror, found) or owner
             except OSError as error:  # what is here already has to do
                 trouble.tell(WHAT, error)
             tell(f"the owner of run {run.id} is gone: this machine goes on with it")
@@ -114,10 +123,15 @@ async def _owner_of(agent: MeshView, job: str) -> str | None:
 
 
 async def _orphan(
-    agent: MeshView, home: Home, job: str, check: Callable[[Mapping[str, Any]], None], tell: Callable[[str], None]
+    agent: MeshView,
+    own: Shelf,
+    home: Home,
+    job: str,
+    check: Callable[[Mapping[str, Any]], None],
+    tell: Callable[[str], None],
 ) -> tuple[str, str] | None:
     """A run of this job of which the mesh has a journal and no owner, taken up: its id and its owner."""
-    found = await seek(agent, job)
+    found, _ = await seek(agent, own, job)
     dead = {f.seal.owner for f in found if f.seal.owner == agent.peer_id or not lives(agent, f.seal.owner)}
     heard = {f.seal.run for f in found if f.is_live or f.seal.owner not in dead}
     for run_id in dict.fromkeys(f.seal.run for f in found if f.seal.run not in heard):
@@ -125,7 +139,7 @@ async def _orphan(
             continue  # it has ended, on this machine
         mirror = Mirror(home, "", check)
         try:
-            seal = await take(agent, home, mirror, [f for f in found if f.seal.run == run_id])
+            seal = await take(agent, own, home, mirror, [f for f in found if f.seal.run == run_id])
         except MeshceeError as error:  # of another job of this name
             tell(f"run {run_id}, whose owner is gone, is left alone: {error}")
             continue
@@ -135,12 +149,12 @@ async def _orphan(
     return None
 
 
-async def _caught_up(agent: MeshView, home: Home, job: str, mirror: Mirror) -> str | None:
+async def _caught_up(agent: MeshView, own: Shelf, home: Home, mirror: Mirror, found: Sequence[Found]) -> str | None:
     """Let the mirror of a run whose owner is gone have what peers know of it and this machine does not; its owner then."""
     assert mirror.run is not None
     run_id, standing = mirror.run.id, mirror.standing
-    found = [f for f in await seek(agent, job) if f.seal.run == run_id and f.seal.standing > standing]
-    seal = await take(agent, home, mirror, found)
+    newer = [f for f in found if f.seal.run == run_id and f.seal.standing > standing]
+    seal = await take(agent, own, home, mirror, newer)
     return seal.owner if seal is not None else None
 
 

@@ -4,7 +4,7 @@
 """
 
 from peers.state.checkpoint import Checkpoint, CheckpointStore, check_same, description
-from peers.state.journal import Journal, Mirror, seek, take
+from peers.state.journal import Found, Journal, Mirror, seek, take
 from peers.state.keep import Keeper
 from peers.state.keeping import Keeping
 from peers.state.kept import Kept, Part, state_for
@@ -20,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "CopySet",
+    "Found",
     "Held",
     "Journal",
     "Keeper",

@@ -31,10 +31,13 @@ from peers.state.shelf import (
     FILES,
     INFO,
     MOST_NAME_CHARACTERS,
+    MOST_OVER,
     MOST_RUNS,
     MOST_SEAL_BYTES,
     REPORTS,
+    Over,
     Seal,
+    Shelf,
 )
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages, need, unless_silent
@@ -80,6 +83,8 @@ class Journal:
         self._changed = asyncio.Condition()
         self._shelves: dict[str, asyncio.Task[None]] = {}
         self._left: set[str] = set()  # that were shelves
+        self._hearing: set[str] = set()  # shelves with an open stream
+        self._members: tuple[str, ...] = ()  # of the newest plan
         agent.transport.serve("follow", self._serve)
 
     def begin(self, job: str, run: Run, incarnation: int, plan: Plan, *, resumed: bool) -> None:
@@ -89,7 +94,7 @@ class Journal:
         """
         self._job, self._run, self._ended = job, run, False
         self._incarnation, self._everywhere = incarnation, resumed
-        known = self._agent.directory.peers
+        self._members, known = plan.peers, self._agent.directory.peers
         hosts = {peer: device.host for peer in plan.peers if peer in known and (device := known[peer].device)}
         chosen = shelves(plan, hosts, self._agent.peer_id, self._agent.host)
         for peer in self._shelves.keys() - set(chosen):
@@ -118,12 +123,16 @@ class Journal:
             self._shelves.clear()
 
     def _others(self) -> set[str]:
-        """Who may keep the journal and is not sent it any more."""
+        """Who may keep the journal and does not hear of its end by itself.
+
+        And a few who remember the end for those who are cut off just now. Members come first: they had part in the last step.
+        """
         if self._run is None:
             return set()
-        everybody = self._agent.directory.peers.keys()
-        found = set(everybody) if self._everywhere else self._left & everybody
-        return found - self._shelves.keys() - {self._agent.peer_id}
+        everybody = self._agent.directory.peers.keys() - {self._agent.peer_id}
+        found = set(everybody) if self._everywhere else (self._left | self._shelves.keys()) & everybody
+        beside = [p for p in (*self._members, *sorted(everybody)) if p in everybody and p not in self._shelves]
+        return (found | set(list(dict.fromkeys(beside))[:KEEPERS])) - self._hearing
 
     async def _open(self, peer: str) -> Stream:
         where = self._agent.addresses_of([peer]).get(peer, ())
@@ -141,11 +150,13 @@ class Journal:
             try:
                 stream = await self._open(peer)
                 self._followers += 1
+                self._hearing.add(peer)
                 try:
                     await self._tell(stream, self._job)
                     await stream.aclose()
                 finally:
                     self._followers -= 1
+                    self._hearing.discard(peer)
                     stream.abort()
                     await self._notify()
                 return
@@ -189,7 +200,11 @@ class Journal:
                     await self._changed.wait_for(lambda: self._ended)
 
     def _over(self) -> Frame:
-        return Frame(messages.FOLLOWED, {"run": self._run.id if self._run else "", "incarnation": self._incarnation})
+        if self._run is None:
+            return Frame(messages.FOLLOWED)
+        me = self._agent
+        over = Over(me.peer_id, self._job[:MOST_NAME_CHARACTERS], self._run.id, self._incarnation)
+        return Frame(messages.FOLLOWED, {}, [over.signed(me.sign)])
 
     def _seal(self, run: Run, sent: Mapping[str, _Sent]) -> bytes:
         files = {name: (of.size, of.digest.digest()) for name, of in sent.items()}
@@ -348,30 +363,38 @@ class Found(NamedTuple):
     is_live: bool  # whether that peer still hears its owner
 
 
-async def seek(agent: MeshView, job: str) -> list[Found]:
-    """Of this job, at all peers; newest first within a run, and runs by their last word."""
+async def seek(agent: MeshView, own: Shelf, job: str) -> tuple[list[Found], list[Over]]:
+    """Journals of this job, at all peers and on this one's own shelf; newest first within a run, and runs by their last word.
+    What some keep of a run that another knows to be over is left out; and such words."""
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def ask(peer: str) -> list[Found]:
+    async def ask(peer: str) -> tuple[list[Found], list[Over]]:
         try:
-            async with limit, asyncio.timeout(ANSWERS_WITHIN_S), _shelf(agent, peer, job) as (_, found):
-                return found
+            async with limit, asyncio.timeout(ANSWERS_WITHIN_S), _shelf(agent, peer, job) as (_, found, over):
+                return found, over
         except FAILURES as error:
             log.debug("a peer does not say which journals it keeps", peer=peer, error=str(error))
-            return []
+            return [], []
 
     others = sorted(agent.directory.peers.keys() - {agent.peer_id})
-    found = [one for answer in await asyncio.gather(*map(ask, others)) for one in answer]
+    answers = [_own(agent, own, job), *await asyncio.gather(*map(ask, others))]
+    over = [word for _, words in answers for word in words]
+    found = [f for some, _ in answers for f in some if not any(word.ends(f.seal) for word in over)]
     last = {seal.run: max(f.seal.sealed_at for f in found if f.seal.run == seal.run) for seal, _, _ in found}
-    return sorted(found, key=lambda f: (last[f.seal.run], f.seal.run, f.seal.order), reverse=True)
+    return sorted(found, key=lambda f: (last[f.seal.run], f.seal.run, f.seal.order), reverse=True), over
 
 
-async def take(agent: MeshView, home: Home, mirror: Mirror, found: Sequence[Found]) -> Seal | None:
+def _own(agent: MeshView, own: Shelf, job: str) -> tuple[list[Found], list[Over]]:
+    here, over = own.of(job[:MOST_NAME_CHARACTERS])
+    return [Found(kept.seal, agent.peer_id, kept.is_live) for kept in here], list(map(Over.read, over))
+
+
+async def take(agent: MeshView, own: Shelf, home: Home, mirror: Mirror, found: Sequence[Found]) -> Seal | None:
     """Let the mirror have the first of these that its shelf gives whole; its seal."""
     for one in found:
         with _folder(home) as folder:
             try:
-                seal = await _pull(agent, one, folder)
+                seal = await _fill(folder, agent, own, one)
             except FAILURES as error:
                 log.warning("a journal that a peer keeps is not taken", peer=one.peer, error=str(error))
                 continue
@@ -388,51 +411,84 @@ def _folder(home: Home) -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def _shelf(agent: MeshView, peer: str, job: str) -> AsyncIterator[tuple[Stream, list[Found]]]:
-    """A stream to what this peer keeps of the job, and what that is."""
+async def _shelf(agent: MeshView, peer: str, job: str) -> AsyncIterator[tuple[Stream, list[Found], list[Over]]]:
+    """A stream to what this peer keeps of the job, what that is, and which runs it knows to be over."""
     stream = await agent.transport.open(peer, "shelf", agent.addresses_of([peer]).get(peer, ()))
     try:
-        stream.max_payload_bytes = MOST_RUNS * MOST_SEAL_BYTES
+        stream.max_payload_bytes = (MOST_RUNS + MOST_OVER) * MOST_SEAL_BYTES
         await stream.send(Frame(messages.SEEK, {"job": job[:MOST_NAME_CHARACTERS]}))
         frame = await stream.recv()
         live = need(frame.header, "live", list[bool])
-        if frame.kind != messages.FOUND or len(live) != len(frame.payloads):
+        if frame.kind != messages.FOUND or len(live) > len(frame.payloads):
             raise ProtocolError("it did not say which journals it keeps")
-        seals = [Seal.read(bytes(data)) for data in frame.payloads]
-        if any(seal.job != job[:MOST_NAME_CHARACTERS] for seal in seals):
+        seals = [Seal.read(bytes(data)) for data in frame.payloads[: len(live)]]
+        over = [Over.read(bytes(data)) for data in frame.payloads[len(live) :]]
+        if ({of.job for of in seals} | {of.job for of in over}) - {job[:MOST_NAME_CHARACTERS]}:
             raise ProtocolError("it has journals of another job")
-        yield stream, [Found(seal, peer, is_live) for seal, is_live in zip(seals, live)]
+        yield stream, [Found(seal, peer, is_live) for seal, is_live in zip(seals, live)], over
     finally:
         stream.abort()
 
 
-async def _pull(agent: MeshView, wanted: Found, folder: Path) -> Seal:
-    """Its files as they are by now, checked, and their seal. ProtocolError where they are not what it says."""
-    limit_s = agent.timeouts.join_s
+async def _fill(folder: Path, agent: MeshView, own: Shelf, wanted: Found) -> Seal:
+    """With its files as they are by now, checked; their seal. ProtocolError where they are not what it says."""
     async with contextlib.AsyncExitStack() as stack:
-        async with asyncio.timeout(limit_s):
-            stream, found = await stack.enter_async_context(_shelf(agent, wanted.peer, wanted.seal.job))
-            seal = next((f.seal for f in found if f.seal.run == wanted.seal.run), None)
-            if seal is None or seal.order < wanted.seal.order:
-                raise NotPermittedError("it has none any more, or an older one")
-            if any(size > MOST_BYTES for name, (size, _) in seal.files.items() if name != REPORTS):
-                raise ProtocolError(f"it has a file of more than {MOST_BYTES} bytes")
-            await stream.send(Frame(messages.PULL, {"run": seal.run}))
-        stream.max_payload_bytes = CHUNK_BYTES
+        if wanted.peer == agent.peer_id:
+            seal, parts = _here(own, wanted.seal)
+        else:
+            seal, parts = await _there(agent, wanted, stack)
         sizes, digests = dict.fromkeys(seal.files, 0), {name: hashlib.sha256() for name in seal.files}
         for name in seal.files:
             disk.append(folder / name, b"")
-        while True:
-            async with asyncio.timeout(limit_s):
-                frame = await stream.recv()
-            if frame.kind != messages.FILE:
-                break
-            name, data = need(frame.header, "name", str), b"".join(map(bytes, frame.payloads))
+        async for name, data in parts:
             if name not in sizes or not 0 < len(data) <= seal.files[name][0] - sizes[name]:
                 raise ProtocolError("it sent more than the seal says")
             await asyncio.to_thread(disk.append, folder / name, data)
             sizes[name] += len(data)
             digests[name].update(data)
-    if frame.kind != messages.FOLLOWED or {n: (sizes[n], digests[n].digest()) for n in sizes} != dict(seal.files):
+    if {n: (sizes[n], digests[n].digest()) for n in sizes} != dict(seal.files):
         raise ProtocolError("its files are not what their owner has sealed")
     return seal
+
+
+def _here(own: Shelf, wanted: Seal) -> tuple[Seal, AsyncIterator[tuple[str, bytes]]]:
+    """The seal and the parts of its files as this peer itself keeps them."""
+    kept = next((kept for kept in own.of(wanted.job)[0] if kept.seal.run == wanted.run), None)
+    if kept is None:
+        raise NotPermittedError("it has none any more")
+    seal, journal = kept.seal, kept
+
+    async def parts() -> AsyncIterator[tuple[str, bytes]]:
+        for name in seal.files:
+            for data in journal.chunks(name):
+                yield name, data
+
+    return seal, parts()
+
+
+async def _there(
+    agent: MeshView, wanted: Found, stack: contextlib.AsyncExitStack
+) -> tuple[Seal, AsyncIterator[tuple[str, bytes]]]:
+    """The seal and the parts of its files as another peer sends them."""
+    limit_s = agent.timeouts.join_s
+    async with asyncio.timeout(limit_s):
+        stream, found, _ = await stack.enter_async_context(_shelf(agent, wanted.peer, wanted.seal.job))
+        seal = next((f.seal for f in found if f.seal.run == wanted.seal.run), None)
+        if seal is None or seal.order < wanted.seal.order:
+            raise NotPermittedError("it has none any more, or an older one")
+        if any(size > MOST_BYTES for name, (size, _) in seal.files.items() if name != REPORTS):
+            raise ProtocolError(f"it has a file of more than {MOST_BYTES} bytes")
+        await stream.send(Frame(messages.PULL, {"run": seal.run}))
+    stream.max_payload_bytes = CHUNK_BYTES
+
+    async def parts() -> AsyncIterator[tuple[str, bytes]]:
+        while True:
+            async with asyncio.timeout(limit_s):
+                frame = await stream.recv()
+            if frame.kind == messages.FOLLOWED:
+                return
+            if frame.kind != messages.FILE:
+                raise ProtocolError("its files are not what their owner has sealed")
+            yield need(frame.header, "name", str), b"".join(map(bytes, frame.payloads))
+
+    return seal, parts()

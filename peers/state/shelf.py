@@ -2,7 +2,7 @@
 
 The idea: an owner sends its journal to a few peers, and seals it whenever some of it is new. The seal says of what size
 and digest each file is by then, signed. So who passes a journal on need not be believed, and of two journals everybody
-can tell which is newer.
+can tell which is newer. That a run is over is signed too, and remembered: a peer that was cut off then still keeps its journal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
 from msgspec import Meta
@@ -25,7 +25,7 @@ from meshcee.fields import Finite, Ordinal, read, refuse_unprintable, unpack
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages, need, unless_silent
 
-__all__ = ["CHUNK_BYTES", "COPIES", "FILES", "INFO", "MOST_BYTES", "MOST_RUNS", "REPORTS", "Seal", "Shelf"]
+__all__ = ["CHUNK_BYTES", "COPIES", "FILES", "INFO", "MOST_BYTES", "MOST_RUNS", "REPORTS", "Over", "Seal", "Shelf"]
 
 FILES = INFO, REPORTS, COPIES = "run.json", "reports.jsonl", "copies.json"
 CHUNK_BYTES = 1 << 20
@@ -34,7 +34,9 @@ MOST_RUNS = 8
 MOST_SEAL_BYTES = 4096
 MOST_FILE_BYTES = 1 << 32
 MOST_NAME_CHARACTERS = 100  # of a run, and of a job as records tell it
+MOST_OVER = 16  # runs of which a peer remembers that they are over
 KEPT_S = 3600.0  # after the owner's last word
+REMEMBERED_S = 2 * KEPT_S  # longer than anybody keeps the journal of a run that is over
 _ABOUT = "a journal's seal"
 
 
@@ -81,29 +83,79 @@ class Seal:
     def signed(self, sign: Callable[[bytes], bytes]) -> bytes:
         files = [[name, size, digest] for name, (size, digest) in sorted(self.files.items())]
         body = {"job": self.job, "run": self.run, "incarnation": self.incarnation, "at": self.sealed_at, "files": files}
-        packed = bytes(msgpack.packb(body))
-        return bytes(msgpack.packb([self.owner, packed, sign(_covered(self.owner, packed))]))
+        return _signed(_JOURNAL, self.owner, body, sign)
 
     @classmethod
     def read(cls, data: bytes, owner: str | None = None) -> Seal:
         """What `signed` gave, of this owner if one is given. ProtocolError or NotPermittedError for anything else."""
-        signer, packed, signature = read(unpack(data, MOST_SEAL_BYTES, _ABOUT), tuple[str, bytes, bytes], _ABOUT)
-        if owner is not None and signer != owner:
-            raise NotPermittedError(f"{_ABOUT} is not of the peer that sent it")
-        if not verify(signer, _covered(signer, packed), signature):
-            raise NotPermittedError(f"{_ABOUT} was not signed by {signer}")
-        body = read(unpack(packed, MOST_SEAL_BYTES, _ABOUT), _Sealed, _ABOUT)
-        refuse_unprintable(body, _ABOUT)
+        signer, body = _read(_JOURNAL, data, _Sealed, owner)
         files: dict[str, tuple[int, bytes]] = {name: (size, digest) for name, size, digest in body.files}
         if not {INFO, REPORTS} <= files.keys():
             raise ProtocolError(f"{_ABOUT} lacks a file")
-        if not body.run or not all(c.isalnum() or c in "-_" for c in body.run):
-            raise ProtocolError(f"{_ABOUT} is of a run whose name is none")
         return cls(signer, body.job, body.run, body.incarnation, body.at, files)
 
 
-def _covered(owner: str, packed: bytes) -> bytes:
-    return bytes(msgpack.packb(["meshcee journal 1", owner, packed]))
+@dataclass(frozen=True)
+class _Ended:
+    """That a run is over, as it crosses the network."""
+
+    job: _RunName
+    run: _RunName
+    incarnation: Ordinal
+
+
+@dataclass(frozen=True)
+class Over:
+    """An owner's word that its run is over."""
+
+    owner: str
+    job: str
+    run: str
+    incarnation: int
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return self.incarnation, self.owner
+
+    def ends(self, seal: Seal) -> bool:
+        """Whether a journal with this seal is of no use any more: nobody has gone on with the run since."""
+        return seal.run == self.run and (seal.incarnation, seal.owner) <= self.order
+
+    def signed(self, sign: Callable[[bytes], bytes]) -> bytes:
+        return _signed(_END, self.owner, {"job": self.job, "run": self.run, "incarnation": self.incarnation}, sign)
+
+    @classmethod
+    def read(cls, data: bytes, owner: str | None = None) -> Over:
+        """What `signed` gave, of this owner if one is given. ProtocolError or NotPermittedError for anything else."""
+        signer, body = _read(_END, data, _Ended, owner)
+        return cls(signer, body.job, body.run, body.incarnation)
+
+
+_JOURNAL, _END = "meshcee journal 1", "meshcee end of a journal 1"
+B = TypeVar("B", _Sealed, _Ended)
+
+
+def _signed(kind: str, owner: str, body: Mapping[str, Any], sign: Callable[[bytes], bytes]) -> bytes:
+    packed = bytes(msgpack.packb(body))
+    return bytes(msgpack.packb([owner, packed, sign(_covered(kind, owner, packed))]))
+
+
+def _read(kind: str, data: bytes, body: type[B], owner: str | None) -> tuple[str, B]:
+    """Who signed this, and what."""
+    signer, packed, signature = read(unpack(data, MOST_SEAL_BYTES, _ABOUT), tuple[str, bytes, bytes], _ABOUT)
+    if owner is not None and signer != owner:
+        raise NotPermittedError(f"{_ABOUT} is not of the peer that sent it")
+    if not verify(signer, _covered(kind, signer, packed), signature):
+        raise NotPermittedError(f"{_ABOUT} was not signed by {signer}")
+    found: B = read(unpack(packed, MOST_SEAL_BYTES, _ABOUT), body, _ABOUT)
+    refuse_unprintable(found, _ABOUT)
+    if not found.run or not all(c.isalnum() or c in "-_" for c in found.run):
+        raise ProtocolError(f"{_ABOUT} is of a run whose name is none")
+    return signer, found
+
+
+def _covered(kind: str, owner: str, packed: bytes) -> bytes:
+    return bytes(msgpack.packb([kind, owner, packed]))
 
 
 class _Reports:
@@ -173,7 +225,7 @@ class _Journal:
 
 
 @dataclass
-class _Kept:
+class KeptJournal:
     """A journal up to its last seal."""
 
     seal: Seal
@@ -201,7 +253,8 @@ class Shelf:
         self._timeouts = timeouts
         self._monotonic = monotonic
         self._open: list[_Journal] = []
-        self._kept: dict[str, _Kept] = {}  # by run, oldest first
+        self._kept: dict[str, KeptJournal] = {}  # by run, oldest first
+        self._over: dict[str, tuple[Over, bytes, float]] = {}  # by run, oldest first: as it was signed, and until when
         transport.serve("journal", self._keep)
         transport.serve("shelf", self._show)
 
@@ -214,6 +267,14 @@ class Shelf:
     def _sweep(self) -> None:
         for run in [run for run, kept in self._kept.items() if kept.until_s <= self._monotonic()]:
             del self._kept[run]
+        for run in [run for run, (_, _, until_s) in self._over.items() if until_s <= self._monotonic()]:
+            del self._over[run]
+
+    def of(self, job: str) -> tuple[list[KeptJournal], list[bytes]]:
+        """The journals of this job that are here, and the words that runs of this job are over, as they were signed."""
+        self._sweep()
+        over = [data for word, data, _ in self._over.values() if word.job == job]
+        return [kept for kept in self._kept.values() if kept.seal.job == job], over
 
     def _room(self) -> int:
         """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
@@ -253,9 +314,8 @@ class Shelf:
         elif frame.kind == messages.SEALED:
             self._put(Seal.read(b"".join(map(bytes, frame.payloads)), stream.peer_id), frame, journal)
         elif frame.kind == messages.FOLLOWED:
-            self._forget(
-                need(frame.header, "run", str), (need(frame.header, "incarnation", int), stream.peer_id), journal
-            )
+            data = b"".join(map(bytes, frame.payloads))
+            self._forget(Over.read(data, stream.peer_id), data)
             return False
         elif frame.kind != messages.PONG:
             raise ProtocolError(f"an owner sent a frame of kind {frame.kind!r}, which has no meaning to a shelf")
@@ -268,32 +328,41 @@ class Shelf:
         before = self._kept.get(seal.run)
         if before is not None and before.seal.order > seal.order:
             raise NotPermittedError(f"run {seal.run} has been gone on with since, by {before.seal.owner}")
+        if seal.run in self._over and self._over[seal.run][0].ends(seal):
+            raise NotPermittedError(f"run {seal.run} is over")
+        self._over.pop(seal.run, None)
         self._kept.pop(seal.run, None)
         while len(self._kept) >= MOST_RUNS:
             del self._kept[next((run for run, kept in self._kept.items() if not kept.is_live), next(iter(self._kept)))]
         data = b"".join(map(bytes, frame.payloads))
-        self._kept[seal.run] = _Kept(seal, data, journal, dict(journal.whole), journal.reports)
+        self._kept[seal.run] = KeptJournal(seal, data, journal, dict(journal.whole), journal.reports)
 
-    def _forget(self, run: str, order: tuple[int, str], journal: _Journal) -> None:
-        """The run is over, says its owner of this incarnation."""
-        kept = self._kept.get(run)
-        if kept is not None and (kept.seal.incarnation, kept.seal.owner) <= order:
-            del self._kept[run]
+    def _forget(self, word: Over, data: bytes) -> None:
+        """The run is over, and others than this peer may have missed that."""
+        kept, before = self._kept.get(word.run), self._over.get(word.run)
+        if kept is not None and not word.ends(kept.seal):
+            return
+        self._kept.pop(word.run, None)
+        if before is None or before[0].order < word.order:
+            self._over.pop(word.run, None)
+            while len(self._over) >= MOST_OVER:
+                del self._over[next(iter(self._over))]
+            self._over[word.run] = word, data, self._monotonic() + REMEMBERED_S
 
     # -- of standbys -----------------------------------------------------------------------------------------------------
 
     async def _show(self, stream: Stream) -> None:
-        """SEEK: the seals that are here of a job; PULL: the files of one of them."""
+        """SEEK: the seals that are here of a job, then the words of runs that are over; PULL: the files of a seal."""
         stream.max_payload_bytes = 0
-        self._sweep()
         async with asyncio.timeout(self._timeouts.join_s):
             frame = await stream.recv()
         if frame.kind != messages.SEEK:
             raise ProtocolError(f"expected a standby, got a frame of kind {frame.kind!r}")
         job = need(frame.header, "job", str)
-        found = {run: kept for run, kept in self._kept.items() if kept.seal.job == job}
-        live = [kept.is_live for kept in found.values()]
-        await stream.send(Frame(messages.FOUND, {"live": live}, [kept.data for kept in found.values()]))
+        here, over = self.of(job)
+        found = {kept.seal.run: kept for kept in here}
+        live = [kept.is_live for kept in here]
+        await stream.send(Frame(messages.FOUND, {"live": live}, [*(kept.data for kept in here), *over]))
         with contextlib.suppress(StreamClosed):
             async with asyncio.timeout(self._timeouts.join_s):
                 frame = await stream.recv()
@@ -304,7 +373,7 @@ class Shelf:
                 await self._send(stream, kept, name, size)
             await stream.send(Frame(messages.FOLLOWED))
 
-    async def _send(self, stream: Stream, kept: _Kept, name: str, size: int) -> None:
+    async def _send(self, stream: Stream, kept: KeptJournal, name: str, size: int) -> None:
         at = 0
         for data in kept.chunks(name):
             header: dict[str, Any] = {"run": kept.seal.run, "name": name, "at": at, "size": size}

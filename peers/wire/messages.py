@@ -28,7 +28,7 @@ Purposes of streams, and the frames on them:
                                         SNAPSHOT  ->  COPIED for a keeper; KEEP  ->  KEPT from the keeper, near or far
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
-    shelf   (standby -> peer)           SEEK, FOUND: which journals of a job it keeps, then PULL  ->  FILE*, FOLLOWED
+    shelf   (standby -> peer)           SEEK, FOUND: journals of a job it keeps, runs that are over; then PULL  ->  FILE*, FOLLOWED
     copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART and SUM within a group and over pipelines, or WHOLE and MEET within a group;

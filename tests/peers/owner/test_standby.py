@@ -278,6 +278,22 @@ def test_a_standby_of_a_run_that_ends_by_itself_has_nothing_to_do(tmp_path: Path
     assert [line["step"] for line in kept.reports()] == list(range(STEPS))
 
 
+class EndsUnheard(Story):
+    """The owner is done and dies before its last word is out, while it and the standby cannot reach each other."""
+
+    async def _own(self, mesh: Mesh) -> None:
+        with mock.patch("peers.owner.turn.Turn.end", return_value=None):
+            await super()._own(mesh)
+        self.storm.here.crash("chief")
+
+
+def test_a_standby_hears_from_peers_that_the_run_is_over(tmp_path: Path) -> None:
+    story = EndsUnheard(tmp_path, cut_off_from_the_standby)
+    with quiet(), quick_planning():
+        assert run(story.play()) is None
+    assert story.chief == list(range(STEPS))
+
+
 def test_a_standby_of_another_job_is_told_before_anything_happens(tmp_path: Path) -> None:
     mirror = Mirror(Home(tmp_path), "owner", lambda info: (_ for _ in ()).throw(UsageError("another model")))
     info = json.dumps({"job": {}, "pid": 1}).encode()

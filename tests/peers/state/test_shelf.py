@@ -21,8 +21,8 @@ from meshcee.files.home import Home
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.state import shelf
-from peers.state.journal import Journal, Mirror, seek, shelves, take
-from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_BYTES, MOST_RUNS, REPORTS, Seal
+from peers.state.journal import Found, Journal, Mirror, seek, shelves, take
+from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_BYTES, MOST_RUNS, REPORTS, Over, Seal
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
@@ -80,9 +80,16 @@ class Mesh:
         assert RUN in to.shelf.kept
         return stream
 
+    async def sought(self, job: str = JOB) -> list[Found]:
+        return (await seek(self.heir, self.heir.shelf, job))[0]
+
+    async def ended(self, to: Agent, incarnation: int = 1) -> None:
+        over = Over(self.owner.peer_id, JOB, RUN, incarnation)
+        await self.send(to, [Frame(messages.FOLLOWED, {}, [over.signed(self.owner.sign)])])
+
     async def taken(self) -> tuple[Seal | None, Mirror]:
         mirror = Mirror(self.home, "", lambda info: None)
-        return await take(self.heir, self.home, mirror, await seek(self.heir, JOB)), mirror
+        return await take(self.heir, self.heir.shelf, self.home, mirror, await self.sought()), mirror
 
     def reports(self) -> int:
         return len(self.home.run(RUN).reports())
@@ -113,8 +120,8 @@ def test_a_standby_takes_the_newest_of_what_peers_keep(tmp_path: Path) -> None:
         assert mesh.reports() == 6
         run_info = mesh.home.run(RUN).info
         assert (run_info["owner"], run_info["incarnation"]) == (mesh.owner.peer_id, 2)
-        assert [f.is_live for f in await seek(mesh.heir, JOB)] == [True, True]
-        assert await seek(mesh.heir, "another job") == []
+        assert [f.is_live for f in await mesh.sought()] == [True, True]
+        assert await mesh.sought("another job") == []
 
     on_a_mesh(tmp_path, test)
 
@@ -162,13 +169,13 @@ def test_a_run_that_is_over_is_forgotten_and_one_whose_owner_died_is_kept_for_a_
         stream = await mesh.keep(mesh.a, files_of(3), incarnation=2)
         stream.abort()
         await asyncio.sleep(1)
-        assert [f.is_live for f in await seek(mesh.heir, JOB)] == [False]
-        await mesh.send(mesh.a, [Frame(messages.FOLLOWED, {"run": RUN, "incarnation": 1})])  # an owner before that one
+        assert [f.is_live for f in await mesh.sought()] == [False]
+        await mesh.ended(mesh.a, incarnation=1)  # an owner before that one
         assert RUN in mesh.a.shelf.kept
-        await mesh.send(mesh.a, [Frame(messages.FOLLOWED, {"run": RUN, "incarnation": 2})])
+        await mesh.ended(mesh.a, incarnation=2)
         assert RUN not in mesh.a.shelf.kept
         with mock.patch.object(shelf, "KEPT_S", 60.0):
-            (await mesh.keep(mesh.a, files_of(3))).abort()
+            (await mesh.keep(mesh.a, files_of(3), incarnation=3)).abort()
             await asyncio.sleep(50)
             assert RUN in mesh.a.shelf.kept
             await asyncio.sleep(20)
@@ -250,7 +257,7 @@ def broken(**other: Any) -> bytes:
     me = Identity.generate()
     files = [[INFO, 1, bytes(32)], [REPORTS, 1, bytes(32)]]
     body = msgpack.packb({"job": JOB, "run": RUN, "incarnation": 1, "at": 0.0, "files": files, **other})
-    return bytes(msgpack.packb([me.peer_id, body, me.sign(shelf._covered(me.peer_id, body))]))
+    return bytes(msgpack.packb([me.peer_id, body, me.sign(shelf._covered(shelf._JOURNAL, me.peer_id, body))]))
 
 
 @pytest.mark.parametrize(
@@ -322,5 +329,85 @@ def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -
         assert told == [len(files_of(4)[REPORTS]), len(files_of(4)[REPORTS]) + 23]  # the second alone still hears of it
         await journal.end()
         assert mesh.a.shelf.kept == mesh.b.shelf.kept == {}
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_what_a_keeper_that_was_cut_off_has_of_a_run_that_is_over_is_known_to_be_of_no_use(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        journal = Journal(mesh.chief)
+        ran = Home(tmp_path / "chief").new_run("x")
+        for name, data in files_of(4).items():
+            (ran.folder / name).write_bytes(data)
+        journal.begin(JOB, ran, 1, mock.Mock(peers=(mesh.a.peer_id,)), resumed=False)
+        await asyncio.sleep(5)
+        assert [f.seal.run for f in await mesh.sought()] == [ran.id]
+        for one, other in ((mesh.a, mesh.chief), (mesh.chief, mesh.a)):
+            mesh.here.network.cut(one.peer_id, other.peer_id)
+        await journal.end()
+        mesh.here.crash("owner")
+        mesh.here.network.heal()
+        await asyncio.sleep(60)
+        assert ran.id in mesh.a.shelf.kept
+        assert await mesh.sought() == []
+        gone_on = Seal.read(seal_of(mesh.owner, files_of(4), incarnation=2, run_id=ran.id))
+        _, (over, *_) = await seek(mesh.heir, mesh.heir.shelf, JOB)
+        assert over.ends(mesh.a.shelf.kept[ran.id])
+        assert not over.ends(gone_on)
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_the_end_of_a_run_is_remembered_for_longer_than_its_journal_is_kept(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        assert shelf.REMEMBERED_S > shelf.KEPT_S + 60
+        with mock.patch.object(shelf, "REMEMBERED_S", 60.0):
+            await mesh.ended(mesh.b)
+        late = [*frames_of(files_of(3)), Frame(messages.SEALED, {}, [seal_of(mesh.owner, files_of(3))])]
+        await mesh.send(mesh.b, late)  # of before the end, on a slow way
+        assert mesh.b.shelf.kept == {}
+        await asyncio.sleep(40)
+        assert len((await seek(mesh.heir, mesh.heir.shelf, JOB))[1]) == 1
+        await asyncio.sleep(20)
+        assert (await seek(mesh.heir, mesh.heir.shelf, JOB))[1] == []
+        for number in range(shelf.MOST_OVER + 5):
+            over = Over(mesh.owner.peer_id, JOB, f"r-{number}", 1)
+            await mesh.send(mesh.b, [Frame(messages.FOLLOWED, {}, [over.signed(mesh.owner.sign)])])
+        assert len(mesh.b.shelf.of(JOB)[1]) == shelf.MOST_OVER
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_only_an_owner_says_in_its_name_that_a_run_is_over(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        await mesh.keep(mesh.a, files_of(3))
+        forged = Over(mesh.owner.peer_id, JOB, RUN, 9).signed(mesh.b.sign)
+        seal = seal_of(mesh.owner, files_of(3))  # signed, and no word of an end
+        for data in (forged, seal, b""):
+            with pytest.raises(MeshceeError):
+                Over.read(data)
+            await mesh.send(mesh.a, [Frame(messages.FOLLOWED, {}, [data])])
+        await mesh.send(
+            mesh.a,
+            [Frame(messages.FOLLOWED, {}, [Over(mesh.owner.peer_id, JOB, RUN, 9).signed(mesh.owner.sign)])],
+            by=mesh.b,
+        )
+        assert RUN in mesh.a.shelf.kept
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_a_standby_takes_what_lies_on_its_own_shelf(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        await mesh.keep(mesh.a, files_of(3))
+        await mesh.keep(mesh.heir, files_of(7))
+        seal, _ = await mesh.taken()
+        assert seal is not None
+        assert mesh.reports() == 7
+        assert mesh.home.run(RUN).report_file.read_bytes() == files_of(7)[REPORTS]
+        mesh.heir.shelf._kept[RUN].reports._tail[3:6] = b"999"
+        await mesh.keep(mesh.a, files_of(5), incarnation=2)
+        await mesh.taken()
+        assert mesh.reports() == 5
 
     on_a_mesh(tmp_path, test)
