@@ -101,6 +101,8 @@ async def some_rounds(arena: Arena, kind: str, rounds: int, draw: random.Random)
         recovery.append(on_s - noticed_s)
         print(f"{kind} {victim}: noticed after {detection[-1]:.2f} s, +{recovery[-1]:.2f} s", file=sys.stderr)
         if kind in ("kill", "stop"):
+            # Or the newcomer may be told to join through the one that leaves, and take its identity once that has ended.
+            await arena.children.processes[victim].wait()
             await arena.join(f"new-{number}")
         elif kind in ("pause", "cut"):  # the next round begins with all
             await asyncio.sleep(max(0.0, struck_s + AWAY_S + 5.0 - time.time()))
