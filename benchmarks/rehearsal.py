@@ -164,7 +164,7 @@ def hindsight_s(factors: Sequence[float], plans: Collection[Plan]) -> float:
     return min(sum(step_s(plan, factor) for factor in factors) for plan in plans)
 
 
-class _Mesh:
+class FakeMesh:
     """What `Adaptation` asks of an agent."""
 
     def __init__(self, played: Played, gossips: bool, once: float) -> None:
@@ -276,7 +276,7 @@ async def rehearse(
     what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
     they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too."""
     played, changes = Played(factors), list[Change]()
-    here = _Mesh(played, gossips, factors[0] if once is None else once)
+    here = FakeMesh(played, gossips, factors[0] if once is None else once)
     here.present -= {comes[0]} if comes is not None else set()
     plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
@@ -310,7 +310,7 @@ async def rehearse(
             await asyncio.sleep(0)
             if leftover < 1:
                 here.probe(leftover)
-            report = _report(step, steps, plan, seconds, here.factor)
+            report = report_of(step, steps, plan, seconds, here.factor)
             here.cross(report.observed.rates)
             if following is None:
                 following = await adapter.hear(report)
@@ -318,7 +318,7 @@ async def rehearse(
     return played
 
 
-def _report(step: int, steps: int, plan: Plan, seconds: float, factor: float) -> Report:
+def report_of(step: int, steps: int, plan: Plan, seconds: float, factor: float) -> Report:
     stages = plan.pipelines[0].stages
     compute_s = {}
     rates = {}

@@ -99,8 +99,8 @@ class CountedTransport(MemoryTransport):
 
     tally: Tally
 
-    def _new_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
-        stream = super()._new_stream(peer_id, purpose, check)
+    def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
+        stream = super().make_stream(peer_id, purpose, check)
         send, tally = stream.send, self.tally
 
         async def counted(frame: Frame) -> None:

@@ -118,15 +118,15 @@ def quick_planning() -> Any:
 @contextlib.contextmanager
 def devices_fill_up(full: set[str]) -> Iterator[None]:
     """The next step of each of these peers fails once, as that of a device without memory does."""
-    run = Executor._take_actions
+    run = Executor.take_actions
 
     async def walked(executor: Executor, step: Round) -> None:
-        if (peer := executor._place.peer) in full:
+        if (peer := executor.place.peer) in full:
             full.remove(peer)
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(peer)}.00 GiB")
         await run(executor, step)
 
-    with mock.patch.object(Executor, "_take_actions", walked):
+    with mock.patch.object(Executor, "take_actions", walked):
         yield
 
 
@@ -245,10 +245,10 @@ class Storm:
 
     def keeper_of(self, name: str) -> str:
         """Who keeps the copies of this member's stage; itself where nobody does."""
-        training = self.mesh._training
-        if training is None or training._owner is None:
+        training = self.mesh.training
+        if training is None or training.owner is None:
             return name
-        chosen = training._owner._kept.keepers.near  # links may have been measured since it was made
+        chosen = training.owner._kept.keepers.near  # links may have been measured since it was made
         return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
 
     # -- blows

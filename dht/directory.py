@@ -88,7 +88,7 @@ class Directory:
         self._own: dict[type[Record], Record] = {}
         self._sent_at: dict[type[Record], float] = {}
         self._rosters: dict[type[Record], Roster[Any]] = {
-            kind: Roster(self._ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
+            kind: Roster(self.ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
         }
         self._suspects: set[tuple[str, str]] = set()
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
@@ -123,7 +123,7 @@ class Directory:
             self._pass_on(record, sealed)
         return await self._store.put(topic(record.kind, self._mesh_key), record.peer_id, sealed, expires_at)
 
-    def _ttl_s(self, kind: type[Record]) -> float:
+    def ttl_s(self, kind: type[Record]) -> float:
         ttl_s = self._timeouts.record_ttl_s
         return min(LINKS_LAST * ttl_s, MAX_TTL_S - CLOCK_SKEW_S) if kind is LinkRecord else ttl_s
 
@@ -131,7 +131,7 @@ class Directory:
         """Dated now, and when it expires."""
         kind = type(record)
         sent_at = self._sent_at[kind] = dated(self._clock(), self._sent_at.get(kind, 0.0))
-        expires_at = sent_at + (ttl_s or self._ttl_s(kind)) + CLOCK_SKEW_S
+        expires_at = sent_at + (ttl_s or self.ttl_s(kind)) + CLOCK_SKEW_S
         return seal(
             replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits
         ), expires_at

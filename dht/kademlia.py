@@ -76,7 +76,7 @@ class KademliaStore:
     ) -> None:
         self.seeds = tuple(seeds)
         self.skew_s: dict[str, float] = {}  # peers' clocks minus ours, as of the last meeting
-        self._p2p = p2p
+        self.p2p = p2p
         self._client_mode = client_mode
         self._timeouts = timeouts or Timeouts()
         self._limits = limits or Limits()
@@ -84,7 +84,7 @@ class KademliaStore:
         self._mesh_key = mesh_key
         self._authorizer = _MeshAuthorizer(mesh_key)
         self._validator = _Validator(lambda value: place(value, mesh_key, self._limits), self._limits.record_bytes)
-        self._node: Any = None
+        self.node: Any = None
         self._told: set[str] = set()  # peers whose clocks run ahead
         self._met: dict[str, tuple[str, ...]] = {}
 
@@ -102,7 +102,7 @@ class KademliaStore:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        node, self._node = self._node, None
+        node, self.node = self.node, None
         if node is None:
             return
         try:
@@ -113,7 +113,7 @@ class KademliaStore:
 
     async def rebind(self, p2p: P2P) -> None:
         """Go on over a new p2pd: the same node id, the records that it held, the peers that it had met."""
-        self._p2p = p2p
+        self.p2p = p2p
         for _ in range(REBINDS):
             try:
                 await self._make_node()
@@ -123,11 +123,11 @@ class KademliaStore:
         await self.meet([*self.seeds, *(address for found in self._met.values() for address in found)])
 
     async def _make_node(self) -> None:
-        old = self._node
+        old = self.node
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
                 node = await DHTNode.create(
-                    p2p=self._p2p,
+                    p2p=self.p2p,
                     node_id=old.node_id if old else None,
                     client_mode=self._client_mode,
                     num_replicas=REPLICAS,
@@ -159,7 +159,7 @@ class KademliaStore:
             return answer if answer and any(answer) else None
 
         node.protocol._validate_dictionary, node.protocol.call_store = validated, stored
-        self._node = node
+        self.node = node
 
     async def _first_meeting(self) -> None:
         if not self.seeds:
@@ -186,7 +186,7 @@ class KademliaStore:
         self._sweep()
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
-                stored = await self._node.store(
+                stored = await self.node.store(
                     key,
                     subkey=subkey,
                     value=value,
@@ -200,13 +200,13 @@ class KademliaStore:
         return bool(stored)
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
-        held = self._node.protocol.storage.data.get(DHTID.generate(source=key))
+        held = self.node.protocol.storage.data.get(DHTID.generate(source=key))
         if held is not None:
             self._drop_ahead(held.value, list(held.value.data))
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
                 enough = self._clock() if quick else float("inf")  # the expiration of what ends the search
-                found = (await self._node.get_many([key], enough, beam_size=BEAM))[key]
+                found = (await self.node.get_many([key], enough, beam_size=BEAM))[key]
         except Exception as error:
             log.debug("dht.get_failed", key=key, error=repr(error))
             return {}
@@ -221,7 +221,7 @@ class KademliaStore:
 
     def _sweep(self) -> None:
         """What this node holds for others is bounded, also in an open mesh where strangers may mint identities."""
-        for held in list(self._node.protocol.storage.data.values()):
+        for held in list(self.node.protocol.storage.data.values()):
             self._drop_ahead(held.value, list(held.value.data))
             entries = sorted((entry.expiration_time, subkey) for subkey, entry in held.value.data.items())
             for _, subkey in entries[MAX_RECORDS:]:
@@ -244,9 +244,9 @@ class KademliaStore:
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             peer_id = peer_of(address)
-            if peer_id is not None and peer_id != self._p2p.peer_id.to_base58():
+            if peer_id is not None and peer_id != self.p2p.peer_id.to_base58():
                 by_peer.setdefault(peer_id, []).append(address.removesuffix(f"/p2p/{peer_id}"))
-        before = set(self._node.protocol.routing_table.peer_id_to_uid)
+        before = set(self.node.protocol.routing_table.peer_id_to_uid)
         met: set[str] = set()
 
         async def one(peer_id: str, where: list[str]) -> None:
@@ -266,11 +266,11 @@ class KademliaStore:
         return frozenset(met)
 
     async def _meet_one(self, peer_id: str, where: Sequence[str]) -> bool:
-        problem = await dial(self._p2p, peer_id, where, self._timeouts.dial_s)
+        problem = await dial(self.p2p, peer_id, where, self._timeouts.dial_s)
         if problem:
             log.debug("dht.meet_failed", peer=peer_id, error=problem)
             return False
-        protocol, peer = self._node.protocol, PeerID.from_base58(peer_id)
+        protocol, peer = self.node.protocol, PeerID.from_base58(peer_id)
         sent_at = self._clock()
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
@@ -289,7 +289,7 @@ class KademliaStore:
         """Look for our own neighbours, so that we know them and they us."""
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
-                await self._node.find_nearest_nodes([self._node.node_id], exclude_self=True)
+                await self.node.find_nearest_nodes([self.node.node_id], exclude_self=True)
         except Exception as error:
             log.debug("dht.explore_failed", error=repr(error))
 

@@ -13,20 +13,34 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 __all__ = ["Changed", "breaks", "changed"]
 
-Changed = tuple[Callable[..., Any], str, str]  # a function, a part of its source, what stands there instead
+Place = Callable[..., Any] | ModuleType  # a function, or a class or a module that has the function
+Changed = tuple[Place, str, str]  # where, a part of the source, what stands there instead
+
+
+def functions(place: Place) -> Iterator[FunctionType]:
+    """A function itself, the methods of a class, or the functions of a module."""
+    if isinstance(place, FunctionType):
+        yield place
+        return
+    for one in vars(place).values():
+        function = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+        if isinstance(function, FunctionType) and function.__module__ == getattr(place, "__module__", place.__name__):
+            yield function
 
 
 @contextlib.contextmanager
-def changed(function: Callable[..., Any], line: str, instead: str) -> Iterator[None]:
-    """Inside, this function or method runs with `line`, which occurs in it once, replaced."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(line) == 1, (
-        f"{line!r} is not in {function.__qualname__} once: quote the line that it has become"
-    )
+def changed(place: Place, line: str, instead: str) -> Iterator[None]:
+    """Inside, the one function or method there that has `line`, and has it once, runs with it replaced."""
+    sources = {function: textwrap.dedent(inspect.getsource(function)) for function in functions(place)}
+    found_in = [function for function, source in sources.items() for _ in range(source.count(line))]
+    assert len(found_in) == 1, f"{line!r} is not in {place.__name__} once: quote the line that it has become"
+    (function,) = found_in
+    source = sources[function]
     code = compile(source.replace(line, instead), "<changed>", "exec", __future__.annotations.compiler_flag, True)
     found: dict[str, Any] = {}
     exec(code, function.__globals__, found)

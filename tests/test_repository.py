@@ -221,3 +221,108 @@ def test_make_explains_every_target() -> None:
     assert {"demo", "test", "lint", "types", "bench", "check"} <= phony
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert set(re.findall(r"^  make (\S+)", shown, flags=re.MULTILINE)) == phony
+
+
+# -- what tests may look at ----------------------------------------------------------------------------------------------
+
+# TEMPORARY: how often the tests of these still reach for what is private. No file may be added, and no figure may rise.
+REACHES = {
+    "tests/dht/test_election.py": 3,
+    "tests/dht/test_stories.py": 3,
+    "tests/equality/test_checking.py": 1,
+    "tests/equality/test_net.py": 1,
+    "tests/peers/state/test_checkpoint.py": 4,
+    "tests/peers/state/test_far_copies.py": 19,
+    "tests/peers/state/test_fetch.py": 2,
+    "tests/peers/state/test_hand_over.py": 3,
+    "tests/peers/state/test_keep.py": 13,
+    "tests/peers/state/test_late_moments.py": 2,
+    "tests/peers/state/test_shelf.py": 8,
+    "tests/rig/virtual_time.py": 2,  # of asyncio's own handles
+    "tests/stage/test_stage.py": 1,
+    "tests/stage/test_tensors.py": 1,
+}
+PATCHES = {"setattr", "getattr", "delattr", "hasattr", "object"}
+
+
+def private_names() -> set[str]:
+    """What the product names with an underscore."""
+    found: set[str] = set()
+    for path in sources(*PRODUCT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return {name for name in found if re.match(r"_[A-Za-z]", name)} - {"_replace", "_fields", "_asdict", "_make"}
+
+
+def reaches(tree: ast.AST, private: set[str]) -> list[int]:
+    """The lines on which a test reads, imports or replaces what is private to something else."""
+    own = {
+        id(node)
+        for one in ast.walk(tree)
+        if isinstance(one, ast.ClassDef)
+        for method in one.body
+        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) and method.args.args
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == method.args.args[0].arg
+    }
+    foreign = {
+        (name.asname or name.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in node.names
+        if not {*(getattr(node, "module", None) or name.name).split(".")} & {*PRODUCT, "tests", "benchmarks"}
+    }
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private and id(node) not in own:
+            root: ast.AST = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if getattr(root, "id", "") not in foreign:
+                lines.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and {name.name for name in node.names} & private:
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            what, name = node.args[:2]
+            if (
+                isinstance(name, ast.Constant)
+                and name.value in private
+                and getattr(node.func, "attr", getattr(node.func, "id", "")) in PATCHES
+                and not {getattr(each, "id", "") for each in ast.walk(what)} & foreign
+            ):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_a_test_sees_what_anybody_may_see() -> None:
+    """What a test needs has a public name: an event, a property, a method, an argument of a constructor."""
+    private = private_names()
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in sources("tests")
+        if (lines := reaches(ast.parse(path.read_text()), private))
+    }
+    assert {name: lines for name, lines in found.items() if len(lines) > REACHES.get(name, 0)} == {}
+    assert {name: most for name, most in REACHES.items() if most > len(found.get(name, ()))} == {}, "lower the figure"
+
+
+def test_who_reaches_for_what_is_private_is_found() -> None:
+    private = {"_x", "_f"}
+    for text in (
+        "a._x",
+        "a.b._x = 1",
+        "def f(self): self._x",
+        "class A:\n    def f(self):\n        def g(self): other._x",
+        "from peers import _f",
+        'monkeypatch.setattr(A, "_f", 1)',
+    ):
+        assert len(reaches(ast.parse(text), private)) == 1, text
+    for text in ("a.x", "class A:\n    def f(self): self._x", "import torch\ntorch._x", "a._replace", 'f("_x")'):
+        assert reaches(ast.parse(text), private) == [], text

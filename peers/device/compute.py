@@ -54,7 +54,7 @@ class Compute:
         self.device = torch.device(device)
         self.pace = pace
         self.staging = Staging(self.device) if self.device.type == "cuda" else None
-        self._paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
+        self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.running = self.done = 0  # calls under way or waiting, and those that have ended
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._threads = torch.get_num_threads()
@@ -106,10 +106,10 @@ class Compute:
         self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
-            begun_s = self._paced_until_s if asked_s - self._paced_until_s < _TIMER_S else asked_s
+            begun_s = self.paced_until_s if asked_s - self.paced_until_s < _TIMER_S else asked_s
             self.last_s = max(self.last_s, self.pace.seconds(flops))
-            self._paced_until_s = begun_s + self.pace.seconds(flops)
-            left_s = self._paced_until_s - loop.time()
+            self.paced_until_s = begun_s + self.pace.seconds(flops)
+            left_s = self.paced_until_s - loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
         return result

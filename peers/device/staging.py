@@ -44,7 +44,7 @@ class Locked:
                 return torch.empty(tensor.shape, dtype=tensor.dtype)
             self.left_bytes -= size
         try:
-            room = self._take(tensor)
+            room = self.allocate(tensor)
         except BaseException:
             self._back(size)
             raise
@@ -52,7 +52,7 @@ class Locked:
         weakref.finalize(room.untyped_storage(), self._back, size).atexit = False
         return room
 
-    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _back(self, size: int) -> None:
@@ -67,7 +67,7 @@ class Staging:
         self.device = device
         self._locked = locked or Locked()
         self._computing = torch.cuda.default_stream(device)  # no thread of a peer computes on another one
-        self._leaving, self._arriving, self._summing = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        self.leaving, self.arriving, self._summing = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
         """Passed when the device has done all that it was asked to compute until now."""
@@ -76,12 +76,12 @@ class Staging:
     def leave(self, made: torch.cuda.Event, call: Callable[[], T], _held: Any = None) -> T:
         """The call's result, when its kernels and copies are done; they begin when `made` is passed. What they read must be
         held until then: by the call, or as `_held`."""
-        with torch.cuda.stream(self._leaving):
-            self._leaving.wait_event(made)
+        with torch.cuda.stream(self.leaving):
+            self.leaving.wait_event(made)
             try:
                 return call()
             finally:  # an error too must not let memory go that is still read
-                _marked(self._leaving).synchronize()
+                _marked(self.leaving).synchronize()
 
     def sum(self, made: torch.cuda.Event, call: Callable[[], T], _held: Any = None) -> T:
         """As `leave`, for what waits for other members: a stream of its own, so nothing else waits with it."""
@@ -94,11 +94,11 @@ class Staging:
 
     def arrive(self, call: Callable[[], Sequence[T]]) -> list[T]:
         """Values that the call brings and decodes, when they are there."""
-        with torch.cuda.stream(self._arriving):
+        with torch.cuda.stream(self.arriving):
             try:
                 values = list(call())
             finally:
-                _marked(self._arriving).synchronize()
+                _marked(self.arriving).synchronize()
         for value in values:
             if isinstance(value, torch.Tensor) and value.device.type == self.device.type:
                 value.record_stream(self._computing)
@@ -108,15 +108,15 @@ class Staging:
         """Within `leave`: a flat tensor's copy, which is whole when `leave` returns."""
         if flat.device.type != self.device.type:
             return flat  # the state of a generator
-        return self._copied(self._locked.like(flat), flat)
+        return self.copied(self._locked.like(flat), flat)
 
     def to_device(self, flat: torch.Tensor) -> torch.Tensor:
         """Within `arrive`: the same the other way."""
         room = self._locked.like(flat).copy_(flat)
-        return self._copied(torch.empty(flat.shape, dtype=flat.dtype, device=self.device), room)
+        return self.copied(torch.empty(flat.shape, dtype=flat.dtype, device=self.device), room)
 
     @staticmethod
-    def _copied(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    def copied(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         return room.copy_(flat, non_blocking=True)
 
 

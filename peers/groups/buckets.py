@@ -60,7 +60,7 @@ class FinishedBuckets:
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters
-        self._bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
+        self.bucket_of = {name: k for k, bucket in enumerate(buckets) for name in bucket.names}
         self._missing = [len(bucket.names) for bucket in buckets]
         self._events = [asyncio.Event() for _ in buckets]
         self._loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class FinishedBuckets:
     def hear(self) -> Iterator[None]:
         """Around the last W, in the thread that runs it: autograd tells of each gradient as soon as it has added to it."""
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._finished, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self.finish, name))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
         ]
         try:
@@ -86,8 +86,8 @@ class FinishedBuckets:
             for handle in handles:
                 handle.remove()
 
-    def _finished(self, name: str, parameter: torch.Tensor) -> None:
-        bucket = self._bucket_of[name]
+    def finish(self, name: str, parameter: torch.Tensor) -> None:
+        bucket = self.bucket_of[name]
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             self._loop.call_soon_threadsafe(self._events[bucket].set)

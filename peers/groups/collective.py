@@ -96,7 +96,7 @@ class GroupSum:
         for k in range(len(self.buckets)):
             await self._until(arrived.chunks, k)
             parts = [arrived.chunks.pop((k, peer)) for peer in self._group]
-            present, total = await self._compute.run_aside(_added, parts)
+            present, total = await self._compute.run_aside(add_up, parts)
             arrived.sums[k, self._peer] = present, total
             self._changed.set()
             for peer in self._others:
@@ -175,7 +175,7 @@ class GroupSum:
         await self._links.send(peer, kind, [numbers], round=round, micro=bucket, sum=self._number, present=present)
 
 
-def _added(parts: Sequence[Chunk]) -> Chunk:
+def add_up(parts: Sequence[Chunk]) -> Chunk:
     """In plan order; 16-bit numbers are added in 32 bits and rounded once."""
     dtype = parts[0][1].dtype
     wide = torch.float32 if dtype.itemsize < 4 else dtype

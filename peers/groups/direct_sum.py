@@ -65,7 +65,7 @@ class DirectSum:
         number: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._peer = peer
+        self.peer = peer
         self._number = number
         self._group = tuple(group)
         self._others = tuple(p for p in group if p != peer)
@@ -84,7 +84,7 @@ class DirectSum:
         ] = {}  # round -> (bucket, peer) -> which have a gradient
         self._done = -1
         self._changed = asyncio.Event()
-        self._process_group: Any = None
+        self.process_group: Any = None
 
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
@@ -96,10 +96,10 @@ class DirectSum:
                 await whole.until(k)
                 start_s = time.perf_counter()
                 await self._until(partial(told.keys().__ge__, {(k, peer) for peer in self._group}))
-                if self._process_group is None:
+                if self.process_group is None:
                     await self._meet()
                 present = [any(flags) for flags in zip(*(told[k, peer] for peer in self._group))]
-                await self._call(self._apart, bucket, present)
+                await self._call(self.reduce_apart, bucket, present)
                 self._spans.add("sum", -1, start_s, time.perf_counter())
             speaking.cancel()
         del self._told[round]
@@ -112,7 +112,7 @@ class DirectSum:
             for peer in self._others:
                 header = {"round": round, "micro": k, "sum": self._number, "present": present}
                 await self._links.put(peer, Frame(messages.WHOLE, header))
-            told[k, self._peer] = present
+            told[k, self.peer] = present
             self._changed.set()
 
     def take(self, peer: str, frame: Frame) -> None:
@@ -133,7 +133,7 @@ class DirectSum:
     def abort(self) -> asyncio.Future[None] | None:
         """End what hangs, from now on: it may block while kernels end, so not on the event loop. gloo's calls end with their
         time-out."""
-        group, self._process_group = self._process_group, None
+        group, self.process_group = self.process_group, None
         self._meeting.close()
         return asyncio.get_running_loop().run_in_executor(None, group.abort) if group is not None else None
 
@@ -161,7 +161,7 @@ class DirectSum:
 
     async def _meet(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._process_group = await self._call(self._build)
+        self.process_group = await self._call(self.connect)
 
     async def _call(self, call: Callable[..., T], *args: Any) -> T:
         """In our thread."""
@@ -170,8 +170,8 @@ class DirectSum:
         except RuntimeError as error:  # what torch raises for a broken connection, and for a time-out
             raise PeerLostError(f"the sum over the group broke off: {str(error).splitlines()[0][:200]}") from error
 
-    def _build(self) -> Any:
-        rank, size, limit = self._group.index(self._peer), len(self._group), datetime.timedelta(seconds=TIMEOUT_S)
+    def connect(self) -> Any:
+        rank, size, limit = self._group.index(self.peer), len(self._group), datetime.timedelta(seconds=TIMEOUT_S)
         own = _own_address(self._host)
         if self._compute.device.type == "cuda":
             # NCCL would take the first interface that it finds.
@@ -188,19 +188,19 @@ class DirectSum:
             options._devices = []  # they listen, as long as anybody looks at this error
             raise
 
-    def _apart(self, bucket: Bucket, present: Sequence[bool]) -> None:
+    def reduce_apart(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """On a GPU in the stream of sums: what waits for other members there holds up no call to the device."""
         staging = self._compute.staging
         if staging is None:
-            self._reduce(bucket, present)
+            self.reduce(bucket, present)
             return
         held = [self.parameters[name].grad for name in bucket.names]  # a step that ends early lets them go
-        staging.sum(staging.mark(), partial(self._reduce, bucket, present), held)
+        staging.sum(staging.mark(), partial(self.reduce, bucket, present), held)
 
-    def _reduce(self, bucket: Bucket, present: Sequence[bool]) -> None:
+    def reduce(self, bucket: Bucket, present: Sequence[bool]) -> None:
         _, flat = flattened(self.parameters, bucket, self._compute.device)
         wide = flat.float() if flat.dtype.itemsize < 4 else flat  # 16-bit numbers are added in 32 bits, rounded once
-        self._process_group.allreduce([wide]).wait()  # sums, unless told otherwise
+        self.process_group.allreduce([wide]).wait()  # sums, unless told otherwise
         spread(self.parameters, bucket, present, [wide.to(flat.dtype)])
 
 

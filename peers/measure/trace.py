@@ -46,7 +46,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._peers: list[tuple[str, str]] = []  # peer id, label
-        self._clocks: dict[str, Clock] = {}
+        self.clocks: dict[str, Clock] = {}
         self._measured: list[tuple[str, int, Span]] = []  # peer, step, span
         self._predicted: list[tuple[str, int, Span]] = []
         self._first = 0
@@ -55,7 +55,7 @@ class Trace:
     def begin(self, plan: Plan, names: Mapping[str, str], first_step: int, steps: int) -> None:
         """Of the steps first_step .. steps - 1 a few after the first two, or as many as there are."""
         labels = [(p, f"stage {plan.label(*plan.where(p))}, {names.get(p, p[-6:])}") for p in plan.peers]
-        self._peers, self._clocks = labels, {peer: Clock() for peer, _ in labels}
+        self._peers, self.clocks = labels, {peer: Clock() for peer, _ in labels}
         self._measured.clear()
         self._first = max(first_step, min(first_step + FIRST, steps - COUNT))
 
@@ -67,7 +67,7 @@ class Trace:
         return replace(round, trace=self._first <= round.step < self._first + COUNT)
 
     def hear_clock(self, peer: str, header: Mapping[str, Any]) -> None:
-        self._clocks[peer].hear(need(header, "asked_s", float), need(header, "there_s", float), time.perf_counter())
+        self.clocks[peer].hear(need(header, "asked_s", float), need(header, "there_s", float), time.perf_counter())
 
     def hear(self, peer: str, step: int, payloads: Sequence[Buffer]) -> None:
         """A member's spans of a step; ProtocolError if they are none."""
@@ -94,7 +94,7 @@ class Trace:
         ours = [
             (peer, step, span._replace(start_s=span.start_s - at, end_s=span.end_s - at))
             for peer, step, span in self._measured
-            for at in (self._clocks[peer].offset_s,)
+            for at in (self.clocks[peer].offset_s,)
         ]
         told = [(peer, step + self._first, span) for peer, step, span in self._predicted]
         found: list[dict[str, Any]] = []
@@ -106,9 +106,9 @@ class Trace:
 
     def write(self, path: Path) -> None:
         clocks = {
-            label: {"offset_s": self._clocks[peer].offset_s, "round_trip_s": self._clocks[peer].round_trip_s}
+            label: {"offset_s": self.clocks[peer].offset_s, "round_trip_s": self.clocks[peer].round_trip_s}
             for peer, label in self._peers
-            if self._clocks[peer].round_trip_s < float("inf")
+            if self.clocks[peer].round_trip_s < float("inf")
         }
         data = dumps({"traceEvents": self.events(), "displayTimeUnit": "ms", "otherData": {"clocks": clocks}})
         disk.publish(path, data.encode())

@@ -67,7 +67,7 @@ class Executor:
         bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:
         self._runner = runner
-        self._place = place
+        self.place = place
         self._inbox = inbox
         self._compute = compute
         self._owner = owner
@@ -144,7 +144,7 @@ class Executor:
         runner.begin(round.step)
         with contextlib.ExitStack() as summing:
             async with self.settlement.summing(round) as self._finished:
-                await self._take_actions(round)
+                await self.take_actions(round)
                 summed_s = time.perf_counter()
                 summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
         self._waited(summed_s)
@@ -181,9 +181,9 @@ class Executor:
             )
         self._runner.apply(clip, round.hyper)
 
-    async def _take_actions(self, round: Round) -> None:
+    async def take_actions(self, round: Round) -> None:
         """Every F, B and W of a step."""
-        place = self._place
+        place = self.place
         f = b = w = 0
         while w < round.num_micro:
             action = choose(self._view(round, f, b, w))
@@ -209,7 +209,7 @@ class Executor:
 
     def _view(self, round: Round, f: int, b: int, w: int) -> StageView:
         """What the local rule sees; each kind in micro order, so only the next of each matters."""
-        place, inbox, key = self._place, self._inbox, round.number
+        place, inbox, key = self.place, self._inbox, round.number
         input_here = f < round.num_micro and self._input_ready(key, f)
         wanted = {piece.peer for piece in place.targets(place.micro_batch)}
         gradient_here = b < f and wanted <= inbox.back.get((key, b), {}).keys()
@@ -229,7 +229,7 @@ class Executor:
 
     def _missing(self, round: Round, f: int, b: int, w: int) -> list[str]:
         """Who has not sent what comes next of each kind."""
-        place, inbox, key = self._place, self._inbox, round.number
+        place, inbox, key = self.place, self._inbox, round.number
         found: list[str] = []
         if f < round.num_micro:
             found += self._absent(key, f, self._runner.spec, place.micro_batch)
@@ -241,14 +241,14 @@ class Executor:
     def _absent(self, round: int, micro: int, spec: StageSpec, samples: int) -> list[str]:
         """Who has not sent what F of this micro-batch needs."""
         arrived = self._inbox.forward.get((round, micro), {})
-        found = [piece.peer for piece in self._place.sources(samples) if piece.peer not in arrived]
+        found = [piece.peer for piece in self.place.sources(samples) if piece.peer not in arrived]
         return found if not spec.raw_inputs or (round, micro) in self._inbox.raw else [OWNER, *found]
 
     def _input_ready(self, round: int, micro: int) -> bool:
-        return not self._absent(round, micro, self._runner.spec, self._place.micro_batch)
+        return not self._absent(round, micro, self._runner.spec, self.place.micro_batch)
 
     def _partials_ready(self, round: int, micro: int) -> bool:
-        return self._place.partial_from <= self._inbox.shared.get((round, micro), {}).keys()
+        return self.place.partial_from <= self._inbox.shared.get((round, micro), {}).keys()
 
     async def _wait(self, wants: Callable[[], Iterable[str]]) -> None:
         """For the next arrival; `wants` are those who have not sent what is missing."""
@@ -285,7 +285,7 @@ class Executor:
 
     def _joined(self, round: Round, micro: int, parts: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Any], Any]:
         """What F receives, and the generator's state or, in the first stage, its seed."""
-        place = self._place
+        place = self.place
         if place.is_first:
             return (), seed_of(place.seed, round.step, round.first + micro)
         size = place.micro_batch
@@ -293,7 +293,7 @@ class Executor:
 
     async def _forward(self, round: Round, micro: int) -> None:
         raw, parts = self._arrived(round.number, micro)
-        place = self._place
+        place = self.place
         targets = place.targets(place.micro_batch)
 
         def work() -> list[list[Any]]:
@@ -313,7 +313,7 @@ class Executor:
             _, _, loss = self._runner.forward(micro, raw, *self._joined(round, micro, parts))
             assert loss is not None
             value = float(loss)
-            if weight == 0 and len(self._place.group) > 1:
+            if weight == 0 and len(self.place.group) > 1:
                 value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
                 raise NonFiniteLossError(
@@ -321,21 +321,21 @@ class Executor:
                     "the step was not applied. "
                     "Lower the learning rate, set clip_norm, or look at this batch"
                 )
-            if self._place.fused:
+            if self.place.fused:
                 with self._finishing(round, micro):
                     received, onward = self._runner.backward(micro, (), weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
             return value, self._split_back(received), onward
 
-        value, received, onward = await self._timed("fbw" if self._place.fused else "fb", micro, work)
+        value, received, onward = await self._timed("fbw" if self.place.fused else "fb", micro, work)
         header = {"round": round.number, "step": round.step, "micro": micro, "loss": value}
         await self._owner.put(Frame(messages.LOSS, header))
         await self._send_back(round.number, micro, received, onward)
 
     async def _backward(self, round: Round, micro: int) -> None:
         arrived = self._inbox.back.pop((round.number, micro), {})
-        place, weight = self._place, round.weights[micro]
+        place, weight = self.place, round.weights[micro]
         partials = self._partials(round.number, micro) if place.fused else {}
 
         def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
@@ -350,26 +350,26 @@ class Executor:
         await self._send_back(round.number, micro, *await self._timed("bw" if place.fused else "b", micro, work))
 
     def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
-        size = self._place.micro_batch
-        return self._boundaries.before.split_back(received, self._place.rows(size), self._place.sources(size))
+        size = self.place.micro_batch
+        return self._boundaries.before.split_back(received, self.place.rows(size), self.place.sources(size))
 
     async def _send_back(
         self, round: int, micro: int, received: Sequence[Sequence[Any]], onward: Mapping[str, torch.Tensor]
     ) -> None:
         await self._send(
-            self._place.sources(self._place.micro_batch),
+            self.place.sources(self.place.micro_batch),
             messages.B,
             round,
             micro,
             received,
             [True] * len(self._runner.spec.received),
         )
-        if self._place.fused:
+        if self.place.fused:
             await self._send_partials(round, micro, onward)
 
     async def _after_backward(self, round: Round, done: int) -> None:
         """The first stage's last B is the commit point: every gradient of the step exists somewhere."""
-        if done == round.num_micro and self._place.is_first and not self._place.votes:
+        if done == round.num_micro and self.place.is_first and not self.place.votes:
             await self.settlement.commit(round.number, None)
 
     async def _weight_gradient(self, round: Round, micro: int) -> None:
@@ -391,17 +391,17 @@ class Executor:
 
     async def _send_partials(self, round: int, micro: int, partials: Mapping[str, torch.Tensor]) -> None:
         """To the next earlier holder of each shared parameter; None where no gradient flowed, so that it need not wait."""
-        for peer in sorted(set(self._place.partial_to.values())):
-            names = [name for name, to in self._place.partial_to.items() if to == peer]
+        for peer in sorted(set(self.place.partial_to.values())):
+            names = [name for name, to in self.place.partial_to.items() if to == peer]
             values = [partials.get(n) for n in names]
-            header = {"epoch": list(self._place.epoch), "round": round, "micro": micro, "names": names}
+            header = {"epoch": list(self.place.epoch), "round": round, "micro": micro, "names": names}
             await self.links.put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
 
     def _partials(self, round: int, micro: int) -> dict[str, torch.Tensor]:
         """By parameter; where several members of a group send one, their sum in plan order."""
         arrived = self._inbox.shared.pop((round, micro), {})
         found: dict[str, torch.Tensor] = {}
-        for peer in self._place.neighbours:
+        for peer in self.place.neighbours:
             for (name, sender), tensor in arrived.items():
                 if sender == peer and tensor is not None:
                     found[name] = found[name] + tensor if name in found else tensor
@@ -410,7 +410,7 @@ class Executor:
     # -- evaluation and state ----------------------------------------------------------------------------------------
 
     async def _evaluate(self, round: Round) -> None:
-        place, spec = self._place, self._runner.eval_spec or self._runner.spec
+        place, spec = self.place, self._runner.eval_spec or self._runner.spec
         for micro in range(round.num_micro):
             size = round.samples(micro, place.micro_batch)
             rows, targets = place.rows(size), place.targets(size)
@@ -429,7 +429,7 @@ class Executor:
     def _evaluated(
         self, raw: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int
     ) -> tuple[list[list[Any]], list[torch.Tensor]]:
-        place, cut = self._place, self._eval_boundaries
+        place, cut = self.place, self._eval_boundaries
         received: Sequence[Any] = () if place.is_first else cut.before.join(parts, rows, place.sources(size))[0]
         sent, outputs = self._runner.evaluate(raw, received)
         return cut.after.split(sent, None, rows, place.targets(size)), outputs
@@ -463,6 +463,6 @@ class Executor:
         coded: Sequence[bool],
     ) -> None:
         """A frame for each neighbour that has rows in common with us."""
-        header = {"epoch": list(self._place.epoch), "round": round, "micro": micro}
+        header = {"epoch": list(self.place.epoch), "round": round, "micro": micro}
         for piece, values in zip(pieces, frames, strict=True):
             await self.links.put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))

@@ -308,7 +308,7 @@ class Member:
         self._memory_bytes = memory_bytes
         self._timeouts = timeouts
         self._limits = limits
-        self._accept = accept  # (owner, term) -> raises NotPermittedError
+        self.accept = accept  # (owner, term) -> raises NotPermittedError
         self._begun = begun  # for each session: what is told of its steps
         self._bandwidth = bandwidth  # of the link to a peer, in bytes per second, as far as is known
         self.session: Session | None = None
@@ -325,6 +325,10 @@ class Member:
         self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
+
+    @property
+    def peer_id(self) -> str:
+        return self._transport.peer_id
 
     @property
     def is_busy(self) -> bool:
@@ -408,7 +412,7 @@ class Member:
             return Frame(messages.PONG, {"moved": taken.moved + self._compute.done})
 
         try:
-            prepare = partial(while_alive, partial(self._prepare, stream, frame, taken), stream, self._timeouts, sign)
+            prepare = partial(while_alive, partial(self.prepare, stream, frame, taken), stream, self._timeouts, sign)
             self.session = await while_moving(prepare, moved, self._timeouts.offer_s, self._timeouts)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
@@ -438,7 +442,7 @@ class Member:
             log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._abort(self.session))  # first: what hangs in a sum holds the device
-                group.create_task(self._report(stream, cause))
+                group.create_task(self.report(stream, cause))
         finally:
             try:
                 await self._abort(self.session)
@@ -453,7 +457,7 @@ class Member:
             async with asyncio.timeout(self._timeouts.shutdown_s):
                 await session.executor.settlement.abort()
 
-    async def _report(self, stream: Stream, error: BaseException) -> None:
+    async def report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""
         peer = getattr(error, "__notes__", [None])[0]
         about = {"lost": peer} if isinstance(error, PeerLostError) else {"of": peer, "step": self._step}
@@ -468,10 +472,10 @@ class Member:
     def _step(self) -> int | None:
         return self.session.executor.step if self.session is not None else None
 
-    async def _prepare(self, stream: Stream, frame: Frame, taken: Taken) -> Session:
+    async def prepare(self, stream: Stream, frame: Frame, taken: Taken) -> Session:
         # Decoding and hashing take seconds for a large model: not on the event loop.
-        offer = await asyncio.to_thread(Offer.from_frame, frame, self._transport.peer_id, stream.peer_id, self._limits)
-        self._accept(stream.peer_id, offer.term)
+        offer = await asyncio.to_thread(Offer.from_frame, frame, self.peer_id, stream.peer_id, self._limits)
+        self.accept(stream.peer_id, offer.term)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")

@@ -44,7 +44,7 @@ class Settlement:
         spans: Spans,
     ) -> None:
         self._runner = runner
-        self._place = place
+        self.place = place
         self._inbox = inbox
         self._compute = compute
         self._links = links
@@ -55,7 +55,7 @@ class Settlement:
         self._sums = {one.number: self._sum(one) for one in place.sums}
 
     def _sum(self, one: Sum) -> GroupSum | DirectSum:
-        place, links, spans = self._place, self._links, self._spans
+        place, links, spans = self.place, self._links, self._spans
         of = place.peer, one.peers, {name: self._runner.trainable[name] for name in one.names}
         if place.meeting_host is None:
             return GroupSum(*of, self._compute, links, spans, number=one.number)
@@ -78,7 +78,7 @@ class Settlement:
     @property
     def summed_with(self) -> list[str]:
         """All members that we add up gradients with."""
-        return [peer for one in self._place.sums for peer in one.peers if peer != self._place.peer]
+        return [peer for one in self.place.sums for peer in one.peers if peer != self.place.peer]
 
     def take(self, peer: str, frame: Frame) -> None:
         """A frame of a sum."""
@@ -100,14 +100,14 @@ class Settlement:
     async def run(self, round: Round) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""
         await self.exchange_totals(round.number)
-        if self._place.votes:
+        if self.place.votes:
             await self._vote(round.number, round.step)
         while round.number not in self._inbox.commits:
-            await self._wait(lambda: [] if self._place.above is None else [self._place.above])
+            await self._wait(lambda: [] if self.place.above is None else [self.place.above])
         return self._inbox.commits[round.number]
 
     async def exchange_totals(self, round: int) -> None:
-        place = self._place
+        place = self.place
         if place.totals_to:
             totals = self._runner.shared_totals()
             for peer, names in place.totals_to.items():
@@ -123,7 +123,7 @@ class Settlement:
 
     async def _vote(self, round: int, step: int) -> None:
         """Our norms and those below go up; at the head they make the global norm, and the commit."""
-        place, inbox = self._place, self._inbox
+        place, inbox = self.place, self._inbox
         pairs: list[tuple[int, float]] = []
         if place.clip_norm is not None and place.leads:  # all who hold the same blocks have the same sums
             own = await self._compute.run(self._runner.norm_values)
@@ -152,6 +152,6 @@ class Settlement:
 
     async def commit(self, round: int, clip: float | None) -> None:
         """The step is committed: tell those below at once, before any F of the next step, then note it."""
-        for peer in self._place.below:
+        for peer in self.place.below:
             await self._links.put(peer, Frame(messages.COMMIT, {"round": round, "clip": clip}))
         self._inbox.put_commit(round, clip)

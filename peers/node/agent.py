@@ -86,9 +86,9 @@ class Agent(MeshView):
         )
         self.options = options
         self.mesh_key = mesh_key
-        self._compute = compute
+        self.compute = compute
         self._device: DeviceProfile | None = None
-        self._member: Member | None = None
+        self.member: Member | None = None
         self._links = LinkReport(self.peer_id, self.directory, clock=clock, monotonic=monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
         PlanService(self)
@@ -101,21 +101,21 @@ class Agent(MeshView):
     @property
     def lends(self) -> bool:
         """Whether it lends a device."""
-        return self._compute is not None
+        return self.compute is not None
 
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Agent:
-        if self._compute is not None:
+        if self.compute is not None:
             self._device = await measure_device(
-                self._compute,
+                self.compute,
                 self.options.memory_bytes,
                 host=self.options.host,
                 threads_said=self.options.threads_said,
             )
-            self._member = Member(
+            self.member = Member(
                 self.transport,
-                self._compute,
+                self.compute,
                 memory_bytes=self._device.memory_bytes,
                 timeouts=self.timeouts,
                 limits=self.limits,
@@ -123,9 +123,9 @@ class Agent(MeshView):
                 begun=self._links.begin,
                 bandwidth=self._links.bandwidth,
             )
-            member = self._member
+            member = self.member
             profiler = BlockProfiler(
-                self._compute,
+                self.compute,
                 memory_bytes=self._device.memory_bytes,
                 limits=self.limits,
                 is_busy=lambda: member.is_busy,
@@ -141,17 +141,17 @@ class Agent(MeshView):
             self.elector.run(),
             self.gossip.run(),
         ]
-        if self._compute is not None:
-            running += [self._probe_forever(), self._watch_member(self._member), self._links.run()]
+        if self.compute is not None:
+            running += [self._probe_forever(), self._watch_member(self.member), self._links.run()]
         self._tasks = [self._group.create_task(task) for task in running]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._member is not None:
-            self._member.is_leaving = True
-            await self._member.drop()  # before the compute thread ends, which would look like a failure of ours
+        if self.member is not None:
+            self.member.is_leaving = True
+            await self.member.drop()  # before the compute thread ends, which would look like a failure of ours
         try:
             async with asyncio.timeout(self.timeouts.shutdown_s):
                 await self.elector.resign()
@@ -174,8 +174,8 @@ class Agent(MeshView):
                 addresses=tuple(self.transport.addresses),
                 region=self.options.region,
                 device=self._device,
-                busy=self._member is not None and self._member.is_busy,
-                leaving=self._member is not None and self._member.is_leaving,
+                busy=self.member is not None and self.member.is_busy,
+                leaving=self.member is not None and self.member.is_leaving,
                 protocol=PROTOCOL_VERSION,
                 software=__version__,
             )
@@ -186,14 +186,14 @@ class Agent(MeshView):
 
         Returns whether it did; then, or after that time, end the agent.
         """
-        if self._member is None:
+        if self.member is None:
             return True
-        self._member.leave()
+        self.member.leave()
         try:
             async with asyncio.timeout(self.timeouts.leave_s):
-                await self._member.wait_until_idle()
+                await self.member.wait_until_idle()
         except TimeoutError:
-            await self._member.drop()
+            await self.member.drop()
             return False
         return True
 
@@ -242,7 +242,7 @@ class Agent(MeshView):
 
     def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
         """The link that it is most time to measure, and whether it was measured before."""
-        busy = self._member is not None and self._member.is_busy
+        busy = self.member is not None and self.member.is_busy
         now = self.clock()
         lending = [p for p, r in self.directory.peers.items() if r.device is not None]
         published = {(p, to): link for p, r in self.directory.links.items() for to, link in r.links}

@@ -82,7 +82,7 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
         lent: list[str] = []
         if options.compute:
             lending = replace(options, name=f"{options.name}-device")
-            lent.append(await stack.enter_async_context(_lender(lending, home, lent.clear)))
+            lent.append(await stack.enter_async_context(lender(lending, home, lent.clear)))
         node = await stack.enter_async_context(a_peer(replace(options, compute=False), home))
         await node.wait_for_peers(lent)
         group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -90,7 +90,7 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def _lender(options: JoinOptions, home: Home, gone: Callable[[], None]) -> AsyncIterator[str]:
+async def lender(options: JoinOptions, home: Home, gone: Callable[[], None]) -> AsyncIterator[str]:
     """The owner's device as a peer of its own, fed as every other is. It may be asked to leave before the owner ends, or fail
     like any other; then `gone` is called. Yields its id."""
     up: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -50,11 +50,11 @@ class Mesh:
         self._group = group
         self._home = home
         self._lent = lent  # peers that this process has added to the mesh for its own jobs, and that have not left
-        self._training: Training | None = None
+        self.training: Training | None = None
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
-        return self._training is not None and self._training.stop()
+        return self.training is not None and self.training.stop()
 
     async def plan(self, job: Job, captured: Capture, stages: int | None = None, given: Plan | None = None) -> Planned:
         """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given.
@@ -193,7 +193,7 @@ class Mesh:
             trace=trace,
             after=after,
         )
-        self._training, self.result = training, training.result
+        self.training, self.result = training, training.result
         task = self._group.create_task(training.run())
         try:
             while (item := await reports.get()) is not None:

@@ -173,12 +173,12 @@ class Owner:
     async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]], hear_outputs: Any = None) -> None:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._source = feed
-        self._outputs = Outputs(self._job, self._capture, feed, self._in_users_thread, hear_outputs)
+        self._outputs = Outputs(self._job, self._capture, feed, self.in_users_thread, hear_outputs)
         beside: list[asyncio.Task[None]] = []  # ended when all is done
         try:
             async with asyncio.TaskGroup() as group:
                 beside.append(group.create_task(self._watch_failures()))
-                await self._in_users_thread(check_sharing, self._job, self._capture, self.plan)
+                await self.in_users_thread(check_sharing, self._job, self._capture, self.plan)
                 with large_apart():
                     beside += await self._offer_all(group)
                 self.ready_s = asyncio.get_running_loop().time()
@@ -232,7 +232,7 @@ class Owner:
         beats: list[asyncio.Task[None]] = []
 
         async def offer_to(offer: Offer) -> None:
-            link = await self._offer(offer)
+            link = await self.offer(offer)
             if self.failures.cause is not None:  # of one that was ready before: the group of the epoch is ending
                 raise _EpochFailed
             for task in (self._send(link), self._read(link)):
@@ -256,7 +256,7 @@ class Owner:
     def _received_bytes(self) -> int:
         return sum(link.stream.received_payload_bytes for link in self._links)
 
-    async def _offer(self, offer: Offer) -> Link:
+    async def offer(self, offer: Offer) -> Link:
         """The link to a member that is READY."""
         peer_id = offer.peer_id
         limit_s = self._timeouts.offer_s
@@ -298,12 +298,12 @@ class Owner:
 
     # -- feeding -------------------------------------------------------------------------------------------------------
 
-    async def _in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
+    async def in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await self._stalls.watch(asyncio.get_running_loop().run_in_executor(self._users, call, *args))
 
     async def _feed(self, feed: Feed) -> None:
         next_step, rounds = feed.start, feed.rounds()
-        while (round := await self._in_users_thread(next, rounds, None)) is not None:
+        while (round := await self.in_users_thread(next, rounds, None)) is not None:
             if not round.forward_only:
                 if self.stopped and round.step >= self._kept.least:
                     break
@@ -312,7 +312,7 @@ class Owner:
                 next_step = round.step + 1
             if self._trace is not None and not round.forward_only:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])
-            answers = Answers(round, len(self._links), await self._in_users_thread(feed.portions, round, self.plan))
+            answers = Answers(round, len(self._links), await self.in_users_thread(feed.portions, round, self.plan))
             self._answers[round.number] = answers
             await self._order.put(answers)
             async with asyncio.TaskGroup() as group:
@@ -337,7 +337,7 @@ class Owner:
         for own in range(portion.round.num_micro):
             await ahead.acquire()
             micro = portion.round.first + own
-            inputs, took_s = await self._in_users_thread(_timed, feed.inputs, round, micro)
+            inputs, took_s = await self.in_users_thread(_timed, feed.inputs, round, micro)
             answers.data_s += took_s
             for link in links:
                 names = link.offer.raw_inputs(forward_only=round.forward_only)

@@ -57,7 +57,7 @@ class Outputs:
         self._job = job
         self._captured = captured
         self._feed = feed
-        self._in_users_thread = in_users_thread
+        self.in_users_thread = in_users_thread
         self._hear = hear
 
     async def take(self, answers: Answers, place: Place, frame: Frame) -> bool:
@@ -68,7 +68,7 @@ class Outputs:
         rows = rows_of(place.stage, self._feed.size(answers.round, micro))
         if len(parts) < sum(first < end for first, end in rows):
             return False
-        values, answers.outputs[micro] = await self._in_users_thread(self._measured, answers.round, micro, parts, rows)
+        values, answers.outputs[micro] = await self.in_users_thread(self._measured, answers.round, micro, parts, rows)
         del answers.rows[micro]
         if self._hear is not None:
             self._hear(micro, values)

@@ -145,11 +145,11 @@ class Training:
         self._trace = trace
         self._on_plan = on_plan
         self._reports = reports
-        self._owner: Owner | None = None
+        self.owner: Owner | None = None
         self._diary: Diary | None = None  # of the run, once it has a folder
         self._trouble = Trouble(asyncio.get_running_loop().time)  # which threads may ask, too
         self._store: CheckpointStore | None = None  # of the newest epoch
-        self._base: Checkpoint | CopySet | None = None  # what the next epoch begins with; None: the model as captured
+        self.base: Checkpoint | CopySet | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
@@ -168,7 +168,7 @@ class Training:
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent, self._trouble)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
-        self._copies = Manifest(self._ledger.note)
+        self.copies = Manifest(self._ledger.note)
         self._noted: list[CopySet] = []  # what an owner that has died knew of them
         self._is_examined = False
         self._devices: Mapping[str, DeviceProfile] = {}  # of the newest plan's members
@@ -179,11 +179,11 @@ class Training:
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end. False when nothing runs yet."""
-        if self._owner is None or self._course is None:
+        if self.owner is None or self._course is None:
             return False
         for command in self._course.handle(moves.Stopped()):
             if isinstance(command, moves.Stop):
-                self._owner.stop(hand_over=command.hand_over)
+                self.owner.stop(hand_over=command.hand_over)
         return True
 
     async def run(self) -> None:
@@ -208,7 +208,7 @@ class Training:
         finally:
             if self._diary is not None:
                 self._diary.close()
-            self._owner = None
+            self.owner = None
             if self._newcomers is not None:
                 self._newcomers.close()
             await self._journal.end()
@@ -260,7 +260,7 @@ class Training:
                 f"`meshcee checkpoint export {run.id}`"
             )
         base.verify()
-        self._base = self._durable = base
+        self.base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = replace(captured, state=base.weights(captured.state))
         return base.next_step, base.manifest["devices"]
@@ -376,14 +376,14 @@ class Training:
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
             case moves.GoOnFrom(step, with_peers, copies):
-                self._base = copies if with_peers else self._durable
+                self.base = copies if with_peers else self._durable
                 on_disk = self._durable.next_step if self._durable is not None else 0
                 log.info(
                     "the state to go on from", next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk
                 )
             case moves.Stop(hand_over):
-                assert self._owner is not None
-                self._owner.stop(hand_over=hand_over)
+                assert self.owner is not None
+                self.owner.stop(hand_over=hand_over)
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):
@@ -394,7 +394,7 @@ class Training:
         """Carry out what is to be done with a step that has been reported."""
         match command:
             case moves.Compare():
-                self._compare(report)
+                self.compare(report)
             case moves.Count():
                 self.result.losses.append(report.loss)
                 if report.metrics:
@@ -425,8 +425,8 @@ class Training:
         assert captured is not None
         self.result.notes = planned.notes
         if self._noted:
-            self._copies.restore(self._noted, self._agent.directory.peers.keys())
-            self._base = self._copies.newest(len(self.result.losses)) or self._base
+            self.copies.restore(self._noted, self._agent.directory.peers.keys())
+            self.base = self.copies.newest(len(self.result.losses)) or self.base
             self._noted = []
         if (
             self._job.verify and not self._is_examined
@@ -445,18 +445,18 @@ class Training:
         try:
             await self._epoch(going, planned, number)
         except MeshceeError as error:
-            failures = self._owner.failures if self._owner is not None else Failures()
+            failures = self.owner.failures if self.owner is not None else Failures()
             return moves.Failed(error, losses(failures))
-        assert self._owner is not None
+        assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
-        return moves.Ended(self._owner.handed_over, frozenset(self._owner.leaving), here, self._agent.clock())
+        return moves.Ended(self.owner.handed_over, frozenset(self.owner.leaving), here, self._agent.clock())
 
     async def _states(self, done: int, without: Collection[str]) -> moves.States:
         """What is on the disk, and the copies that peers hold."""
         if self._store is not None:
             found = await asyncio.to_thread(self._store.complete)
             self._durable = found[0] if found else None
-        copied = self._copies.newest(done, without)
+        copied = self.copies.newest(done, without)
         on_disk = self._durable.next_step if self._durable is not None else 0
         return moves.States(on_disk, copied.next_step if copied is not None else None, copied)
 
@@ -520,7 +520,7 @@ class Training:
         if self._diary is not None:
             resumed = self._resume is not None
             self._journal.begin(self._job.name, self._diary.run, epoch[0], plan, resumed=resumed)
-        start = self._base.next_step if self._base is not None else 0
+        start = self.base.next_step if self.base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
         elif self._adaptation is None or not self._adaptation.moved(plan, self._reported_s):
@@ -535,37 +535,37 @@ class Training:
             self._trace.begin(plan, names, start, self._job.steps)
             measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
-        holders = frozenset(self._owner.plan.peers if self._owner is not None else ())
+        holders = frozenset(self.owner.plan.peers if self.owner is not None else ())
         mesh = self._agent.measured(plan.peers)
         chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
-        self._owner = own(
+        self.owner = own(
             self._agent,
             self._job,
             captured,
             plan,
             term,
             epoch,
-            self._base.holders if isinstance(self._base, CopySet) else (),
+            self.base.holders if isinstance(self.base, CopySet) else (),
             trace=self._trace,
             run=self._key,
             stalls=self._stalls,
             kept=Kept(
-                self._base,
+                self.base,
                 store,
                 self._cadence,
                 len(self.result.losses),
                 holders,
-                self._copies if chosen is not None else None,
+                self.copies if chosen is not None else None,
                 chosen or Keepers(),
                 self._trouble,
             ),
         )
         if going.stopping:
-            self._owner.stop()
-        self.result.state = await self._owner.train(
+            self.owner.stop()
+        self.result.state = await self.owner.train(
             Feed(self._job, captured, plan.micro_batch, start, self._fed, self._hyper), hear
         )
-        self.result.stopped = going.stopping and self._owner.stopped
+        self.result.stopped = going.stopping and self.owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
         """The run's folder, made or taken over by this process, and its checkpoints."""
@@ -590,8 +590,8 @@ class Training:
             self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
             folder, devices, rely = run.checkpoints, sorted(self._kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
-            if begins and self._base is not None:
-                self._store.forget_after(self._base.next_step)
+            if begins and self.base is not None:
+                self._store.forget_after(self.base.next_step)
         except OSError as error:
             raise UsageError(
                 f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
@@ -607,12 +607,12 @@ class Training:
 
     async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
-        assert self._owner is not None
+        assert self.owner is not None
         self.result.steps_s.append(report.step_s)
         self._reported_s = self._agent.monotonic()
-        self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self._owner.ready_s)
+        self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self.owner.ready_s)
         self._turn.report(epoch, report.step, report.loss, plan)
-        event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self._owner.leaving))
+        event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self.owner.leaving))
         while event is not None:
             event = await self._do(going, going.handle(event), report)
 
@@ -620,7 +620,7 @@ class Training:
         self._shares |= plan.sums_gradients
         self._coded |= bool(plan.codecs)
 
-    def _compare(self, report: Report) -> None:
+    def compare(self, report: Report) -> None:
         before = self._known[report.step]
         if report.loss == before:
             return

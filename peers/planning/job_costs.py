@@ -81,7 +81,7 @@ async def profile(
 ) -> dict[str, BlockTimes]:
     """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
     devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
-    asked = _asked(devices)
+    asked = whom_to_ask(devices)
     data = await asyncio.to_thread(encode_program, captured.train)
     largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
     questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
@@ -173,7 +173,7 @@ def look(job: Job, captured: Capture) -> tuple[dict[str, int], float]:
     return found, statistics.median(seconds)
 
 
-def _asked(devices: Mapping[str, DeviceProfile]) -> dict[str, list[str]]:
+def whom_to_ask(devices: Mapping[str, DeviceProfile]) -> dict[str, list[str]]:
     """Whom to ask -> for whom it speaks: itself and the CPUs of its host, which are the same; of many devices, one of each kind."""
     found: dict[str, list[str]] = {}
     if len(devices) <= ASKED:

@@ -277,11 +277,11 @@ class Mirror:
             if frame.kind == messages.FOLLOWED:
                 return
             if frame.kind == messages.FILE:
-                await asyncio.to_thread(self._take, frame)
+                await asyncio.to_thread(self.take, frame)
             elif frame.kind not in (messages.PONG, messages.SEALED):  # its stream proves who sent it
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning to a standby")
 
-    def _take(self, frame: Frame) -> None:
+    def take(self, frame: Frame) -> None:
         header, data = frame.header, b"".join(bytes(payload) for payload in frame.payloads)
         name, at, size = need(header, "name", str), need(header, "at", int), need(header, "size", int)
         if name not in FILES or not 0 <= at <= at + len(data) <= size:

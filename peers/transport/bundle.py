@@ -29,15 +29,15 @@ from meshcee.figures import Rate
 __all__ = ["Bundle", "Connection"]
 
 RECORD_BYTES = 128 * 1024
-_HEADER = struct.Struct("!QI")  # number, bytes that follow
+HEADER = struct.Struct("!QI")  # number, bytes that follow
 _INT = struct.Struct("i")
 _TAG_BYTES = 16
-_MEMORY_BYTES = _HEADER.size + RECORD_BYTES + _TAG_BYTES + _HEADER.size  # a record, and the header of the next
+_MEMORY_BYTES = HEADER.size + RECORD_BYTES + _TAG_BYTES + HEADER.size  # a record, and the header of the next
 # That the kernel holds of all connections, and at least of one, beyond what is under way. Chosen from few runs on a busy machine
 # (docs/benchmarks.md): both much less and no limit were slower.
 _UNSENT_BYTES = (4 << 20, 512 * 1024)
 # Under way on the first connection, but for what a queue holds: Linux lets it have some 2.7 MB, so all are used from here on.
-_FULL_BYTES = 1 << 20
+FULL_BYTES = 1 << 20
 _TCP_INFO = struct.Struct(
     "=16xI4xI40xI76xI"
 )  # as Linux has it: segment size, segments under way, round trip and its least, us
@@ -125,24 +125,24 @@ class Connection(asyncio.BufferedProtocol):
             segment_bytes, under_way, round_trip_us, least_us = _TCP_INFO.unpack(told)
         except (OSError, struct.error):
             return True
-        return bool(under_way * segment_bytes * least_us >= _FULL_BYTES * round_trip_us)
+        return bool(under_way * segment_bytes * least_us >= FULL_BYTES * round_trip_us)
 
     def seal(self, number: int, part: memoryview, key: AESGCM) -> None:
         """Send a record; only when `free`, since then the last one's memory is."""
         assert self._transport is not None
         size = len(part) + _TAG_BYTES
-        record = self._outgoing[: _HEADER.size + size]
-        _HEADER.pack_into(record, 0, number, size)
-        key.encrypt_into(number.to_bytes(12, "big"), part, None, record[_HEADER.size :])
+        record = self._outgoing[: HEADER.size + size]
+        HEADER.pack_into(record, 0, number, size)
+        key.encrypt_into(number.to_bytes(12, "big"), part, None, record[HEADER.size :])
         self._transport.write(record)
 
     def head(self, start: int) -> tuple[int, int] | None:
         """(number, bytes) of the record that begins at `start`, once its header has come."""
-        return _HEADER.unpack_from(self._memory, start) if self._end - start >= _HEADER.size else None
+        return HEADER.unpack_from(self._memory, start) if self._end - start >= HEADER.size else None
 
     def sealed(self, start: int, size: int) -> memoryview | None:
         """The record whose header is at `start`, once it is whole."""
-        begin = start + _HEADER.size
+        begin = start + HEADER.size
         return self._memory[begin : begin + size] if self._end - begin >= size else None
 
     def settle(self, start: int, early: bool) -> None:
@@ -164,7 +164,7 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         # Up to the end of the record and the next one's header: then hardly a byte is moved.
         head = self.head(0) if self._bundle is not None else None
-        wanted = len(self._memory) if head is None else _HEADER.size + head[1] + _HEADER.size
+        wanted = len(self._memory) if head is None else HEADER.size + head[1] + HEADER.size
         return self._memory[self._end : wanted]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -200,7 +200,7 @@ class Bundle(asyncio.Transport):
 
     def __init__(self, connections: Sequence[Connection], seal_key: bytes, open_key: bytes) -> None:
         super().__init__()
-        self._connections = list(connections)
+        self.connections = list(connections)
         self._used = 1  # of these
         self._alive = len(connections)
         self._seal_key, self._open_key = AESGCM(seal_key), AESGCM(open_key)
@@ -220,14 +220,14 @@ class Bundle(asyncio.Transport):
     def start(self, protocol: asyncio.BufferedProtocol) -> None:
         self._protocol = protocol
         protocol.connection_made(self)
-        if any(connection.lost for connection in self._connections):
+        if any(connection.lost for connection in self.connections):
             self.abort()
             error = ConnectionResetError("a direct connection was lost before it was used")
             asyncio.get_running_loop().call_soon(protocol.connection_lost, error)
             return
         together, at_least = _UNSENT_BYTES
-        for connection in self._connections:
-            connection.join(self, max(at_least, together // len(self._connections)))
+        for connection in self.connections:
+            connection.join(self, max(at_least, together // len(self.connections)))
 
     # -- asyncio.Transport, as far as a FramedStream needs it
 
@@ -240,12 +240,12 @@ class Bundle(asyncio.Transport):
 
     def throttle(self, bytes_per_s: float) -> None:
         """Of each connection: a thin line has one that carries all."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.throttle(bytes_per_s)
 
     def _under_way(self) -> int | None:
         total = sum(map(len, self._queue))
-        for connection in self._connections:
+        for connection in self.connections:
             if (size := connection.under_way()) is None:
                 return None
             total += size
@@ -279,7 +279,7 @@ class Bundle(asyncio.Transport):
             self._closing = self._aborted = True
             self._queue.clear()
             self._early.clear()
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.abort()
 
     # -- called by the connections
@@ -300,15 +300,15 @@ class Bundle(asyncio.Transport):
             self._paused = not self._paused
             (self._protocol.pause_writing if self._paused else self._protocol.resume_writing)()
         if self._closing and not self._queue:
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.close()
 
     def _free(self) -> Connection | None:
-        first = self._connections[0]
+        first = self.connections[0]
         if self._used == 1 and not first.free and not first.lost and first.is_full:
-            self._used = len(self._connections)
+            self._used = len(self.connections)
         for i in range(self._used):
-            connection = self._connections[(self._sealed + i) % self._used]
+            connection = self.connections[(self._sealed + i) % self._used]
             if connection.free:
                 return connection
         return None
@@ -321,7 +321,7 @@ class Bundle(asyncio.Transport):
         else:
             self._rate.begin(now_s)
         self._open_all(connection)
-        self._receiving = any(each.is_receiving for each in self._connections)
+        self._receiving = any(each.is_receiving for each in self.connections)
         if not self._receiving:
             self._rate.end(now_s)
 
@@ -346,14 +346,14 @@ class Bundle(asyncio.Transport):
             if number != self._opened:
                 if number < self._opened or self._early.setdefault(number, connection) is not connection:
                     raise ValueError(f"record {number} came twice")
-                if len(self._early) == len(self._connections) and self._opened not in self._early:
+                if len(self._early) == len(self.connections) and self._opened not in self._early:
                     raise ValueError(f"record {self._opened} is missing")
                 early = record is not None
                 break
             if record is None:
                 break
             self._opened += 1
-            start += _HEADER.size + size
+            start += HEADER.size + size
             self._deliver(number, record)
             if self._aborted:
                 return

@@ -46,7 +46,7 @@ RTT_STEP_S = 0.015
 TRIED_AT_ONCE = 4  # addresses
 FORGET_S = 300.0  # until a peer that could not be reached is tried again
 MAX_STRANGERS = 256  # connections that have not shown a ticket yet
-_GREETING = struct.Struct("!16sB32s")
+GREETING = struct.Struct("!16sB32s")
 _MAC_BYTES = 32
 
 
@@ -61,7 +61,7 @@ class Direct:
         self.ports: dict[int, int] = {}  # IP version -> where we listen
         self.expected: dict[bytes, Path] = {}  # by ticket
         self._servers: list[asyncio.Server] = []
-        self._strangers: dict[Connection, asyncio.TimerHandle] = {}
+        self.strangers: dict[Connection, asyncio.TimerHandle] = {}
         self._unreached: dict[str, float] = {}  # peer id -> until when it is not tried
 
     async def start(self) -> None:
@@ -80,7 +80,7 @@ class Direct:
     def stop(self) -> None:
         for server in self._servers:
             server.close()
-        for connection, timer in list(self._strangers.items()):
+        for connection, timer in list(self.strangers.items()):
             timer.cancel()
             connection.abort()
 
@@ -115,26 +115,26 @@ class Direct:
     # -- accepting
 
     def _accept(self) -> Connection:
-        connection = Connection(_GREETING.size, self._greeted)
-        if len(self._strangers) >= MAX_STRANGERS:  # the oldest makes room
-            oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest).cancel()
+        connection = Connection(GREETING.size, self._greeted)
+        if len(self.strangers) >= MAX_STRANGERS:  # the oldest makes room
+            oldest = next(iter(self.strangers))
+            self.strangers.pop(oldest).cancel()
             oldest.abort()
         loop = asyncio.get_running_loop()
-        self._strangers[connection] = loop.call_later(self._timeouts.handshake_s, self._give_up, connection)
+        self.strangers[connection] = loop.call_later(self._timeouts.handshake_s, self._give_up, connection)
         return connection
 
     def _give_up(self, connection: Connection) -> None:
-        del self._strangers[connection]
+        del self.strangers[connection]
         connection.abort()
 
     def _greeted(self, connection: Connection, greeting: bytes) -> None:
-        timer = self._strangers.pop(connection, None)
+        timer = self.strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
         if not greeting:
             return
-        ticket, number, mac = _GREETING.unpack(greeting)
+        ticket, number, mac = GREETING.unpack(greeting)
         path = self.expected.get(ticket)
         if path is None or not path.admit(connection, number, mac):
             connection.abort()
@@ -147,9 +147,9 @@ class Path:
         self._direct = direct
         self._peer_id = peer_id
         self._addresses = addresses
-        self._ticket = self._mac_key = b""
+        self.ticket = self._mac_key = b""
         self._keys = (b"", b"")  # for what we send and for what we receive
-        self._greeted: dict[int, Connection] = {}
+        self.greeted: dict[int, Connection] = {}
         self._chosen: list[Connection] = []
 
     @functools.cached_property
@@ -167,8 +167,8 @@ class Path:
         return Bundle(chosen, *self._keys) if chosen else None
 
     def close(self) -> None:
-        self._direct.expected.pop(self._ticket, None)
-        for connection in [*self._greeted.values(), *self._chosen]:
+        self._direct.expected.pop(self.ticket, None)
+        for connection in [*self.greeted.values(), *self._chosen]:
             connection.abort()
 
     def _agree(self, theirs: Any, salt: bytes) -> tuple[bytes, bytes]:
@@ -180,7 +180,7 @@ class Path:
         except ValueError as error:
             raise ProtocolError(f"the key of a direct path is not one: {error}") from error
         secrets = HKDF(SHA256(), 16 + 3 * KEY_BYTES, salt, b"meshcee direct").derive(shared)
-        self._ticket, self._mac_key = secrets[:16], secrets[16 : 16 + KEY_BYTES]
+        self.ticket, self._mac_key = secrets[:16], secrets[16 : 16 + KEY_BYTES]
         return secrets[-2 * KEY_BYTES : -KEY_BYTES], secrets[-KEY_BYTES:]
 
     def _mac(self, role: bytes, number: int) -> bytes:
@@ -196,16 +196,16 @@ class Path:
         """From now on the dialer's connections are admitted; `salt` is secret to the mesh and of this handshake alone."""
         there, here = self._agree(theirs, salt)
         self._keys = (here, there)
-        self._direct.expected[self._ticket] = self
+        self._direct.expected[self.ticket] = self
 
     def admit(self, connection: Connection, number: int, mac: bytes) -> bool:
         if (
             not hmac.compare_digest(mac, self._mac(b"dialer", number))
-            or number in self._greeted
-            or len(self._greeted) >= MAX_CONNECTIONS + TRIED_AT_ONCE
+            or number in self.greeted
+            or len(self.greeted) >= MAX_CONNECTIONS + TRIED_AT_ONCE
         ):
             return False
-        self._greeted[number] = connection
+        self.greeted[number] = connection
         connection.write(self._mac(b"acceptor", number))
         return True
 
@@ -214,9 +214,9 @@ class Path:
         if type(numbers) is not list or len(numbers) > MAX_CONNECTIONS or not {int}.issuperset(map(type, numbers)):
             raise ProtocolError("the proof must list the direct connections by number")
         for number in numbers:
-            if number not in self._greeted:
+            if number not in self.greeted:
                 raise StreamClosed(f"the direct connection {number} is gone")
-            self._chosen.append(self._greeted.pop(number))
+            self._chosen.append(self.greeted.pop(number))
 
     # -- the dialing side
 
@@ -234,7 +234,7 @@ class Path:
                 await self._gather(outside or places, found)
         if not found:
             self._direct.not_reached(self._peer_id)
-        self._chosen = [self._greeted.pop(number) for number in found]
+        self._chosen = [self.greeted.pop(number) for number in found]
         return found
 
     async def _gather(self, places: Sequence[tuple[str, int]], found: list[int]) -> None:
@@ -273,14 +273,14 @@ class Path:
         try:
             await loop.create_connection(lambda: connection, *place)
             round_trip_s = loop.time() - began_s
-            connection.write(_GREETING.pack(self._ticket, number, self._mac(b"dialer", number)))
+            connection.write(GREETING.pack(self.ticket, number, self._mac(b"dialer", number)))
             if hmac.compare_digest(await answered, self._mac(b"acceptor", number)):
-                self._greeted[number] = connection
+                self.greeted[number] = connection
                 return round_trip_s, number
         except (OSError, ValueError):  # nobody there, or no such name
             return None
         finally:
-            if number not in self._greeted:
+            if number not in self.greeted:
                 connection.abort()
         return None
 

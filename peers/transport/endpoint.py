@@ -62,7 +62,7 @@ class Endpoint(ABC):
         self._mesh_key = mesh_key
         self._handlers: dict[str, Handler] = {}
         self._accepted_per_peer: Counter[str] = Counter()
-        self._streams: set[FramedStream] = set()
+        self.streams: set[FramedStream] = set()
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
         self._proven: dict[str, None] = {}  # peers that have, before; newest last
@@ -99,7 +99,7 @@ class Endpoint(ABC):
                 f"peer {short(peer_id)} is this peer itself: two peers with one identity, or its own address to join; "
                 "give each peer an identity file of its own"
             )
-        stream = self._new_stream(peer_id, purpose)
+        stream = self.make_stream(peer_id, purpose)
         try:
             try:
                 async with asyncio.timeout(self.timeouts.dial_s):
@@ -114,7 +114,7 @@ class Endpoint(ABC):
             return await self._shake(stream, shaking, path)
         except BaseException:
             stream.abort()
-            self._streams.discard(stream)
+            self.streams.discard(stream)
             raise
 
     async def __aenter__(self) -> Self:
@@ -146,7 +146,7 @@ class Endpoint(ABC):
         finally:
             for task in list(self._handling):
                 task.cancel()
-            for stream in list(self._streams):
+            for stream in list(self.streams):
                 if error is None:
                     self._group.create_task(stream.aclose())
                 else:
@@ -155,17 +155,17 @@ class Endpoint(ABC):
                 # The group is not told of the body's error, which would reach the caller wrapped in an ExceptionGroup.
                 await self._group.__aexit__(None, None, None)
             finally:
-                for stream in list(self._streams):
+                for stream in list(self.streams):
                     stream.abort()
 
     # -- streams
 
-    def _new_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
-        self._streams = {s for s in self._streams if not s.closed}
+    def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
+        self.streams = {s for s in self.streams if not s.closed}
         stream = FramedStream(
             peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check
         )
-        self._streams.add(stream)
+        self.streams.add(stream)
         return stream
 
     def _accepted(self, stream: FramedStream) -> None:
@@ -177,7 +177,7 @@ class Endpoint(ABC):
         too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap
         if self._group is None or self._closing or too_many:
             stream.abort()
-            self._streams.discard(stream)
+            self.streams.discard(stream)
             return
         if stream.peer_id not in self._proven:
             if len(self._strangers) >= MAX_STRANGERS:
@@ -215,7 +215,7 @@ class Endpoint(ABC):
                 log.exception("stream.handler_failed", **about)
         finally:
             stream.abort()
-            self._streams.discard(stream)
+            self.streams.discard(stream)
             self._accepted_per_peer[stream.peer_id] -= 1
             if not self._accepted_per_peer[stream.peer_id]:
                 del self._accepted_per_peer[stream.peer_id]
@@ -285,7 +285,7 @@ class Endpoint(ABC):
         if bundle is not None:
             assert self._group is not None
             self._group.create_task(self._leave(stream))
-            stream = self._new_stream(stream.peer_id, check=False)  # what does not open is not what was sent
+            stream = self.make_stream(stream.peer_id, check=False)  # what does not open is not what was sent
             bundle.start(stream)
         stream.establish(done)
         return stream
@@ -293,4 +293,4 @@ class Endpoint(ABC):
     async def _leave(self, stream: FramedStream) -> None:
         """A stream on which hands were shaken for another."""
         await stream.aclose()
-        self._streams.discard(stream)
+        self.streams.discard(stream)

@@ -331,10 +331,10 @@ class MemoryTransport(Endpoint):
         await self._network.connect(self, stream)
 
     def new_stream(self, peer_id: str) -> FramedStream:
-        return self._new_stream(peer_id)
+        return self.make_stream(peer_id)
 
     def take(self, stream: FramedStream) -> None:
         self._accepted(stream)
 
-    def _new_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
-        return super()._new_stream(peer_id, purpose, check=self._network.check)
+    def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
+        return super().make_stream(peer_id, purpose, check=self._network.check)

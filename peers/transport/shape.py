@@ -29,7 +29,7 @@ __all__ = ["Shape", "ShapedTransport"]
 
 _SLICE_S = 0.005  # of a link's time that one stream takes before another may have its turn
 _SLICE_BYTES = 16 * 1024
-_AHEAD_S = 0.005  # a send returns when its bytes leave within this time: what a socket's buffer would hold
+AHEAD_S = 0.005  # a send returns when its bytes leave within this time: what a socket's buffer would hold
 
 
 class _Line:
@@ -184,7 +184,7 @@ class _ShapedStream:
                 # The next slice was ready when the last had left, however late this task was woken.
                 leaves = self._shape.reserve(*self._pair, part, leaves)
                 size -= part
-                await _sleep_until(leaves - _AHEAD_S)
+                await _sleep_until(leaves - AHEAD_S)
             self._rate.add(whole, leaves - began_s)
             self._last_arrival = max(self._last_arrival, leaves + self._shape.delay_s(*self._pair))
             copied = Frame(frame.kind, dict(frame.header), [bytes(view) for view in payloads])

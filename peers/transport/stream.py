@@ -77,11 +77,11 @@ class FramedStream(asyncio.BufferedProtocol):
         self._decoder.max_payload_bytes = 0
         if not purpose:  # it came in, and may be a stranger's
             self._decoder.max_header_bytes = HELLO_BYTES
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._inbox: deque[tuple[Frame, int]] = deque()  # bounded by the receive window
         largest_head = frame_cost(self._limits.header_bytes, self._limits.payloads)
         self._incoming = ReceiveWindow(largest_head + MAX_CHUNK_BYTES)
-        self._outgoing = SendWindow()
+        self.outgoing = SendWindow()
         self._sending = asyncio.Lock()
         self._senders = 0  # tasks that hold the lock or wait for it
         self._paused = False  # the transport's buffer is not empty
@@ -135,15 +135,15 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def rates(self) -> tuple[float | None, float | None]:
         seen = self._rate.take()
-        below = self._transport.get_extra_info("rate") if self._transport is not None else None
+        below = self.transport.get_extra_info("rate") if self.transport is not None else None
         return None, below or seen
 
     def under_way(self) -> int | None:
-        found: int | None = self._transport.get_extra_info("under_way") if self._transport is not None else None
+        found: int | None = self.transport.get_extra_info("under_way") if self.transport is not None else None
         return found
 
     def throttle(self, bytes_per_s: float) -> None:
-        if (throttle := getattr(self._transport, "throttle", None)) is not None:
+        if (throttle := getattr(self.transport, "throttle", None)) is not None:
             throttle(bytes_per_s)
 
     # -- sending
@@ -167,8 +167,8 @@ class FramedStream(asyncio.BufferedProtocol):
             self._spend_and_write(cost + total, data)
 
     def _spend_and_write(self, cost: int, data: bytes) -> None:
-        self._outgoing.spend(cost)
-        self._write(data)
+        self.outgoing.spend(cost)
+        self.write_bytes(data)
 
     async def _send_chunks(self, head: bytes, cost: int, payloads: Sequence[memoryview]) -> None:
         """A large frame, from the payloads' own memory, which the transport may refer to until it has written all."""
@@ -182,12 +182,12 @@ class FramedStream(asyncio.BufferedProtocol):
                 else:
                     self._spend_and_write(cost + len(chunk), head + prelude)
                     begun = True
-                self._write(chunk)
+                self.write_bytes(chunk)
             complete = True
             await self._flushed()
         finally:
             if begun and not complete and self._why is None:
-                self._write(self._encoder.control(RETRACT))
+                self.write_bytes(self._encoder.control(RETRACT))
 
     @contextlib.asynccontextmanager
     async def _my_turn(self) -> AsyncIterator[None]:
@@ -200,7 +200,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def _ready(self, large: bool) -> bool:
         """Whether a frame may go now: there is credit, the transport has room, and no stranger's limit is in force there."""
-        window = self._outgoing
+        window = self.outgoing
         return not self._paused and window.available > 0 and (window.accepted or not large) and not self._over
 
     async def _may_send(self, large: bool) -> None:
@@ -231,14 +231,14 @@ class FramedStream(asyncio.BufferedProtocol):
         if self._closing:
             raise StreamClosed(f"{self!r} was closed here")
 
-    def _write(self, data: bytes | memoryview) -> None:
-        assert self._transport is not None
+    def write_bytes(self, data: bytes | memoryview) -> None:
+        assert self.transport is not None
         self.sent_bytes += len(data)
-        self._transport.write(data)
+        self.transport.write(data)
 
     def _grant(self, cost: int) -> None:
-        if self._why is None and self._transport is not None:
-            self._write(self._encoder.control(CREDIT, cost))
+        if self._why is None and self.transport is not None:
+            self.write_bytes(self._encoder.control(CREDIT, cost))
 
     # -- receiving
 
@@ -280,12 +280,12 @@ class FramedStream(asyncio.BufferedProtocol):
                 if self._receiver is not None and not self._inbox:
                     self._take(self._incoming.complete())
             elif isinstance(event, Credit):
-                self._outgoing.grant(event.cost)
+                self.outgoing.grant(event.cost)
                 self._wake(self._sender)
             elif isinstance(event, Retracted):
                 self._take(self._incoming.complete())
             elif isinstance(event, Goodbye):
-                transport = self._transport
+                transport = self.transport
                 self._end("the other side closed it")
                 if transport is not None:
                     transport.close()
@@ -295,13 +295,13 @@ class FramedStream(asyncio.BufferedProtocol):
     async def aclose(self) -> None:
         """Say goodbye and wait, bounded, until the other side has read everything and closed."""
         try:
-            if self._why is None and self._transport is not None:
+            if self._why is None and self.transport is not None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._close_s):
                         async with self._my_turn():
                             if self._why is None and not self._closing:
                                 self._closing = True
-                                self._write(self._encoder.control(GOODBYE))
+                                self.write_bytes(self._encoder.control(GOODBYE))
                                 self._drop_inbox()
                         await self._lost.wait()
         finally:
@@ -309,7 +309,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         self._inbox.clear()
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         self._end("it was closed here")
         if transport is not None:
             transport.abort()
@@ -337,10 +337,10 @@ class FramedStream(asyncio.BufferedProtocol):
     # -- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         # Paused means: not everything is with the kernel yet. With this limit uvloop writes at once, not after this turn
         # of the loop.
-        self._transport.set_write_buffer_limits(high=0)
+        self.transport.set_write_buffer_limits(high=0)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._decoder.get_buffer()
@@ -369,7 +369,7 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def _misbehaved(self, error: ProtocolError) -> None:
         self._error = ProtocolError(f"{short(self.peer_id)}, stream {self.purpose!r}: {error}")
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         self._end(f"the other side broke the protocol: {error}")
         if transport is not None:
             transport.abort()
@@ -382,7 +382,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self._end(
             "it was closed here" if self._closing else f"the connection was lost{where}{f': {exc}' if exc else ''}"
         )
-        self._transport = None
+        self.transport = None
 
     def pause_writing(self) -> None:
         self._paused = True

@@ -183,7 +183,7 @@ class StateReceiver:
         if frame.kind not in (messages.STATE, messages.RECIPES) or len(frame.payloads) != 1:
             raise ProtocolError(f"expected weights, got a frame of kind {frame.kind!r}")
         if frame.kind == messages.RECIPES:
-            self._follow(bytes(frame.payloads[0]))
+            self.follow(bytes(frame.payloads[0]))
             return False
         try:
             tensors = safetensors.torch.load(bytes(frame.payloads[0]))
@@ -219,7 +219,7 @@ class StateReceiver:
         self.digests[name] = digest
         self.unequal.discard(name)
 
-    def _follow(self, data: bytes) -> None:
+    def follow(self, data: bytes) -> None:
         """Make what the recipes say."""
         try:
             made = msgpack.unpackb(data, raw=False, strict_map_key=True, max_map_len=1 << 16, max_array_len=2)

@@ -165,8 +165,8 @@ async def test_a_plain_value_cannot_hide_the_entries_of_all(tmp_path: Path) -> N
     async with one_peer(tmp_path, "a") as (a, _, store):
         now = time.time()
         assert await a.put("a", now + TTL_S)
-        assert not await store._node.store(topic("peers", KEY), value=b"hidden", expiration_time=now + 99)
-        assert not await store._node.store("other", subkey="x", value=b"unknown key", expiration_time=now + 99)
+        assert not await store.node.store(topic("peers", KEY), value=b"hidden", expiration_time=now + 99)
+        assert not await store.node.store("other", subkey="x", value=b"unknown key", expiration_time=now + 99)
         assert list(await a.get()) == [a.identity.peer_id]
 
 
@@ -184,13 +184,13 @@ async def test_a_quick_read_asks_nobody_where_this_peer_is_a_replica(
         assert set(everybody) == {a.identity.peer_id, b.identity.peer_id}
         asked: list[str] = []
         for name, store in (("b", b.store), ("looker", looker)):
-            find = store._node._call_find_with_blacklist  # type: ignore[attr-defined]
+            find = store.node._call_find_with_blacklist  # type: ignore[attr-defined]
 
             def counted(*args: Any, name: str = name, find: Any = find) -> Any:
                 asked.append(name)
                 return find(*args)
 
-            monkeypatch.setattr(store._node, "_call_find_with_blacklist", counted)  # type: ignore[attr-defined]
+            monkeypatch.setattr(store.node, "_call_find_with_blacklist", counted)  # type: ignore[attr-defined]
         peers = topic("peers", KEY)
         assert await b.store.get(peers, quick=True) == everybody
         assert asked == []
@@ -221,10 +221,10 @@ async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
         assert await b.store.meet([a.address]) == frozenset()
         assert await a.store.meet([b.address]) == frozenset()
         assert await b.get() == {}
-        assert not store._node.protocol.routing_table.peer_id_to_uid
+        assert not store.node.protocol.routing_table.peer_id_to_uid
         with pytest.raises(JoinError, match="leads to a peer that keeps the mesh's records"):
             async with KademliaStore(
-                b.store._p2p,  # type: ignore[attr-defined]
+                b.store.p2p,  # type: ignore[attr-defined]
                 [a.address],
                 mesh_key=MeshKey.generate(),
                 client_mode=True,
@@ -268,7 +268,7 @@ async def test_a_mesh_that_fell_apart_is_put_together_by_its_directories(tmp_pat
             for directory in (ours, theirs):
                 await directory.wait_for(lambda d=directory: len(d.peers) == 2)  # type: ignore[misc]
             for kademlia, peer in ((store, b), (other, a)):  # each forgets the other, records and all
-                table, protocol = kademlia._node.protocol.routing_table, kademlia._node.protocol
+                table, protocol = kademlia.node.protocol.routing_table, kademlia.node.protocol
                 del table[table.peer_id_to_uid[PeerID.from_base58(peer.identity.peer_id)]]
                 protocol.storage.clear()
             fallen = [group.create_task(d.wait_for(lambda d=d: len(d.peers) == 1)) for d in (ours, theirs)]
@@ -284,7 +284,7 @@ async def test_one_who_only_looks_reads_and_is_not_asked(tmp_path: Path) -> None
         assert await a.put("a", time.time() + TTL_S)
         async with one_peer(tmp_path, "o", [a.address], client_mode=True) as (o, _, _):
             assert list(await o.get()) == [a.identity.peer_id]
-            assert not store._node.protocol.routing_table.peer_id_to_uid
+            assert not store.node.protocol.routing_table.peer_id_to_uid
             assert await o.put("o", time.time() + TTL_S)
             assert set(await a.get()) == {a.identity.peer_id, o.identity.peer_id}
 

@@ -30,7 +30,7 @@ from tests.rig.virtual_time import virtual_time
 def test_wedge_a_holder_restarts_at_once_without_its_terms(seed: int) -> None:
     """exo #2197: it campaigns from zero, is taken for stale, and nobody leads again.
 
-    Kept from happening by `seen` in Election._looked, which counts our own claim of an earlier life: without it the new life
+    Kept from happening by `seen` in Election, which counts our own claim of an earlier life: without it the new life
     claims a term that the old one has had.
     """
     world = quiet_world(4, seed)
@@ -198,7 +198,7 @@ SEEDS = [(seed,) for seed in range(5)]
         (
             test_wedge_a_holder_restarts_at_once_without_its_terms,
             SEEDS,
-            Election._looked,
+            Election,
             "(*others.values(), *([own] if own else []))",
             "others.values()",
         ),
@@ -206,14 +206,14 @@ SEEDS = [(seed,) for seed in range(5)]
         (
             test_flap_a_claim_is_seen_after_the_election,
             [()],
-            Election._defend,
+            Election,
             GIVES_WAY,
             "before_us = other.term > claim.term",
         ),
         (
             test_split_two_halves_lead_themselves_and_one_of_them_gives_way,
             SEEDS,
-            Election._defend,
+            Election,
             GIVES_WAY,
             "before_us = False",
         ),
@@ -227,14 +227,14 @@ SEEDS = [(seed,) for seed in range(5)]
         (
             test_storm_a_hundred_lose_their_coordinator,
             SEEDS,
-            Election._follow,
+            Election,
             "any(not c.confirmed for c in others.values())",
             "False",
         ),
         (
             test_storm_comings_and_goings_are_no_reason_to_elect,
             SEEDS,
-            Election._follow,
+            Election,
             "best is not None or",
             "",
         ),

@@ -206,9 +206,9 @@ def test_a_run_survives_a_power_cut(tmp_path: Path) -> None:
         (incarnations, disk.write_whole, "sync_folder(path.parent)", "pass"),
         (secrets, disk.write_once, "sync_folder(path.parent)", "pass"),
         (secrets, disk.new_folder, "sync_folder(path.parent)", "pass"),
-        (a_run, Draft._finish, "self._store.rely()", "pass"),
-        (a_run, Draft._finish, "disk.sync_folder(self._store.folder)", "pass"),
-        (a_run, checkpoint._remove, "disk.sync_folder(folder.parent)", "pass"),
+        (a_run, Draft, "self._store.rely()", "pass"),
+        (a_run, Draft, "disk.sync_folder(self._store.folder)", "pass"),
+        (a_run, checkpoint, "disk.sync_folder(folder.parent)", "pass"),
     ],
 )
 def test_without_its_line_something_is_lost(

@@ -17,7 +17,7 @@ __all__ = ["watched_frames"]
 @contextlib.contextmanager
 def watched_frames(about_to_send: Callable[[str, str, str], None]) -> Iterator[None]:
     """Calls it with sender, receiver and kind before each frame that is sent on the in-process network."""
-    make = MemoryTransport._new_stream
+    make = MemoryTransport.make_stream
 
     def watching(transport: MemoryTransport, peer_id: str, *args: Any, **more: Any) -> FramedStream:
         stream = make(transport, peer_id, *args, **more)
@@ -30,5 +30,5 @@ def watched_frames(about_to_send: Callable[[str, str, str], None]) -> Iterator[N
         stream.send = told  # type: ignore[method-assign]
         return stream
 
-    with mock.patch.object(MemoryTransport, "_new_stream", watching):
+    with mock.patch.object(MemoryTransport, "make_stream", watching):
         yield

@@ -81,7 +81,7 @@ class Libp2pTransport(Endpoint):
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called by hivemind in a task of its own, which ends at once: the stream lives in our TaskGroup."""
-        stream = self._new_stream(info.peer_id.to_base58())
+        stream = self.make_stream(info.peer_id.to_base58())
         await _take_over(stream, reader, writer)
         self._accepted(stream)
 

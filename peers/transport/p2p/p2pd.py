@@ -76,7 +76,7 @@ class P2PDaemon:
         self._lock: IO[bytes] | None = None
         self._p2p: P2P | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = ""
+        self.folder = ""
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._callbacks: list[Restarted] = []
         self._group = asyncio.TaskGroup()
@@ -154,7 +154,7 @@ class P2PDaemon:
             raise JoinError(f"hivemind's p2pd is missing or not executable at {binary}: reinstall hivemind")
         options: dict[str, Any] = {
             "id": self._identity_file.absolute(),
-            "listen": f"/unix{self._folder}/p2pd.sock",
+            "listen": f"/unix{self.folder}/p2pd.sock",
             "hostAddrs": ",".join(self.listening),
             "dhtServer": 1,  # libp2p's own DHT finds the addresses of peers that are known by id only
             **dict.fromkeys(("natPortMap", "autonat", "relay", "autoRelay"), 0),  # slow to find out that there are none
@@ -166,13 +166,13 @@ class P2PDaemon:
 
     async def _start(self) -> None:
         """Start p2pd and connect to it; JoinError with its last lines when that fails."""
-        self._folder = tempfile.mkdtemp(prefix="meshcee-")
-        if len(self._folder) > _SOCKET_CHARS:
-            os.rmdir(self._folder)
-            self._folder = tempfile.mkdtemp(prefix="meshcee-", dir="/tmp")
+        self.folder = tempfile.mkdtemp(prefix="meshcee-")
+        if len(self.folder) > _SOCKET_CHARS:
+            os.rmdir(self.folder)
+            self.folder = tempfile.mkdtemp(prefix="meshcee-", dir="/tmp")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", launcher.__file__, self._folder, str(os.getpid())),
+                *(sys.executable, "-I", "-S", launcher.__file__, self.folder, str(os.getpid())),
                 *self._command(),
                 stdin=asyncio.subprocess.PIPE,  # ends with us, whatever happens
                 stdout=asyncio.subprocess.PIPE,
@@ -181,7 +181,7 @@ class P2PDaemon:
                 start_new_session=True,  # a Ctrl-C in the terminal is for us to handle, not for p2pd
             )
         except OSError as error:
-            launcher.remove(self._folder)
+            launcher.remove(self.folder)
             raise JoinError(f"p2pd cannot be started ({error}): check the limits of this machine") from error
         started = asyncio.Event()
         self._group.create_task(self._read(self._process, started))
@@ -190,7 +190,7 @@ class P2PDaemon:
                 await started.wait()
                 if self._process.returncode is not None or not any(x.startswith("Peer ID:") for x in self._lines):
                     raise JoinError(f"p2pd does not start; its last lines: {self._said()}")
-                self._p2p = await attach(f"{self._folder}/p2pd.sock", self._folder)
+                self._p2p = await attach(f"{self.folder}/p2pd.sock", self.folder)
         except TimeoutError as error:
             raise JoinError(f"p2pd did not start within {START_S:g} s; its last lines: {self._said()}") from error
         except (OSError, EOFError, P2PDaemonError) as error:
@@ -237,8 +237,8 @@ class P2PDaemon:
             if process is not None and process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()  # the kernel then kills p2pd
-            if self._folder:
-                launcher.remove(self._folder)
+            if self.folder:
+                launcher.remove(self.folder)
 
     # -- supervision ---------------------------------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_n
     async with Compute(pace=Pace(1e9)) as compute:
         await compute.run(lambda: None)  # the thread is there
         first = await compute.run(time.perf_counter, flops=1e9 * seconds)
-        due_s = compute._paced_until_s
+        due_s = compute.paced_until_s
         for _ in range(calls - 1):
             # Nothing can be late by more than the timer: a busy machine makes a call begin anew, which is checked here.
             due_s = max(due_s, time.perf_counter() - 0.002)
             await compute.run(lambda: None, flops=1e9 * seconds)
-            assert compute._paced_until_s >= due_s + seconds - 1e-9
-            due_s = compute._paced_until_s
+            assert compute.paced_until_s >= due_s + seconds - 1e-9
+            due_s = compute.paced_until_s
         assert due_s - first >= calls * seconds - 1e-3
         assert time.perf_counter() >= due_s - 0.001
 

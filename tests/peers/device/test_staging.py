@@ -89,8 +89,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, line: played.recorded.append(line))
-    monkeypatch.setattr(Locked, "_take", lambda locked, tensor: torch.empty_like(tensor))
-    monkeypatch.setattr(Staging, "_copied", staticmethod(copied))
+    monkeypatch.setattr(Locked, "allocate", lambda locked, tensor: torch.empty_like(tensor))
+    monkeypatch.setattr(Staging, "copied", staticmethod(copied))
     return played
 
 
@@ -179,13 +179,15 @@ def test_memory_is_not_let_go_before_its_copy_is_done_when_a_call_fails(gpu: Pla
             call()
         gc.collect()
         assert locked.left_bytes == 1 << 10
-    assert not staging._leaving.queue  # type: ignore[attr-defined]
-    assert not staging._arriving.queue  # type: ignore[attr-defined]
+    assert not staging.leaving.queue  # type: ignore[attr-defined]
+    assert not staging.arriving.queue  # type: ignore[attr-defined]
 
 
 def test_locked_memory_is_bounded_and_comes_back_with_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(Locked, "_take", lambda locked, tensor: taken.append(tensor.nbytes) or torch.empty_like(tensor))
+    monkeypatch.setattr(
+        Locked, "allocate", lambda locked, tensor: taken.append(tensor.nbytes) or torch.empty_like(tensor)
+    )
     locked = Locked(100)
     view = locked.like(torch.zeros(60, dtype=torch.uint8)).numpy().data  # a frame's payload: only this is held
     gc.collect()
@@ -201,7 +203,7 @@ def test_locked_memory_that_cannot_be_had_is_not_counted(monkeypatch: pytest.Mon
     def none_left(locked: Locked, tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Locked, "_take", none_left)
+    monkeypatch.setattr(Locked, "allocate", none_left)
     locked = Locked(100)
     with pytest.raises(RuntimeError, match="out of memory"):
         locked.like(torch.zeros(60, dtype=torch.uint8))

@@ -17,7 +17,7 @@ from peers.device import this_host
 from peers.device.compute import Compute
 from peers.device.this_host import host_id, quiet
 from peers.measure.profiler import measure_device
-from peers.planning.job_costs import _asked
+from peers.planning.job_costs import whom_to_ask
 
 
 @pytest.fixture
@@ -124,4 +124,4 @@ def test_one_cpu_of_a_host_is_timed_for_all() -> None:
     gpu = DeviceProfile("cuda", "x", 1, 1.0, host="h", cores=2)
     alone = DeviceProfile("cpu", "x", 1, 1.0)
     devices = {"a": cpu, "b": cpu, "c": gpu, "d": gpu, "e": alone, "f": alone}
-    assert _asked(devices) == {"a": ["a", "b"], "c": ["c"], "d": ["d"], "e": ["e"], "f": ["f"]}
+    assert whom_to_ask(devices) == {"a": ["a", "b"], "c": ["c"], "d": ["d"], "e": ["e"], "f": ["f"]}

@@ -67,18 +67,18 @@ def test_a_fault_in_a_direct_sum_does_not_keep_the_device_from_the_next_epoch(
     """One member never takes part in the call that the other is in, and its own thread hangs until all is over."""
     monkeypatch.setattr("peers.groups.direct_sum.TIMEOUT_S", 1.0)
     fault, over, waits, sums = Fault("", "", "p1", "p0"), threading.Event(), [], itertools.count()
-    reduce = DirectSum._reduce
+    reduce = DirectSum.reduce
 
     def struck(self: DirectSum, *args: Any) -> None:
-        if self._peer != "p1" or next(sums) != STRUCK:
+        if self.peer != "p1" or next(sums) != STRUCK:
             reduce(self, *args)
             return
         fault.struck_s = 0.0  # what follows takes real time
         if how == "its connections break":
-            self._process_group = None
+            self.process_group = None
         waits.append(over.wait(60))
 
-    monkeypatch.setattr(DirectSum, "_reduce", struck)
+    monkeypatch.setattr(DirectSum, "reduce", struck)
     with quiet():
         expected = undisturbed(SHARED, 0.5, True)
         sockets, before = open_sockets(), count_threads()

@@ -242,7 +242,7 @@ async def test_sums_through_a_process_group_train_the_same_and_end_with_the_epoc
     job = double("char_gpt", direct_sums=True)
     assert_close(await train_shared(job, ((3, 1, 2), (6,), (1, 5))), job, 1e-9)
     assert len(built) == 5  # one for each member of a group, and torch's default group is still free
-    assert all(one._process_group is None for one in built)
+    assert all(one.process_group is None for one in built)
     assert not torch.distributed.is_initialized()
 
 
@@ -251,21 +251,21 @@ async def test_a_member_that_dies_in_a_process_group_ends_the_step_and_nothing_i
 ) -> None:
     """Its streams stay, only its connections to the group are gone: torch's error must become ours, within seconds."""
     applied, over = [], threading.Event()
-    apply, reduce = StageRunner.apply, DirectSum._reduce
+    apply, reduce = StageRunner.apply, DirectSum.reduce
 
     def noted(self: StageRunner, *args: Any) -> None:
         applied.append(self.step)
         apply(self, *args)
 
     def dies(self: DirectSum, bucket: Bucket, present: Sequence[bool]) -> None:
-        if self._peer == "p1" and 0 in applied:
-            self._process_group = None
+        if self.peer == "p1" and 0 in applied:
+            self.process_group = None
             over.wait(10)
         else:
             reduce(self, bucket, present)
 
     monkeypatch.setattr(StageRunner, "apply", noted)
-    monkeypatch.setattr(DirectSum, "_reduce", dies)
+    monkeypatch.setattr(DirectSum, "reduce", dies)
     async with asyncio.timeout(15):
         with pytest.raises(PeerLostError, match=r"in step 2, before it was applied.*the sum over the group broke off"):
             await train_shared(mixing_job("", steps=3, direct_sums=True), ((4, 2), (6,)))

@@ -46,7 +46,7 @@ async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
     """A sum fails; torch's abort takes until the owner has heard, and holds up neither the event loop nor the report."""
     happened: list[str] = []
     heard, loops = threading.Event(), threading.get_ident()
-    report, reduce, abort = Member._report, DirectSum._reduce, DirectSum.abort
+    report, reduce, abort = Member.report, DirectSum.reduce, DirectSum.abort
 
     class Hanging:
         def allreduce(self, tensors: Any) -> Any:
@@ -58,22 +58,22 @@ async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
             happened.append("aborted")
 
     def fails(self: DirectSum, *args: Any) -> None:
-        if self._peer == "p1":
-            self._process_group = Hanging()
+        if self.peer == "p1":
+            self.process_group = Hanging()
         reduce(self, *args)
 
     def aborted(self: DirectSum) -> Any:
-        if isinstance(self._process_group, Hanging):
+        if isinstance(self.process_group, Hanging):
             happened.append("abort")
         return abort(self)
 
     async def reported(self: Member, stream: Any, error: BaseException) -> None:
-        happened.append(f"report {self._transport.peer_id}")
+        happened.append(f"report {self.peer_id}")
         await report(self, stream, error)
         heard.set()
 
-    monkeypatch.setattr(DirectSum, "_reduce", fails)
-    monkeypatch.setattr(Member, "_report", reported)
+    monkeypatch.setattr(DirectSum, "reduce", fails)
+    monkeypatch.setattr(Member, "report", reported)
     monkeypatch.setattr(DirectSum, "abort", aborted)
     with pytest.raises(Exception, match="the sum over the group broke off"):
         await train_shared(job_of(0.5, True), SHARES)
@@ -108,8 +108,8 @@ def made(device: Any) -> DirectSum:
 def test_on_a_gpu_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     one = made(device)
-    monkeypatch.setattr(DirectSum, "_reduce", lambda self, *args: device.calls.append("sum"))
-    one._apart(one.buckets[0], [True])
+    monkeypatch.setattr(DirectSum, "reduce", lambda self, *args: device.calls.append("sum"))
+    one.reduce_apart(one.buckets[0], [True])
     one.close()
     assert device.calls == [
         "in the stream of sums, after what was computed until now",
@@ -133,7 +133,7 @@ def test_nccl_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "to be restored")
     monkeypatch.setattr(direct_sum, "distributed", SimpleNamespace(ProcessGroupNCCL=Made))
     one = made(Device())
-    one._build()
+    one.connect()
     one.close()
     assert seen.pop("rank") == "0 of 2"
     assert (seen.pop("NCCL_SOCKET_IFNAME") or "").startswith("=lo")

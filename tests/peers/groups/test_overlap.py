@@ -54,19 +54,19 @@ async def test_sums_that_begin_early_are_those_of_the_end(direct: bool, monkeypa
 async def test_the_first_bucket_is_summed_before_the_last_w_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """W waits, in its thread, for a sum that begins while it runs, or for ten seconds."""
     sum_in_buckets_of(SMALL, monkeypatch)
-    finished, spread, summed, waits = FinishedBuckets._finished, collective.spread, threading.Event(), []
+    finished, spread, summed, waits = FinishedBuckets.finish, collective.spread, threading.Event(), []
 
     def noted(*args: Any) -> None:
         spread(*args)
         summed.set()
 
     def waiting(self: FinishedBuckets, name: str, parameter: torch.Tensor) -> None:
-        if self._bucket_of[name] == len(self._missing) - 1:
+        if self.bucket_of[name] == max(self.bucket_of.values()):
             waits.append(summed.wait(10))
         finished(self, name, parameter)
 
     monkeypatch.setattr(collective, "spread", noted)
-    monkeypatch.setattr(FinishedBuckets, "_finished", waiting)
+    monkeypatch.setattr(FinishedBuckets, "finish", waiting)
     await train(((3, 1), (MICRO,)))
     assert waits
     assert all(waits)

@@ -112,7 +112,7 @@ def test_clocks_are_aligned_by_the_shortest_round_trip() -> None:
     stages = tuple(Stage(i, i + 1, (Member(f"p{i}", 1),), window=1, live_cap=1) for i in range(2))
     trace = Trace()
     trace.begin(Plan(1, (Pipeline(1, stages),)), {}, 0, 10)
-    trace._clocks["p1"] = clock
+    trace.clocks["p1"] = clock
     for peer, ahead_s in (("p0", 0.0), ("p1", 1000.0)):
         spans = Spans()
         spans.start(True)

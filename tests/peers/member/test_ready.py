@@ -76,7 +76,7 @@ def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(t
     async def story() -> list[dict[int, float]]:
         async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
             with (
-                mock.patch.object(here.members["p1"], "_accept", knows_a_newer_one),
+                mock.patch.object(here.members["p1"], "accept", knows_a_newer_one),
                 lying({}) as sent,
                 pytest.raises(StaleTermError, match=r"\(1, 'p0'\) has been replaced"),
             ):
@@ -96,7 +96,7 @@ def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
 @contextmanager
 def ready_as_the_epoch_ends() -> Iterator[None]:
     """All but the first are ready between the beginning of the end of their epoch and the end of their own offers."""
-    offer, enough = Owner._offer, Failures.enough
+    offer, enough = Owner.offer, Failures.enough
     links, late, ending = list[Link](), list[Link](), asyncio.Event()
 
     async def offers(owner: Owner, *args: Any) -> Link:
@@ -112,7 +112,7 @@ def ready_as_the_epoch_ends() -> Iterator[None]:
         await enough(failures)
         ending.set()
 
-    with mock.patch.object(Owner, "_offer", offers), mock.patch.object(Failures, "enough", ends):
+    with mock.patch.object(Owner, "offer", offers), mock.patch.object(Failures, "enough", ends):
         yield
     assert late
 
@@ -129,12 +129,15 @@ def test_a_member_gets_ready_just_as_another_ends_the_epoch(tmp_path: Path) -> N
     run(story())
 
 
+LATE_READY = "if self.failures.cause is not None:  # of one"
+
+
 def test_without_its_line_a_member_that_gets_ready_late_hides_why_its_epoch_ended(tmp_path: Path) -> None:
-    with changed(Owner._offer_all, "self.failures.cause is not None:", "False:"):
+    with changed(Owner, LATE_READY, "if False:  # of one"):
         assert breaks(partial(test_a_member_gets_ready_just_as_another_ends_the_epoch, tmp_path))
 
 
 @pytest.mark.parametrize(("line", "instead"), [('"plan": ', '"epoch": '), (" and wrong:", " and False:")])
 def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, instead: str) -> None:
-    with changed(Offering._send_state, line, instead):
+    with changed(Offering, line, instead):
         assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))

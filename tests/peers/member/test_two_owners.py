@@ -36,7 +36,7 @@ async def followed(*offers: tuple[str, Frame]) -> list[str]:
             looked.append(args)
             raise ProtocolError("as far as this test goes")
 
-        member._prepare = prepare  # type: ignore[method-assign, assignment]
+        member.prepare = prepare  # type: ignore[method-assign, assignment]
         for owner, frame in offers:
             async with network.transport(owner) as there, asyncio.timeout(60):
                 stream = await there.open("member", "job")

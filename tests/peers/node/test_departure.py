@@ -31,13 +31,13 @@ from tests.peers.owner.test_recovery import FAST, a_mesh, assert_undisturbed, ca
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that were computed more than once."""
     found: list[int] = []
-    compare = Training._compare
+    compare = Training.compare
 
     def note(self: Training, report: Report, *more: object) -> None:
         found.append(report.step)
         compare(self, report, *more)
 
-    monkeypatch.setattr(Training, "_compare", note)
+    monkeypatch.setattr(Training, "compare", note)
     return found
 
 
@@ -65,7 +65,9 @@ class Leavers:
 
     async def _wait(self, name: str, departure: Departure) -> None:
         self.in_time[name] = await departure.run()
-        assert not departure._agent._member.is_busy
+        member = self._here.agents[name].member
+        assert member is not None
+        assert not member.is_busy
         self._here.crash(name)  # its process ends
         self.gone.set()
 
@@ -250,7 +252,7 @@ async def test_an_owner_whose_device_cannot_join_says_so_and_goes_on_when_it_is_
             async with assemble.join(JoinOptions(compute=True, region="nowhere"), Home(tmp_path)):
                 pass
         with structlog.testing.capture_logs() as logs:
-            async with assemble._lender(JoinOptions(compute=True), Home(tmp_path), gone.set) as lender:
+            async with assemble.lender(JoinOptions(compute=True), Home(tmp_path), gone.set) as lender:
                 assert lender == here.agents["owner"].peer_id
                 broken.set()
                 async with asyncio.timeout(5):

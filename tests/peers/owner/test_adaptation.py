@@ -19,9 +19,8 @@ from benchmarks.rehearsal import (
     FLOPS,
     POOR,
     SPEEDS,
+    FakeMesh,
     Played,
-    _Mesh,
-    _report,
     costs,
     flaps,
     fresh,
@@ -29,6 +28,7 @@ from benchmarks.rehearsal import (
     mesh,
     profiles,
     rehearse,
+    report_of,
     step_s,
 )
 from meshcee.adapt.paces import Paces
@@ -416,7 +416,7 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     """It feeds the first stage, whose link from the owner sags; another device is reached as well as before."""
     size, steps = 16_000_000, 200
     job = replace(costs(), feeds=((size // costs().batch_size, (0,)),))
-    plan, changes, here = fresh(1.0), list[Change](), _Mesh(Played([1.0]), True, 1.0)
+    plan, changes, here = fresh(1.0), list[Change](), FakeMesh(Played([1.0]), True, 1.0)
     first = plan.peers[0]
     request = PlanRequest(job, feeds=dict.fromkeys(SPEEDS, LinkProfile(0.001, 4e7)))
     newcomers = Newcomers(cast(Any, here), here.profiles, profiles({}))
@@ -428,7 +428,7 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
             rate = 4e7 if step < 12 else 4e6
             seconds = max(step_s(plan, 1.0), size / rate)
             here.pass_by(seconds)
-            report = _report(step, steps, plan, seconds, 1.0)
+            report = report_of(step, steps, plan, seconds, 1.0)
             observed = replace(report.observed, fed={first: (size, rate)})
             found = await adapter.hear(replace(report, observed=observed))
             if found is not None:

@@ -53,21 +53,21 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[Executor], bool]) -> None:
         self.failed: list[str] = []
-        run = Executor._take_actions
+        run = Executor.take_actions
 
         async def struck(executor: Executor, round: Any) -> None:
             if round.step == STRUCK and fails(executor):
-                self.failed.append(executor._place.peer)
+                self.failed.append(executor.place.peer)
                 raise RuntimeError(f"CUDA out of memory: tried to allocate {len(self.failed)}.00 GiB")
             await run(executor, round)
 
-        monkeypatch.setattr(Executor, "_take_actions", struck)
+        monkeypatch.setattr(Executor, "take_actions", struck)
 
 
 def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is asked to compute, it fails; it is not asked again."""
     victim: list[str] = []
-    failing = Failing(monkeypatch, lambda executor: executor._place.peer in victim)
+    failing = Failing(monkeypatch, lambda executor: executor.place.peer in victim)
 
     def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
         def hear(report: Report) -> None:
@@ -86,7 +86,7 @@ def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch:
 def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = Failing(monkeypatch, lambda executor: executor._place.is_first)
+    failing = Failing(monkeypatch, lambda executor: executor.place.is_first)
     with pytest.raises(
         MeshceeError,
         match=rf"failed in step {STRUCK + 1}.*CUDA out of memory.*\(2 peers have failed alike on the same blocks\)",
@@ -99,14 +99,14 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers and says that it lives."""
-    prepare, stuck = Member._prepare, list[str]()
+    prepare, stuck = Member.prepare, list[str]()
 
     async def never(member: Member, *args: Any) -> Any:
-        if member._transport.peer_id in stuck:
+        if member.peer_id in stuck:
             await asyncio.Event().wait()
         return await prepare(member, *args)
 
-    monkeypatch.setattr(Member, "_prepare", never)
+    monkeypatch.setattr(Member, "prepare", never)
 
     def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
         def hear(report: Report) -> None:

@@ -132,7 +132,7 @@ async def test_batch_statistics_are_refused() -> None:
 
 def test_a_flipped_bit_of_a_sum_shows_in_losses_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = undisturbed(0.5)
-    added, turns = collective._added, itertools.count()
+    added, turns = collective.add_up, itertools.count()
 
     def flipped(parts: Sequence[collective.Chunk]) -> collective.Chunk:
         present, total = added(parts)
@@ -140,7 +140,7 @@ def test_a_flipped_bit_of_a_sum_shows_in_losses_and_weights(tmp_path: Path, monk
             total.view(torch.int64)[0] ^= 1 << 45
         return present, total
 
-    monkeypatch.setattr(collective, "_added", flipped)
+    monkeypatch.setattr(collective, "add_up", flipped)
     told = run(trained(job_of(0.5), beside_plan(), tmp_path))
     assert told.losses[0].keys() == expected.losses[0].keys()
     assert told.losses != expected.losses

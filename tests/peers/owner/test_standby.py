@@ -81,12 +81,12 @@ class Story:
         training = mesh.train(replace(self.job, checkpoint_every=5), captured=captured_job(), stages=3)
         try:
             async with contextlib.aclosing(training):
-                async for report in self._until_struck(training):
+                async for report in self.until_struck(training):
                     self.chief.append(report.step)
         except MeshceeError as error:
             self.chief_ended = error
 
-    async def _until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+    async def until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
         async for report in training:
             yield report
             if report.step == DIES_AT and self._blow is not None:
@@ -180,7 +180,7 @@ class Behind(Story):
 
     CUT_AT, DIES_AT = 3, 30
 
-    async def _until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+    async def until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
         async for report in training:
             yield report
             if report.step == self.CUT_AT:
@@ -205,13 +205,13 @@ def test_a_standby_that_has_fallen_behind_has_the_newest_journal_from_a_peer(tmp
 
 
 def test_that_the_record_of_its_run_expires_first_is_no_word_of_a_dead_owner(tmp_path: Path) -> None:
-    lasts_s = Directory._ttl_s
+    lasts_s = Directory.ttl_s
 
     def shorter_s(directory: Directory, kind: type[Record]) -> float:
         return lasts_s(directory, kind) - (4.0 if kind is RunRecord else 0.0)
 
     story = Story(tmp_path, killed)
-    with quiet(), quick_planning(), mock.patch.object(Directory, "_ttl_s", shorter_s):
+    with quiet(), quick_planning(), mock.patch.object(Directory, "ttl_s", shorter_s):
         result = run(story.play())
     assert_exact(result)
 
@@ -221,12 +221,12 @@ class WithAHungDevice(Story):
 
     HANGS_AT = 3
 
-    async def _until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
-        async for report in super()._until_struck(training):
+    async def until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+        async for report in super().until_struck(training):
             yield report
             if report.step == self.HANGS_AT:
                 self.hung = self.storm.here.agents[self.storm.members()[1]]
-                self.hung._compute.pace = Pace(1e-9)
+                self.hung.compute.pace = Pace(1e-9)
 
 
 def test_a_standby_leaves_out_at_once_whom_the_dead_owner_left_out(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_standby_of_another_job_is_told_before_anything_happens(tmp_path: Path
     mirror = Mirror(Home(tmp_path), "owner", lambda info: (_ for _ in ()).throw(UsageError("another model")))
     info = json.dumps({"job": {}, "pid": 1}).encode()
     with pytest.raises(UsageError, match="another model"):
-        mirror._take(Frame(messages.FILE, {"run": "r", "name": "run.json", "at": 0, "size": len(info)}, [info]))
+        mirror.take(Frame(messages.FILE, {"run": "r", "name": "run.json", "at": 0, "size": len(info)}, [info]))
 
 
 class Clock:
@@ -341,5 +341,5 @@ def test_a_standby_that_could_not_feed_a_step_again_says_so_before_it_follows(tm
 def test_what_an_owner_must_not_send_is_refused(tmp_path: Path, header: dict[str, Any]) -> None:
     mirror = Mirror(Home(tmp_path / "home"), "owner", lambda info: None)
     with pytest.raises(ProtocolError):
-        mirror._take(Frame(messages.FILE, header, [b"x"]))
+        mirror.take(Frame(messages.FILE, header, [b"x"]))
     assert list(tmp_path.rglob("x")) == []

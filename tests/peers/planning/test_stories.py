@@ -180,7 +180,7 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
         (
             test_a_join_is_broken_by_one_who_leaves,
             ("state_end",),
-            Owner._offer,
+            Owner,
             "except (JoinError, StreamClosed, TimeoutError) as error",
             "except JoinError as error",
         ),
@@ -194,21 +194,21 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
         (
             test_a_member_that_only_the_owner_cannot_reach,
             (),
-            Owner._offer,
+            Owner,
             "except (JoinError, StreamClosed, TimeoutError) as error",
             "except (StreamClosed, TimeoutError) as error",
         ),
         (
             test_a_link_between_two_members_delivers_nothing_and_breaks_nothing,
             (),
-            Session._use,
+            Session,
             "partial(live, outbox, self._timeouts), ",
             "",
         ),
         (
             test_a_link_between_two_members_delivers_nothing_and_breaks_nothing,
             (),
-            Course._count_losses,
+            Course,
             "CutOff(parted), ",
             "",
         ),

@@ -191,10 +191,10 @@ def test_a_far_keeper_dies_alone_with_half_a_copy_and_another_keeps_the_next_set
 
     async def dies(fetch: Fetch, *part: Any) -> None:
         await take(fetch, *part)
-        training = storms[0].mesh._training
+        training = storms[0].mesh.training
         assert training is not None
         if fetch._far and fetch.missing and not half:
-            far = training._owner._keeping.copying._far  # type: ignore[union-attr]
+            far = training.owner._keeping.copying._far  # type: ignore[union-attr]
             keeper = far.chosen[far._left[0]]
             half.append((keeper, far._making.next_step))
             storms[0].kill(storms[0].names[keeper])

@@ -91,11 +91,11 @@ async def test_a_source_that_dies_is_replaced_and_what_it_had_sent_stays(monkeyp
     ("function", "line", "instead"),
     [
         (
-            Fetch._unless_lost,
+            Fetch,
             "except (MeshceeError, StreamClosed, TimeoutError)",
             "except (MeshceeError, TimeoutError)",
         ),
-        (Fetch._requests, "first = wanted.got", "first = 0"),
+        (Fetch, "first = wanted.got", "first = 0"),
     ],
 )
 def test_without_its_line_a_dying_source_is_not_replaced_or_what_it_had_sent_is_lost(

@@ -37,13 +37,13 @@ LAST = 10  # the step at whose end another plan is chosen; the one after it is f
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that were computed more than once."""
     found: list[int] = []
-    compare = Training._compare
+    compare = Training.compare
 
     def note(self: Training, report: Report) -> None:
         found.append(report.step)
         compare(self, report)
 
-    monkeypatch.setattr(Training, "_compare", note)
+    monkeypatch.setattr(Training, "compare", note)
     return found
 
 

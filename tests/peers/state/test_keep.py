@@ -321,9 +321,9 @@ def began_at(logged: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def only_holder(storm: Storm) -> str:
     """A member which, but for its keeper, is the only one with its stage's tensors: a stage may have none, or tied ones."""
-    training = storm.mesh._training
+    training = storm.mesh.training
     assert training is not None
-    copied = training._copies.newest(training._job.steps)
+    copied = training.copies.newest(training._job.steps)
     assert copied is not None
     pairs = [{storm.name_of(peer) for peer in peers} for peers in copied.held_by]
     return next(name for name in reversed(storm.members()) if {name, storm.keeper_of(name)} in pairs)
@@ -411,7 +411,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: set[Member] = set()
-    prepare = Member._prepare
+    prepare = Member.prepare
 
     async def refuses_one(member: Member, *args: Any) -> Any:
         if member.remains.of and member not in refused:
@@ -419,7 +419,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
             raise StaleTermError("another coordinator is known")
         return await prepare(member, *args)
 
-    monkeypatch.setattr(Member, "_prepare", refuses_one)
+    monkeypatch.setattr(Member, "prepare", refuses_one)
     monkeypatch.setattr(virtual_chaos, "TIMES", replace(virtual_chaos.TIMES, regroup_s=3.0))
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
     assert len(refused) >= 2
@@ -433,7 +433,7 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members that have heard of a later term first refuse every plan of the old one, as fast as it is offered."""
-    prepare, refusals = Member._prepare, list[float]()
+    prepare, refusals = Member.prepare, list[float]()
 
     async def refuses_for_a_while(member: Member, *args: Any) -> Any:
         now_s = asyncio.get_running_loop().time()
@@ -443,7 +443,7 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
                 raise StaleTermError("another coordinator is known")
         return await prepare(member, *args)
 
-    monkeypatch.setattr(Member, "_prepare", refuses_for_a_while)
+    monkeypatch.setattr(Member, "prepare", refuses_for_a_while)
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
     assert refusals[-1] > refusals[0] + 5.0
     assert "the run goes on" in [entry["event"] for entry in logged]

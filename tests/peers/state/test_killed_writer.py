@@ -157,7 +157,7 @@ def test_what_a_killed_owner_left_is_cleared_away_even_if_the_next_one_is_killed
     ("work", "function", "line", "instead"),
     [
         (write_next, Draft.__init__, 'f".step-', 'f"step-'),
-        (rewrite, Draft._finish, "disk.move(place, before)", "disk.remove_tree(place)"),
+        (rewrite, Draft, "disk.move(place, before)", "disk.remove_tree(place)"),
         (go_on_from_the_first, CheckpointStore.forget_after, "_remove(later.folder)", "disk.remove_tree(later.folder)"),
     ],
 )

@@ -40,8 +40,8 @@ def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: P
                 async with contextlib.aclosing(training):
                     async for report in training:
                         told.append(report.step)
-                        assert mesh._training is not None
-                        began.append(mesh._training._base)
+                        assert mesh.training is not None
+                        began.append(mesh.training.base)
                         if dies and report.step == DIES_AT:
                             storm.mesh = mesh
                             victims = {storm.members()[1], storm.keeper_of(storm.members()[1])} if bereft else set()

@@ -21,7 +21,7 @@ from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pa
 def _many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct streams have as many connections as over the longest links."""
     monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
-    monkeypatch.setattr(bundle, "_FULL_BYTES", 0)
+    monkeypatch.setattr(bundle, "FULL_BYTES", 0)
 
 
 @pytest.fixture(params=["memory", "libp2p", "shaped", "direct"])

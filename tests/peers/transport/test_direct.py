@@ -32,7 +32,7 @@ SECRET = b"what nobody else may read"
 
 def bundle_of(stream: Any) -> bundle.Bundle | None:
     """What a stream runs over, where that is a bundle."""
-    return stream._transport if isinstance(stream._transport, bundle.Bundle) else None
+    return stream.transport if isinstance(stream.transport, bundle.Bundle) else None
 
 
 @contextlib.asynccontextmanager
@@ -74,11 +74,11 @@ async def test_a_stream_leaves_for_as_many_connections_as_its_distance_asks_for(
             monkeypatch.setattr(direct, "RTT_STEP_S", step_s)
             near, far = await pair(a, b)
             found = [bundle_of(near), bundle_of(far)]
-            assert [len(each._connections) for each in found if each] == [count, count]
-            await eventually(lambda: len(a._streams) == len(b._streams) == 1)  # type: ignore[attr-defined]
+            assert [len(each.connections) for each in found if each] == [count, count]
+            await eventually(lambda: len(a.streams) == len(b.streams) == 1)  # type: ignore[attr-defined]
             await near.aclose()
         assert b.direct.expected == {}  # type: ignore[attr-defined]
-        assert b.direct._strangers == {}  # type: ignore[attr-defined]
+        assert b.direct.strangers == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("full_bytes", "used"), [(0, direct.MAX_CONNECTIONS), (1 << 40, 1)])
@@ -86,12 +86,12 @@ async def test_one_connection_carries_all_until_its_window_is_full(
     monkeypatch: pytest.MonkeyPatch, full_bytes: int, used: int
 ) -> None:
     monkeypatch.setattr(direct, "RTT_STEP_S", 1e-9)
-    monkeypatch.setattr(bundle, "_FULL_BYTES", full_bytes)
+    monkeypatch.setattr(bundle, "FULL_BYTES", full_bytes)
     async with mesh("direct", timeouts=PATIENT) as (a, b):
         near, far = await pair(a, b)
         found = bundle_of(near)
         assert found is not None
-        carried = dict.fromkeys(found._connections, 0)
+        carried = dict.fromkeys(found.connections, 0)
         seal = bundle.Connection.seal
 
         def counted(connection: bundle.Connection, *record: Any) -> None:
@@ -167,13 +167,13 @@ async def test_strangers_get_nowhere_and_are_few(monkeypatch: pytest.MonkeyPatch
         writer.close()
         waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert await waiting[0][0].read() == b""  # made room
-        assert len(b.direct._strangers) == 3  # type: ignore[attr-defined]
+        assert len(b.direct.strangers) == 3  # type: ignore[attr-defined]
         for reader, writer in waiting[1:]:  # and the others have their time
             async with asyncio.timeout(5.0):
                 assert await reader.read() == b""
             writer.close()
         waiting[0][1].close()
-        assert b.direct._strangers == {}  # type: ignore[attr-defined]
+        assert b.direct.strangers == {}  # type: ignore[attr-defined]
 
 
 async def test_a_ticket_that_was_overheard_is_not_enough() -> None:
@@ -182,10 +182,10 @@ async def test_a_ticket_that_was_overheard_is_not_enough() -> None:
     theirs, path = direct.Path(here, "b"), direct.Path(here, "", [HERE])
     path.expect(theirs.key, b"salt")
     reader, writer = await asyncio.open_connection("127.0.0.1", here.ports[4])
-    writer.write(direct._GREETING.pack(path._ticket, 0, bytes(32)))
+    writer.write(direct.GREETING.pack(path.ticket, 0, bytes(32)))
     assert await reader.read() == b""
     writer.close()
-    assert path._greeted == {}
+    assert path.greeted == {}
     path.close()
     assert here.expected == {}
     here.stop()
@@ -225,7 +225,7 @@ async def test_the_rate_of_a_direct_stream_is_seen() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces a socket for who is not root")
 async def test_a_direct_stream_sends_no_faster_than_it_may() -> None:
     def limit_of(connection: Any) -> int:
-        found: socket.socket = connection._transport.get_extra_info("socket")
+        found: socket.socket = connection.transport.get_extra_info("socket")
         return found.getsockopt(socket.SOL_SOCKET, 47)  # SO_MAX_PACING_RATE
 
     async with mesh("direct", timeouts=PATIENT) as (a, b):
@@ -233,15 +233,15 @@ async def test_a_direct_stream_sends_no_faster_than_it_may() -> None:
         direct_one = bundle_of(near)
         assert direct_one is not None
         near.throttle(4e6)
-        assert {limit_of(connection) for connection in direct_one._connections} == {4_000_000}
+        assert {limit_of(connection) for connection in direct_one.connections} == {4_000_000}
         begun_s = asyncio.get_running_loop().time()
         await asyncio.gather(near.send(Frame("x", {}, [bytes(2 << 20)])), far.recv())
         took_s = asyncio.get_running_loop().time() - begun_s
-        assert took_s > 0.25 * (2 << 20) / 4e6 / len(direct_one._connections), (
+        assert took_s > 0.25 * (2 << 20) / 4e6 / len(direct_one.connections), (
             "a busy machine may take longer, none may be faster"
         )
         near.throttle(math.inf)
-        assert {limit_of(connection) & 0xFFFFFFFF for connection in direct_one._connections} == {0xFFFFFFFF}
+        assert {limit_of(connection) & 0xFFFFFFFF for connection in direct_one.connections} == {0xFFFFFFFF}
 
 
 async def test_what_the_other_machine_has_not_acknowledged_is_under_way() -> None:
@@ -288,7 +288,7 @@ async def test_one_lost_connection_of_many_ends_the_stream_at_both_ends(monkeypa
         await asyncio.sleep(0)
         found = bundle_of(near)
         assert found is not None
-        found._connections[5].abort()
+        found.connections[5].abort()
         async with asyncio.timeout(5.0):
             for task in receiving:
                 with pytest.raises(StreamClosed, match="connection was lost"):
@@ -334,7 +334,7 @@ async def test_records_out_of_line_end_the_stream(what: str) -> None:
     bundle.Bundle([connection], key, key).start(Protocol())
     for number, size, sealed_as in RECORDS[what]:
         body = b"" if sealed_as is None else AESGCM(key).encrypt(sealed_as.to_bytes(12, "big"), b"x", None)
-        await loop.sock_sendall(theirs, bundle._HEADER.pack(number, size) + body)
+        await loop.sock_sendall(theirs, bundle.HEADER.pack(number, size) + body)
     async with asyncio.timeout(5.0):
         assert "not from the peer" in str(await over)
     theirs.close()
@@ -360,7 +360,7 @@ async def test_the_rate_is_seen_of_small_frames_and_of_all_connections_together(
 
     async def send(connection: bundle.Connection, numbers: range) -> None:
         sealed = [AESGCM(key).encrypt(n.to_bytes(12, "big"), bytes(size), None) for n in numbers]
-        wire = memoryview(b"".join(bundle._HEADER.pack(n, len(s)) + s for n, s in zip(numbers, sealed)))
+        wire = memoryview(b"".join(bundle.HEADER.pack(n, len(s)) + s for n, s in zip(numbers, sealed)))
         while wire:
             await asyncio.sleep(0.001)
             left = memoryview(wire[:500])

@@ -220,13 +220,13 @@ async def test_the_key_is_never_on_the_wire() -> None:
     async with sockets() as (near, far):
         wire = bytearray()
         for stream in (near, far):
-            write = stream._write
+            write = stream.write_bytes
 
             def tapped(data: bytes | memoryview, write: Any = write) -> None:
                 wire.extend(data)
                 write(data)
 
-            stream._write = tapped  # type: ignore[method-assign]
+            stream.write_bytes = tapped  # type: ignore[method-assign]
         await both(handshake.dial(near, "a", "x", KEY), handshake.accept(far, "b", KEY))
         assert b"hello" in wire
         assert b"proof" in wire
@@ -235,7 +235,7 @@ async def test_the_key_is_never_on_the_wire() -> None:
 
 async def test_payloads_wait_for_the_handshake() -> None:
     async with sockets() as (near, far):
-        near._outgoing.accepted = True  # somebody who does not keep the rules
+        near.outgoing.accepted = True  # somebody who does not keep the rules
         await near.send(Frame("hello", GOOD, [b"x"]))
         with pytest.raises(ProtocolError, match="more than the 0 allowed"):
             await handshake.accept(far, "b", KEY)
@@ -277,7 +277,7 @@ async def test_a_peer_that_hangs_up_or_speaks_nonsense_is_a_join_error() -> None
             await a.open("b", "echo")
 
         def nonsense(stream: FramedStream) -> None:
-            stream._write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            stream.write_bytes(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         b.take = nonsense  # type: ignore[method-assign]
         with pytest.raises(JoinError, match="does not answer as a meshcee peer"):

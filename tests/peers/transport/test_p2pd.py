@@ -52,7 +52,7 @@ async def eventually(what: str, condition: Callable[[], bool], timeout_s: float 
 
 async def test_it_is_the_peer_of_its_identity_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with daemon(tmp_path) as a:
-        child, folder = p2pd_of(a), Path(a._folder)
+        child, folder = p2pd_of(a), Path(a.folder)
         assert a.p2p.peer_id.to_base58() == a.peer_id == identity(tmp_path).peer_id
         assert a.addresses[0].endswith(f"/p2p/{a.peer_id}")
         assert [str(m) for m in await a.p2p.get_visible_maddrs()] == list(a.addresses)
@@ -77,7 +77,7 @@ async def test_a_killed_p2pd_comes_back_as_the_same_peer_on_the_same_port(tmp_pa
         assert b.reached == {a.peer_id}
         a.on_restart(fails)
         a.on_restart(notes)
-        old, addresses, folder = p2pd_of(a), a.addresses, Path(a._folder)
+        old, addresses, folder = p2pd_of(a), a.addresses, Path(a.folder)
         old.kill()
         async with asyncio.timeout(20):
             assert await restarted.get() == a.peer_id
@@ -118,7 +118,7 @@ async def test_giving_up_says_what_p2pd_said(tmp_path: Path, monkeypatch: pytest
 
     with pytest.raises(JoinError, match=r"does not start; its last lines: .*proto"):
         await damaged()
-    assert not Path(a._folder).exists()
+    assert not Path(a.folder).exists()
 
 
 async def test_one_dead_seed_does_not_matter(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 async def main():
     async with P2PDaemon(Identity.load_or_create(Path(sys.argv[1])), listen=["127.0.0.1:0"]) as daemon:
         await daemon.p2p.add_binary_stream_handler("x", lambda *_: None)
-        print(daemon.pid, daemon._folder, flush=True)
+        print(daemon.pid, daemon.folder, flush=True)
         if sys.argv[2] == "fork" and os.fork() == 0:
             time.sleep(20)
         await asyncio.Event().wait()

@@ -12,7 +12,7 @@ from meshcee.errors import ProtocolError
 from meshcee.figures.profile import LinkProfile
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
-from peers.transport.shape import _AHEAD_S, Shape, ShapedTransport
+from peers.transport.shape import AHEAD_S, Shape, ShapedTransport
 from tests.peers.transport.harness import KEY, SMALL, pair
 from tests.rig.virtual_time import virtual_time
 
@@ -51,7 +51,7 @@ async def test_a_frame_takes_its_bytes_over_the_bandwidth_and_then_the_latency()
         start = now()
         receiving = asyncio.create_task(arrivals(back, 1))
         await there.send(Frame("x", {}, [bytes(5 * MB)]))
-        assert now() - start == near(0.5 - _AHEAD_S)
+        assert now() - start == near(0.5 - AHEAD_S)
         assert (await receiving)[0] - start == near(0.6)
 
 
@@ -75,7 +75,7 @@ async def test_latency_is_pipelined_and_bandwidth_is_not() -> None:
         receiving = asyncio.create_task(arrivals(back, 5))
         for _ in range(5):
             await there.send(Frame("x", {}, [bytes(MB)]))
-        assert now() - start == near(0.5 - _AHEAD_S, frames=5)
+        assert now() - start == near(0.5 - AHEAD_S, frames=5)
         for index, time in enumerate(await receiving):
             assert time - start == near(0.1 * (index + 1) + 0.3, frames=5)
 

@@ -35,14 +35,14 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that members made by recipe."""
     found: list[str] = []
-    follow = StateReceiver._follow
+    follow = StateReceiver.follow
 
     def spy(self: StateReceiver, data: bytes) -> None:
         before = set(self.state)
         follow(self, data)
         found.extend(self.state.keys() - before)
 
-    monkeypatch.setattr(StateReceiver, "_follow", spy)
+    monkeypatch.setattr(StateReceiver, "follow", spy)
     return found
 
 

@@ -37,7 +37,7 @@ def test_a_hung_device_is_found_and_left_out(tmp_path: Path, stage: int) -> None
                 told_s.append(virtual_chaos.now())
                 if report.step == 3:
                     hung.append(storm.members()[stage])
-                    compute = storm.here.agents[hung[0]]._compute
+                    compute = storm.here.agents[hung[0]].compute
                     assert compute is not None
                     compute.pace = Pace(1e-9)
 
@@ -60,7 +60,7 @@ def test_a_hung_device_is_found_and_left_out(tmp_path: Path, stage: int) -> None
 @virtual_time
 async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(self: Settlement, round: object) -> None:
-        if self._place.index == 1:
+        if self.place.index == 1:
             await asyncio.Event().wait()
 
     monkeypatch.setattr(Settlement, "exchange_totals", never)
@@ -70,7 +70,7 @@ async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypa
 
 @virtual_time
 async def test_nobody_is_blamed_for_samples_that_are_long_in_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_users_thread, waited = Owner._in_users_thread, list[bool]()
+    in_users_thread, waited = Owner.in_users_thread, list[bool]()
 
     async def slow(self: Owner, call: Any, *args: Any) -> Any:
         if getattr(call, "__name__", "") == "_timed" and args[1].step == 2 and not waited:
@@ -78,7 +78,7 @@ async def test_nobody_is_blamed_for_samples_that_are_long_in_coming(monkeypatch:
             await asyncio.sleep(20 * TIMES.idle_step_s)
         return await in_users_thread(self, call, *args)
 
-    monkeypatch.setattr(Owner, "_in_users_thread", slow)
+    monkeypatch.setattr(Owner, "in_users_thread", slow)
     trained = await train(make_job(), 3, 6)
     assert waited
     monkeypatch.undo()
