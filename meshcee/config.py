@@ -17,7 +17,7 @@ FAR_COPIES = 2  # more of each where there are far keepers: again the last, and 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. Defaults suit links of up to 300 ms; `scaled(rtt_s)` derives longer ones."""
+    """Seconds. Defaults suit links of up to 300 ms."""
 
     dial_s: float = 5.0  # one connection attempt
     handshake_s: float = 5.0  # the HELLO exchange on a new stream

@@ -7,9 +7,12 @@ stumble over is named with its file and line.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import meshcee
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("meshcee", "dht", "peers")
@@ -126,3 +129,22 @@ def test_a_retired_word_is_found() -> None:
         assert not retired_in(name, alone, within), name
     tree = ast.parse("class A:\n    told: int\n    def part(self): self.kept = 1\nwhole = 2\ndef f(held): image = held")
     assert {name for _, name in public_names(tree)} == {"A", "told", "part", "kept", "whole", "f"}
+
+
+def unknown_calls(tree: ast.Module) -> list[str]:
+    """Functions that docstrings name as `name(...)`, and that neither the file nor a user of meshcee knows."""
+    known = {*dir(builtins), *meshcee.__all__}
+    docs = []
+    for node in ast.walk(tree):
+        known |= {part for key in ("id", "attr", "name", "arg") for part in str(getattr(node, key, "")).split(".")}
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docs.append(ast.get_docstring(node) or "")
+    return [called for doc in docs for called in re.findall(r"`(\w+)\(", doc) if called not in known]
+
+
+def test_a_function_that_a_docstring_names_is_there() -> None:
+    unknown = {name: found for name, tree in sources() if (found := unknown_calls(tree))}
+    assert {name: found for name, found in unknown.items() if not name.startswith(FROZEN)} == {}
+    assert unknown_calls(
+        ast.parse('"""`scaled(rtt_s)` derives longer ones, `dial(x)` dials."""\ndef dial(x): ...')
+    ) == ["scaled"]

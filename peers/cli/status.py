@@ -14,6 +14,7 @@ from meshcee.plan import Plan
 from peers.cli.peer import parse_duration_s
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.cli.view import plan_table
+from peers.measure import MOST_MEASURED_BYTES_PER_S
 from peers.node import JoinOptions, join
 
 __all__ = ["print_token", "run_status", "show"]
@@ -50,7 +51,9 @@ async def _look(token: str) -> dict[str, Any]:
         return await mesh.agent.status()
 
 
-def _rate(bytes_per_s: float) -> str:
+def rate(bytes_per_s: float) -> str:
+    if bytes_per_s >= MOST_MEASURED_BYTES_PER_S:
+        return f"over {MOST_MEASURED_BYTES_PER_S * 8 / 1e9:.0f} Gbit/s"
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
@@ -94,7 +97,7 @@ def show(data: dict[str, Any]) -> None:
                 names.get(link["from"], link["from"][-8:]),
                 names.get(link["to"], link["to"][-8:]),
                 f"{link['latency_s'] * 1e3:.1f} ms",
-                _rate(link["bandwidth_bytes_per_s"]),
+                rate(link["bandwidth_bytes_per_s"]),
             )
         console.print(links)
     for run in data["runs"]:

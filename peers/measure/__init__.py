@@ -2,7 +2,15 @@
 
 from peers.measure.block_profiler import BUDGET_S, LONGEST, BlockProfiler, ProfileRequest
 from peers.measure.link_report import LinkReport
-from peers.measure.profiler import LIGHT_S, TARGET_S, measure_device, probe_link, resolve_device, serve_probe
+from peers.measure.profiler import (
+    LIGHT_S,
+    MOST_MEASURED_BYTES_PER_S,
+    TARGET_S,
+    measure_device,
+    probe_link,
+    resolve_device,
+    serve_probe,
+)
 from peers.measure.sounding import Wishes, sound
 from peers.measure.trace import Trace
 
@@ -10,6 +18,7 @@ __all__ = [
     "BUDGET_S",
     "LIGHT_S",
     "LONGEST",
+    "MOST_MEASURED_BYTES_PER_S",
     "TARGET_S",
     "BlockProfiler",
     "LinkReport",

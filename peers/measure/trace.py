@@ -57,6 +57,7 @@ class Trace:
         labels = [(p, f"stage {plan.label(*plan.where(p))}, {names.get(p, p[-6:])}") for p in plan.peers]
         self._peers, self.clocks = labels, {peer: Clock() for peer, _ in labels}
         self._measured.clear()
+        self.notes.clear()  # the plan before has left no other trace either
         self._first = max(first_step, min(first_step + FIRST, steps - COUNT))
 
     async def ask(self, round: Round, members: Sequence[Outbox]) -> Round:

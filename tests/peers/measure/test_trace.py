@@ -8,14 +8,14 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
 from typer.testing import CliRunner
 
 import meshcee
-from meshcee.errors import ProtocolError
+from meshcee.errors import PlanError, ProtocolError
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from peers.cli.main import app
 from peers.measure.trace import COUNT, FIRST, Clock, Trace
@@ -120,6 +120,20 @@ def test_clocks_are_aligned_by_the_shortest_round_trip() -> None:
         trace.hear(peer, FIRST, spans.take())
     starts = [e["ts"] for e in trace.events() if e["ph"] == "X"]
     assert starts == pytest.approx([0.0, 0.0], abs=1.0)
+
+
+def test_only_of_the_plan_that_is_traced_is_it_said_that_it_has_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **more: Any) -> Any:
+        raise PlanError("it needs more memory")
+
+    monkeypatch.setattr("peers.measure.trace.situation", lambda *given: ())
+    monkeypatch.setattr("peers.measure.trace.simulate", fails)
+    plan = Plan(1, (Pipeline(1, (Stage(0, 1, (Member("p", 1),), window=1, live_cap=1),)),))
+    trace = Trace()
+    for first in (0, 20):  # the plan changes
+        trace.begin(plan, {}, first, 100)
+        trace.predict(plan, cast(Any, None), cast(Any, None))
+    assert trace.notes == ["the trace has no prediction: it needs more memory"]
 
 
 async def test_the_last_steps_of_a_short_job_are_traced() -> None:
