@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import msgpack
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import Meta
 
 from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked, peer_of
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
+from meshcee.fields import Finite, read, unpack
 from meshcee.files import disk
 
 __all__ = ["Identity", "MeshKey", "Token", "public_key_of", "verify"]
@@ -35,7 +38,7 @@ _ID_PREFIX = bytes([0, len(_PUBLIC_PREFIX) + 32])  # the "identity" multihash: t
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _TOKEN = "meshcee1."
-_CHECK_BYTES = 4
+CHECK_BYTES = 4
 
 
 def _base58(data: bytes) -> str:
@@ -185,7 +188,7 @@ class Token:
 
     def encode(self) -> str:
         body = msgpack.packb([list(self.addresses), self.mesh_key.secret, self.expires_at])
-        check = hashlib.sha256(body).digest()[:_CHECK_BYTES]
+        check = hashlib.sha256(body).digest()[:CHECK_BYTES]
         return _TOKEN + base64.urlsafe_b64encode(check + body).decode().rstrip("=")
 
     @classmethod
@@ -216,31 +219,31 @@ def _seed(address: str) -> str:
     return address
 
 
-def _token_body(text: str) -> tuple[list[str], bytes, float | None]:
+MAX_TOKEN_BYTES = 2 * MAX_ADDRESSES * MAX_ADDRESS_CHARS
+_Addresses = Annotated[list[str], Meta(min_length=1, max_length=MAX_ADDRESSES)]
+
+
+class _Body(NamedTuple):
+    """What a token says."""
+
+    addresses: _Addresses
+    secret: bytes
+    expires_at: Finite | None
+
+
+def _token_body(text: str) -> _Body:
     damaged = UsageError("the invite token is damaged: copy the whole line that `meshcee peer` printed")
     encoded = text.removeprefix(_TOKEN)
-    if len(encoded) > 2 * MAX_ADDRESSES * MAX_ADDRESS_CHARS:
+    if len(encoded) > MAX_TOKEN_BYTES:
         raise damaged
     try:
         data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
         raise damaged from error
-    check, body = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
-    if hashlib.sha256(body).digest()[:_CHECK_BYTES] != check:
+    check, body = data[:CHECK_BYTES], data[CHECK_BYTES:]
+    if hashlib.sha256(body).digest()[:CHECK_BYTES] != check:
         raise damaged
     try:
-        values = msgpack.unpackb(body)
-    except ValueError as error:
+        return read(unpack(body, MAX_TOKEN_BYTES, "the token"), _Body, "the token")
+    except ProtocolError as error:
         raise damaged from error
-    if not isinstance(values, list) or len(values) != 3:
-        raise damaged
-    addresses, secret, expires_at = values
-    if (
-        not isinstance(addresses, list)
-        or not 1 <= len(addresses) <= MAX_ADDRESSES
-        or not all(isinstance(address, str) for address in addresses)
-        or not isinstance(secret, bytes)
-        or not (expires_at is None or isinstance(expires_at, int | float))
-    ):
-        raise damaged
-    return addresses, secret, expires_at

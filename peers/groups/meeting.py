@@ -9,17 +9,26 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch.distributed
+from msgspec import Meta
 
 from meshcee.errors import ProtocolError
+from meshcee.fields import read
 
 __all__ = ["Meeting"]
 
 MOST_ENTRIES, MOST_KEY_CHARS, MOST_VALUE_BYTES = 4096, 200, 16 << 10
 
 distributed: Any = torch.distributed  # of what is used here torch declares no types
+
+
+class Entry(NamedTuple):
+    """What a member sets."""
+
+    key: Annotated[str, Meta(max_length=MOST_KEY_CHARS)]
+    value: Annotated[bytes, Meta(max_length=MOST_VALUE_BYTES)]
 
 
 def _nobody(key: str, value: bytes) -> None:
@@ -42,12 +51,11 @@ class Meeting(distributed.Store):  # type: ignore[misc]
 
     def hear(self, key: str, value: object) -> None:
         """Another member has set this. ProtocolError where it is too large or too much."""
-        if not isinstance(value, bytes) or len(value) > MOST_VALUE_BYTES or len(key) > MOST_KEY_CHARS:
-            raise ProtocolError("a group meets by short keys and values")
+        entry = read((key, value), Entry, "an entry of a group's meeting")
         with self._changed:
             if len(self._entries) >= MOST_ENTRIES:
                 raise ProtocolError(f"a group meets by {MOST_ENTRIES} entries at most")
-            self._entries[key] = value
+            self._entries[entry.key] = entry.value
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
 import torch
+from msgspec import Meta
 
 from meshcee.capture import Capture
 from meshcee.errors import ProtocolError
+from meshcee.fields import Count, ShortText, read
 from meshcee.files import loads
 from meshcee.files.tensor_files import DTYPES, Layout, byte_view, head_of, nbytes_of
 from meshcee.stage import StageRunner
@@ -63,23 +65,36 @@ class Image:
         return b"".join(found)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Of one tensor in the header of a safetensors file."""
+
+    dtype: ShortText
+    shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    data_offsets: tuple[Count, Count]
+
+
+Entries = dict[str, Entry]
+
+
 def parse_header(data: bytes | memoryview, expected: Layout, *, partial: bool) -> int:
     """Check a header against what it must describe; how many bytes follow it. `partial`: entries may be missing."""
     raw = bytes(data)
     try:
-        entries = loads(raw[8:])
-        if int.from_bytes(raw[:8], "little") != len(raw) - 8 or not isinstance(entries, dict):
+        told = read(loads(raw[8:]), dict[str, Any], "a header")
+        if int.from_bytes(raw[:8], "little") != len(raw) - 8:
             raise ValueError("its length is wrong")
+        told.pop("__metadata__", None)
+        entries = read(told, Entries, "a header")
         spans = []
-        entries.pop("__metadata__", None)
         for name, entry in entries.items():
             if name not in expected:
                 raise ValueError(f"{name!r} was not expected")
             dtype, shape = expected[name]
-            if DTYPES.get(entry["dtype"]) != dtype or tuple(entry["shape"]) != shape:
-                raise ValueError(f"{name!r} is {entry['dtype']} {entry['shape']}, not {dtype} {list(shape)}")
-            first, end = entry["data_offsets"]
-            if type(first) is not int or end != first + dtype.itemsize * math.prod(shape):
+            if DTYPES.get(entry.dtype) != dtype or entry.shape != shape:
+                raise ValueError(f"{name!r} is {entry.dtype} {list(entry.shape)}, not {dtype} {list(shape)}")
+            first, end = entry.data_offsets
+            if end != first + dtype.itemsize * math.prod(shape):
                 raise ValueError(f"{name!r} has another size")
             spans.append((first, end))
         at = 0
@@ -89,7 +104,7 @@ def parse_header(data: bytes | memoryview, expected: Layout, *, partial: bool) -
             at = end
         if not partial and entries.keys() != expected.keys():
             raise ValueError(f"{min(expected.keys() - entries.keys())!r} is missing")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, ProtocolError) as error:
         raise ProtocolError(f"this is not the header of the snapshot that was asked for: {error}") from error
     return at
 

@@ -22,15 +22,17 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Meta
 
 from dht import checked, dialable, host_of
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, ProtocolError
+from meshcee.fields import Count, read
 from peers.transport.base import StreamClosed
 from peers.transport.bundle import Bundle, Connection
 
@@ -44,10 +46,19 @@ MAX_CONNECTIONS = 12
 # 1.4 Gbit/s at 15 ms.
 RTT_STEP_S = 0.015
 TRIED_AT_ONCE = 4  # addresses
+_Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+_Numbers = Annotated[list[Count], Meta(max_length=MAX_CONNECTIONS)]
 FORGET_S = 300.0  # until a peer that could not be reached is tried again
 MAX_STRANGERS = 256  # connections that have not shown a ticket yet
 GREETING = struct.Struct("!16sB32s")
 _MAC_BYTES = 32
+
+
+class Offer(NamedTuple):
+    """Where an answer says to connect to."""
+
+    key: _Key
+    addresses: Annotated[list[str], Meta(max_length=TRIED_AT_ONCE)]
 
 
 class Direct:
@@ -173,10 +184,9 @@ class Path:
 
     def _agree(self, theirs: Any, salt: bytes) -> tuple[bytes, bytes]:
         """Ticket and HMAC key, and the keys of the dialer's and of the acceptor's records."""
-        if type(theirs) is not bytes or len(theirs) != KEY_BYTES:
-            raise ProtocolError(f"the key of a direct path must have {KEY_BYTES} bytes")
+        key = read(theirs, _Key, "the key of a direct path")
         try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs))
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
         except ValueError as error:
             raise ProtocolError(f"the key of a direct path is not one: {error}") from error
         secrets = HKDF(SHA256(), 16 + 3 * KEY_BYTES, salt, b"meshcee direct").derive(shared)
@@ -211,9 +221,7 @@ class Path:
 
     def choose(self, numbers: Any) -> None:
         """The dialer's choice, heard with its proof."""
-        if type(numbers) is not list or len(numbers) > MAX_CONNECTIONS or not {int}.issuperset(map(type, numbers)):
-            raise ProtocolError("the proof must list the direct connections by number")
-        for number in numbers:
+        for number in read(numbers, _Numbers, "the direct connections of a proof"):
             if number not in self.greeted:
                 raise StreamClosed(f"the direct connection {number} is gone")
             self._chosen.append(self.greeted.pop(number))
@@ -222,12 +230,11 @@ class Path:
 
     async def dial(self, offer: Any, salt: bytes) -> list[int]:
         """Connect to what the answer offers; the numbers of the connections that the other side knows for ours."""
-        if type(offer) is not list or len(offer) != 2 or type(offer[1]) is not list or len(offer[1]) > TRIED_AT_ONCE:
-            raise ProtocolError("the answer does not say where to connect to")
-        self._keys = self._agree(offer[0], salt)
-        places = [_place(address) for address in offer[1]]
+        key, addresses = read(offer, Offer, "where an answer says to connect to")
+        self._keys = self._agree(key, salt)
+        places = [_place(address) for address in addresses]
         # Loopback is of use to a peer of the same machine, who has no other address to tell then.
-        outside = [_place(address) for address in dialable(offer[1])]
+        outside = [_place(address) for address in dialable(addresses)]
         found: list[int] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._direct.patience_s):
@@ -285,9 +292,9 @@ class Path:
         return None
 
 
-def _place(address: Any) -> tuple[str, int]:
+def _place(address: str) -> tuple[str, int]:
     """(host, port); ProtocolError when it is no address."""
-    parts = checked(address).split("/") if type(address) is str else []
+    parts = checked(address).split("/")
     if len(parts) != 5 or parts[3] != "tcp":
         raise ProtocolError(f"{str(address)[:80]!r} is not an address to connect to")
     return parts[2], int(parts[4])

@@ -17,12 +17,15 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
 
 import msgpack
+from msgspec import Meta
 
 import meshcee
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
+from meshcee.fields import Count, read
 from peers.transport.base import Frame, Stream
 from peers.transport.direct import Path
 from peers.transport.stream import short
@@ -34,24 +37,53 @@ __all__ = ["PROTOCOL_VERSION", "accept", "dial"]
 PROTOCOL_VERSION = 3
 
 NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
 _TEXT_CHARS = 512
+_Text = Annotated[str, Meta(min_length=1, max_length=_TEXT_CHARS)]
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Proof = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 WRONG_KEY = "the token belongs to another mesh: ask for a new one with `meshcee token` on a peer of the mesh to join"
 
 
-def _field(header: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
-    value = header.get(name)
-    if type(value) is not kind:
-        raise ProtocolError(f"{what} has no valid {name!r}")
-    if isinstance(value, str) and not 0 < len(value) <= _TEXT_CHARS:
-        raise ProtocolError(f"{what}: {name!r} must have 1 to {_TEXT_CHARS} characters")
-    return value
+@dataclass(frozen=True)
+class Version:
+    """All that is read of a peer whose version is another."""
+
+    version: Count
 
 
-def _nonce(header: Mapping[str, Any], what: str) -> bytes:
-    nonce: bytes = _field(header, "nonce", bytes, what)
-    if len(nonce) != NONCE_BYTES:
-        raise ProtocolError(f"{what}: the nonce must have {NONCE_BYTES} bytes")
-    return nonce
+@dataclass(frozen=True)
+class Software:
+    version: Count
+    software: _Text
+
+
+@dataclass(frozen=True)
+class Hello:
+    peer: _Text
+    to: _Text
+    purpose: _Text
+    nonce: _Nonce
+
+
+@dataclass(frozen=True)
+class Answer:
+    peer: _Text
+    nonce: _Nonce
+    proof: _Proof
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The proof: nothing else is in it that this file reads."""
+
+    proof: _Proof
+
+
+@dataclass(frozen=True)
+class Refusal:
+    code: _Text
+    reason: _Text
 
 
 def prove(key: bytes, role: str, hello: Mapping[str, Any], answer: Mapping[str, Any]) -> bytes:
@@ -66,10 +98,10 @@ def prove(key: bytes, role: str, hello: Mapping[str, Any], answer: Mapping[str, 
     return hmac.digest(key, msgpack.packb(said), hashlib.sha256)
 
 
-def _versions_differ(ours: int, theirs: int, their_software: str, peer_id: str) -> JoinError:
-    older = "this peer" if ours < theirs else f"peer {short(peer_id)}"
+def _versions_differ(ours: int, theirs: Software, peer_id: str) -> JoinError:
+    older = "this peer" if ours < theirs.version else f"peer {short(peer_id)}"
     return JoinError(
-        f"peer {short(peer_id)} speaks protocol version {theirs} (meshcee {their_software}), this peer speaks {ours} "
+        f"peer {short(peer_id)} speaks protocol version {theirs.version} (meshcee {theirs.software}), this peer speaks {ours} "
         f"(meshcee {meshcee.__version__}): upgrade {older} with `pip install -U meshcee`"
     )
 
@@ -82,14 +114,12 @@ async def _refuse(stream: Stream, code: str, reason: str, version: int) -> None:
 
 def _refused(frame: Frame, peer_id: str, version: int) -> NoReturn:
     """The other side refused: raise what it means here."""
-    code = _field(frame.header, "code", str, "the refusal")
-    reason = _field(frame.header, "reason", str, "the refusal")
-    if code == "version":
-        theirs = _field(frame.header, "version", int, "the refusal")
-        raise _versions_differ(version, theirs, _field(frame.header, "software", str, "the refusal"), peer_id)
-    if code in ("key", "identity"):
-        raise NotPermittedError(f"peer {short(peer_id)} refused this peer: {reason}")
-    raise JoinError(f"peer {short(peer_id)} refused the stream: {reason}")
+    said = read(frame.header, Refusal, "the refusal")
+    if said.code == "version":
+        raise _versions_differ(version, read(frame.header, Software, "the refusal"), peer_id)
+    if said.code in ("key", "identity"):
+        raise NotPermittedError(f"peer {short(peer_id)} refused this peer: {said.reason}")
+    raise JoinError(f"peer {short(peer_id)} refused the stream: {said.reason}")
 
 
 async def dial(
@@ -122,15 +152,14 @@ async def dial(
     if reply.kind != "answer":
         raise ProtocolError(f"expected the answer of a handshake, got {reply.kind!r}")
     answer = reply.header
-    if (theirs := _field(answer, "version", int, "the answer")) != version:
-        raise _versions_differ(version, theirs, _field(answer, "software", str, "the answer"), stream.peer_id)
-    who = _field(answer, "peer", str, "the answer")
-    _nonce(answer, "the answer")
-    if who != stream.peer_id:
-        reason = f"it says that it is {short(who)}, but {short(stream.peer_id)} was dialled"
+    if read(answer, Version, "the answer").version != version:
+        raise _versions_differ(version, read(answer, Software, "the answer"), stream.peer_id)
+    theirs = read(answer, Answer, "the answer")
+    if theirs.peer != stream.peer_id:
+        reason = f"it says that it is {short(theirs.peer)}, but {short(stream.peer_id)} was dialled"
         await _refuse(stream, "identity", reason, version)
         raise NotPermittedError(f"the peer at the other end is not the one that was dialled: {reason}")
-    if not hmac.compare_digest(_field(answer, "proof", bytes, "the answer"), prove(key, "acceptor", hello, answer)):
+    if not hmac.compare_digest(theirs.proof, prove(key, "acceptor", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
         raise NotPermittedError(f"peer {short(stream.peer_id)} does not know our mesh key: {WRONG_KEY}")
     proof: dict[str, Any] = {"proof": prove(key, "dialer", hello, answer)}
@@ -154,16 +183,13 @@ async def accept(
     if frame.kind != "hello":
         raise ProtocolError(f"expected the hello of a handshake, got {frame.kind!r}")
     hello = frame.header
-    if (theirs := _field(hello, "version", int, "the hello")) != version:
-        error = _versions_differ(version, theirs, _field(hello, "software", str, "the hello"), stream.peer_id)
+    if read(hello, Version, "the hello").version != version:
+        error = _versions_differ(version, read(hello, Software, "the hello"), stream.peer_id)
         await _refuse(stream, "version", "another protocol version", version)
         raise error
-    who = _field(hello, "peer", str, "the hello")
-    meant = _field(hello, "to", str, "the hello")
-    purpose: str = _field(hello, "purpose", str, "the hello")
-    _nonce(hello, "the hello")
-    if who != stream.peer_id or meant != peer_id:
-        named = f"{short(who)} to {short(meant)}"
+    theirs = read(hello, Hello, "the hello")
+    if theirs.peer != stream.peer_id or theirs.to != peer_id:
+        named = f"{short(theirs.peer)} to {short(theirs.to)}"
         reason = f"the hello is from {named}, the stream from {short(stream.peer_id)} to {short(peer_id)}"
         await _refuse(stream, "identity", reason, version)
         raise NotPermittedError(f"a stream under a false name: {reason}")
@@ -173,10 +199,10 @@ async def accept(
         "peer": peer_id,
         "nonce": secrets.token_bytes(NONCE_BYTES),
     }
-    why_not = refusal(purpose)
+    why_not = refusal(theirs.purpose)
     if why_not is not None:
         await _refuse(stream, "purpose", why_not, version)
-        raise JoinError(f"refused a stream {purpose!r} of peer {short(who)}: {why_not}")
+        raise JoinError(f"refused a stream {theirs.purpose!r} of peer {short(theirs.peer)}: {why_not}")
     offered = path if "direct" in hello else None
     if offered is not None:
         answer["direct"] = offered.offer()
@@ -187,9 +213,11 @@ async def accept(
         _refused(frame, stream.peer_id, version)
     if frame.kind != "proof":
         raise ProtocolError(f"expected the proof of a handshake, got {frame.kind!r}")
-    if not hmac.compare_digest(_field(frame.header, "proof", bytes, "the proof"), prove(key, "dialer", hello, answer)):
+    if not hmac.compare_digest(read(frame.header, Proof, "the proof").proof, prove(key, "dialer", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
-        raise NotPermittedError(f"peer {short(who)} does not know the mesh key: its token belongs to another mesh")
+        raise NotPermittedError(
+            f"peer {short(theirs.peer)} does not know the mesh key: its token belongs to another mesh"
+        )
     if offered is not None:
         offered.choose(frame.header.get("direct", []))
-    return purpose
+    return theirs.purpose

@@ -10,13 +10,14 @@ Kinds: letters of F, B and W as they ran in one visit to the compute thread ("FB
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgpack
+from msgspec import Meta
 
 from meshcee.errors import ProtocolError
+from meshcee.fields import Finite, read, unpack
 from peers.transport import Buffer
 
 __all__ = ["MAX_SPANS", "Span", "Spans", "micro_of", "read_spans"]
@@ -29,10 +30,13 @@ MAX_KIND_CHARS = 32
 class Span(NamedTuple):
     """Seconds of the clock of whoever measured it (`time.perf_counter`). micro is -1 where there is none."""
 
-    kind: str
+    kind: Annotated[str, Meta(max_length=MAX_KIND_CHARS)]
     micro: int
-    start_s: float
-    end_s: float
+    start_s: Finite
+    end_s: Finite
+
+
+_Spans = Annotated[list[Span], Meta(max_length=MAX_SPANS)]
 
 
 def micro_of(header: Mapping[str, Any]) -> int:
@@ -66,19 +70,7 @@ def read_spans(payloads: Sequence[Buffer]) -> list[Span]:
     """Inverse of `take`, from a member that is not trusted; ProtocolError on anything else."""
     if len(payloads) != 1 or memoryview(payloads[0]).nbytes > MAX_BYTES:
         raise ProtocolError(f"spans of a step come as one payload of at most {MAX_BYTES} bytes")
-    try:
-        found = msgpack.unpackb(payloads[0], raw=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"spans are not msgpack: {error}") from error
-    if not isinstance(found, list) or len(found) > MAX_SPANS or not all(map(_is_span, found)):
-        raise ProtocolError("a span is a kind, a micro-batch, a start and an end")
-    return [Span(kind, micro, float(start_s), float(end_s)) for kind, micro, start_s, end_s in found]
-
-
-def _is_span(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 4:
-        return False
-    kind, micro, *times = value
-    if not isinstance(kind, str) or len(kind) > MAX_KIND_CHARS or type(micro) is not int:
-        return False
-    return all(type(s) is float and math.isfinite(s) for s in times) and times[0] <= times[1]
+    found = read(unpack(payloads[0], MAX_BYTES, "spans"), _Spans, "spans")
+    if any(span.start_s > span.end_s for span in found):
+        raise ProtocolError("a span ends after its start")
+    return found

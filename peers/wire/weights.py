@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Annotated, NamedTuple
 
 import msgpack
 import safetensors
 import safetensors.torch
 import torch
+from msgspec import Meta
 
 from meshcee.capture.recipes import InitialState, decode
 from meshcee.errors import ProtocolError
+from meshcee.fields import read, unpack
 from meshcee.files.tensor_files import Layout, byte_view
 from peers.transport import Frame
 from peers.wire import messages
@@ -41,10 +43,20 @@ __all__ = [
 DIGEST_BYTES = 32
 GROUP_BYTES = 16 << 20  # tensors are grouped into frames of about this size
 RECIPES_BYTES = 1 << 20  # and recipes into frames of about this
-DIGEST = re.compile("[0-9a-f]{64}")
 AS_BEFORE = b""  # the recipe for what the receiver may still have
+Digests = dict[str, Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]]
 SLACK_BYTES = 1 << 20  # names and offsets that safetensors adds
 SLOWEST_BYTES_PER_S = 1 << 20  # weights may take as long as a link of this speed needs
+
+
+class Recipe(NamedTuple):
+    """How one tensor is made, and what it then is."""
+
+    recipe: bytes
+    digest: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
+
+
+Recipes = Annotated[dict[str, Recipe], Meta(max_length=1 << 16)]
 
 
 class StateSender:
@@ -117,12 +129,13 @@ def state_frames(state: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
 def names_of(frame: Frame, part: int, known: Set[str]) -> list[str]:
     """What an AGAIN frame asks for of the weights (part 0) or the optimizer's state (1): some of the known names, each
     once. Raises ProtocolError."""
-    try:
-        names = msgpack.unpackb(frame.payloads[part], raw=False, max_array_len=len(known))
-        if not isinstance(names, list) or len(set(names)) != len(names) or not set(names) <= known:
-            raise ValueError
-    except (IndexError, ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError("it asked again for weights that it was not offered") from error
+    what = "the names that it asks for again"
+    most = 9 + sum(9 + 4 * len(name) for name in known)  # as msgpack
+    if part >= len(frame.payloads):
+        raise ProtocolError(f"{what} did not come")
+    names = read(unpack(frame.payloads[part], most, what), list[str], what)
+    if len(set(names)) != len(names) or not set(names) <= known:
+        raise ProtocolError("it asked again for weights that it was not offered")
     return names
 
 
@@ -221,19 +234,13 @@ class StateReceiver:
 
     def follow(self, data: bytes) -> None:
         """Make what the recipes say."""
-        try:
-            made = msgpack.unpackb(data, raw=False, strict_map_key=True, max_map_len=1 << 16, max_array_len=2)
-            rows = [(name, recipe, digest) for name, (recipe, digest) in made.items()]
-        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"this is not a set of recipes: {type(error).__name__}") from error
         if not self._recipes:
             raise ProtocolError("recipes for weights have no meaning here")
-        for name, recipe, digest in rows:
+        made = read(unpack(data, len(data), "a set of recipes"), Recipes, "a set of recipes")
+        for name, (recipe, digest) in made.items():
             dtype, shape = self._awaited(name)
-            if type(recipe) is not bytes or name in self.unequal:
-                raise ProtocolError(f"the recipe for {name!r} is not bytes, or came twice")
-            if not isinstance(digest, str) or DIGEST.fullmatch(digest) is None:
-                raise ProtocolError(f"the recipe for {name!r} comes without a digest")
+            if name in self.unequal:
+                raise ProtocolError(f"the recipe for {name!r} came twice")
             if recipe == AS_BEFORE:
                 here = (t for t in self._held(name) if (t.dtype, tuple(t.shape)) == (dtype, shape))
                 tensor = next((t.clone() for t in here if digest_of(t) == digest), None)
@@ -256,17 +263,16 @@ def digests_of(weights: Mapping[str, str], optimizer: Mapping[str, str]) -> list
 
 def digests_in(frame: Frame, layouts: tuple[Layout, Layout]) -> tuple[dict[str, str], dict[str, str]]:
     """They, by name: all weights, and of the optimizer's state what there is. Raises ProtocolError."""
+    what = "what describes a copy of the stage"
+    if len(frame.payloads) != len(layouts):
+        raise ProtocolError(f"{what} has {len(frame.payloads)} parts")
     found: list[dict[str, str]] = []
-    try:
-        for payload, layout in zip(frame.payloads, layouts, strict=True):
-            table = msgpack.unpackb(payload, raw=False, strict_map_key=True, max_map_len=len(layout))
-            if not table.keys() <= layout.keys():
-                raise ValueError("it names what is not in the stage")
-            if not all(type(d) is bytes and len(d) == DIGEST_BYTES for d in table.values()):
-                raise ValueError("it has no digests")
-            found.append({name: digest.hex() for name, digest in table.items()})
-        if found[0].keys() != layouts[0].keys():
-            raise ValueError("weights are missing")
-    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"this does not describe a copy of the stage: {error}") from error
+    for payload, layout in zip(frame.payloads, layouts, strict=True):
+        most = 9 + sum(18 + 4 * len(name) + DIGEST_BYTES for name in layout)  # as msgpack
+        table = read(unpack(payload, most, what), Digests, what)
+        if not table.keys() <= layout.keys():
+            raise ProtocolError(f"{what} names what is not in the stage")
+        found.append({name: digest.hex() for name, digest in table.items()})
+    if found[0].keys() != layouts[0].keys():
+        raise ProtocolError(f"{what} lacks weights")
     return found[0], found[1]

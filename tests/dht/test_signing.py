@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.addresses import checked, dialable, is_loopback, peer_of
-from dht.signing import Identity, MeshKey, Token, public_key_of, verify
+from dht.signing import CHECK_BYTES, Identity, MeshKey, Token, public_key_of, verify
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
+from tests.rig.mutations import check_every_field
 
 PEER = "12D3KooWPPvGbzEUWVSnDV6UZBERMxBqXJziik2YZWwSW2LvAfhV"
 ADDRESS = f"/ip4/192.0.2.1/tcp/4001/p2p/{PEER}"
@@ -190,3 +195,14 @@ def test_only_dialable_addresses_are_offered_public_ones_first() -> None:
     assert dialable(addresses) == ("/ip4/8.8.8.8/tcp/1", "/dns/a.example/tcp/1", "/ip4/192.168.1.2/tcp/1")
     assert dialable(addresses[:1]) == ()
     assert is_loopback("/dns/localhost/tcp/1")
+
+
+def test_each_field_of_a_token_is_checked() -> None:
+    def parse(value: Any) -> Token:
+        body = msgpack.packb(value)
+        data = hashlib.sha256(body).digest()[:CHECK_BYTES] + body
+        return Token.parse("meshcee1." + base64.urlsafe_b64encode(data).decode().rstrip("="), 0.0)
+
+    check_every_field(
+        [[ADDRESS], bytes(32), 99.0], parse, refusals=(UsageError, NotPermittedError), free=(".2 = None",)
+    )

@@ -11,11 +11,13 @@ from structlog.testing import capture_logs
 
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
-from peers.transport import handshake
+from meshcee.fields import read
+from peers.transport import direct, handshake
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.memory import MemoryNetwork
 from peers.transport.stream import FramedStream
 from tests.peers.transport.harness import KEY, echo, eventually, sockets
+from tests.rig.mutations import check_every_field
 
 
 async def both(dialing: Coroutine[Any, Any, Any], accepting: Coroutine[Any, Any, Any]) -> tuple[Any, Any]:
@@ -166,6 +168,23 @@ GOOD = {
     "purpose": "x",
     "nonce": b"n" * 32,
 }
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ({"version": 3}, handshake.Version),
+        ({"version": 4, "software": "9"}, handshake.Software),
+        ({"peer": "a", "to": "b", "purpose": "x", "nonce": b"n" * 32}, handshake.Hello),
+        ({"peer": "b", "nonce": b"n" * 32, "proof": b"p" * 32}, handshake.Answer),
+        ({"proof": b"p" * 32}, handshake.Proof),
+        ({"code": "key", "reason": "another mesh"}, handshake.Refusal),
+        ([b"k" * 32, ["/ip4/192.0.2.1/tcp/1"]], direct.Offer),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_field_that_is_read_before_anybody_is_known_is_checked(message: Any, kind: type) -> None:
+    check_every_field(message, lambda changed: read(changed, kind, "the message"))
 
 
 @pytest.mark.parametrize(
