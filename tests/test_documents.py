@@ -16,9 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-FIGURES = {"benchmarks.md", "models.md", "simulator.md"}  # tables of measurements, with their notes
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-PROSE = [path for path in PAGES if path.name not in FIGURES and path.parent.name != "reference"]
+PROSE = [path for path in PAGES if path.parent.name != "reference"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 

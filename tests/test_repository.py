@@ -237,7 +237,6 @@ REACHES = {
     "tests/peers/state/test_hand_over.py": 3,
     "tests/peers/state/test_keep.py": 13,
     "tests/peers/state/test_late_moments.py": 2,
-    "tests/peers/state/test_shelf.py": 8,
     "tests/rig/virtual_time.py": 2,  # of asyncio's own handles
     "tests/stage/test_stage.py": 1,
     "tests/stage/test_tensors.py": 1,

@@ -8,7 +8,7 @@ from meshcee.adapt import course, moves
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
-from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Pair, Senses, as_shown
+from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Senses, Shift, as_shown
 
 __all__ = [
     "FAST",
@@ -18,9 +18,11 @@ __all__ = [
     "Adapter",
     "Decision",
     "Feeding",
+    "Joined",
     "Paces",
     "Pair",
     "Senses",
+    "Shift",
     "as_shown",
     "course",
     "moves",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
-from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT
+from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Feeds, Shift
 from meshcee.figures import LinkProfile
 
 __all__ = ["Feeding"]
@@ -31,9 +31,9 @@ class Feeding:
         """Another plan begins: others are fed."""
         self._rates.clear()
 
-    def hear(self, fed: Mapping[str, tuple[int, float]], step_s: float) -> list[str]:
-        """One more step, in which peers were sent so many bytes, and saw them come at this rate; what has shifted, in words."""
-        told = []
+    def hear(self, fed: Mapping[str, tuple[int, float]], step_s: float) -> list[Shift]:
+        """One more step, in which peers were sent so many bytes, and saw them come at this rate; what has shifted."""
+        shifts: list[Shift] = []
         for peer, (size, rate) in fed.items():
             row = self._rates[peer]
             row.append(min(rate, FAST))
@@ -44,5 +44,5 @@ class Feeding:
             if abs(now / before - 1) >= SHIFT and size / min(now, before) >= MATTERS * step_s:
                 row.clear()
                 self.links[peer] = replace(link, bandwidth_bytes_per_s=now, bandwidth_range_bytes_per_s=None)
-                told.append(f"the owner's link to {peer} has {now / before:.2f} times its bandwidth")
-        return told
+                shifts.append(Feeds(peer, now / before))
+        return shifts

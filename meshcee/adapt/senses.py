@@ -9,13 +9,25 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
 from meshcee.figures import LEAST_BYTES, LinkProfile, Observed
 
-__all__ = ["FAST", "LASTING_STEPS", "SHIFT", "Pair", "Senses", "as_shown"]
+__all__ = [
+    "FAST",
+    "LASTING_STEPS",
+    "SHIFT",
+    "Carries",
+    "Computes",
+    "Feeds",
+    "Joined",
+    "Pair",
+    "Senses",
+    "Shift",
+    "as_shown",
+]
 
 LASTING_STEPS = 5  # steps that a shift must last
 SHIFT = 0.2  # less is noise: of 5 steps' medians on a busy machine
@@ -25,6 +37,53 @@ PROBED = 1.5  # times as much or as little, for a probe of a link that is not in
 
 Pair = tuple[str, str]
 K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Computes:
+    """A peer computes in so many times the seconds that it took before."""
+
+    peer: str
+    times: float
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return f"{names.get(self.peer, self.peer)} takes {self.times:.2f} times as long to compute"
+
+
+@dataclass(frozen=True)
+class Carries:
+    """A link has so many times the bandwidth that it had before."""
+
+    pair: Pair
+    times: float
+
+    def text(self, names: Mapping[str, str]) -> str:
+        sender, receiver = (names.get(peer, peer) for peer in self.pair)
+        return f"the link from {sender} to {receiver} has {self.times:.2f} times its bandwidth"
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """The same of the owner's link to a peer that it feeds."""
+
+    peer: str
+    times: float
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return f"the owner's link to {names.get(self.peer, self.peer)} has {self.times:.2f} times its bandwidth"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A peer that the plan could use has come."""
+
+    peer: str
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return f"{names.get(self.peer, self.peer)} has joined"
+
+
+Shift = Computes | Carries | Feeds | Joined
 
 
 class Senses:
@@ -96,25 +155,25 @@ class Senses:
         """What a link has of its best bandwidth, as far as is known."""
         return self._known[pair] / self._best[pair] if pair in self._best else 1.0
 
-    def hear(self, observed: Observed) -> list[str]:
-        """One more step; what has shifted, in words with peer ids."""
+    def hear(self, observed: Observed) -> list[Shift]:
+        """One more step; what has shifted."""
         self._steps += 1
         if not self._warm:
             self._warm = True
             return []
-        shifts = []
+        shifts: list[Shift] = []
         for peer, seconds in observed.compute_s.items():
             if (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
                 before = self.slow.get(peer, 1.0)
                 after = max(1.0, before * change)  # what it gains beyond its profile, the first steps had lost
                 if after != before:
                     self.slow[peer] = after
-                    shifts.append(f"{peer} takes {after / before:.2f} times as long to compute")
+                    shifts.append(Computes(peer, after / before))
         for pair, rate in observed.rates.items():
             idle = observed.depths.get(pair, LEAST_BYTES) < LEAST_BYTES
             if (change := self._hear_link(pair, min(rate, FAST), idle=idle)) is not None:
                 self.rates[pair] = self._known[pair]
-                shifts.append(_of_link(pair, change))
+                shifts.append(Carries(pair, change))
         return shifts
 
     def _hear_link(self, pair: Pair, rate: float, *, idle: bool) -> float | None:
@@ -141,12 +200,12 @@ class Senses:
         row.clear()
         return now / before
 
-    def probed(self, bandwidths: Mapping[Pair, float]) -> list[str]:
-        """What others have just measured of links that no step crosses; what has shifted, in words with peer ids.
+    def probed(self, bandwidths: Mapping[Pair, float]) -> list[Shift]:
+        """What others have just measured of links that no step crosses; what has shifted.
 
         The better of the last two probes counts: what else a link carried meanwhile makes it look slower, nothing faster.
         """
-        shifts = []
+        shifts: list[Shift] = []
         for pair, bandwidth in bandwidths.items():
             row = self._probes[pair]
             row.append(min(bandwidth, FAST))
@@ -155,7 +214,7 @@ class Senses:
             change = now / before
             if change >= PROBED or change <= 1 / PROBED:
                 self._known[pair] = self.rates[pair] = now
-                shifts.append(_of_link(pair, change))
+                shifts.append(Carries(pair, change))
         return shifts
 
 
@@ -165,10 +224,6 @@ def as_shown(link: LinkProfile, rate: float) -> LinkProfile:
     most = (link.bandwidth_range_bytes_per_s or (0.0, link.bandwidth_bytes_per_s))[1]
     now = max(rate, most) if rate >= FAST else rate
     return replace(link, bandwidth_bytes_per_s=now, bandwidth_range_bytes_per_s=(now, most) if now < most else None)
-
-
-def _of_link(pair: Pair, change: float) -> str:
-    return f"the link from {pair[0]} to {pair[1]} has {change:.2f} times its bandwidth"
 
 
 def _shift(row: deque[float], value: float, known: dict[K, float], key: K) -> float | None:

@@ -21,14 +21,26 @@ from typing import Any
 
 import structlog
 
-from meshcee.adapt import LASTING_STEPS, SETTLING_STEPS, Adapter, Decision, Feeding, Paces, Pair, Senses, as_shown
+from meshcee.adapt import (
+    LASTING_STEPS,
+    SETTLING_STEPS,
+    Adapter,
+    Decision,
+    Feeding,
+    Joined,
+    Paces,
+    Pair,
+    Senses,
+    Shift,
+    as_shown,
+)
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.figures import BlockTimes, Cluster, LinkProfile, Measured
 from meshcee.plan import Plan
 from meshcee.planner import choose, situation
 from meshcee.simulator import period_s
 from peers.measure import sound
-from peers.mesh_view import MeshView, named
+from peers.mesh_view import MeshView
 from peers.owner.answers import Report
 from peers.planning import PlanRequest
 
@@ -53,8 +65,8 @@ class Newcomers:
         self._asked: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
 
-    def look(self, members: Collection[str]) -> list[str]:
-        """Devices that can be planned with since the last look, in words with peer ids. Called with every step."""
+    def look(self, members: Collection[str]) -> list[Shift]:
+        """Devices that can be planned with since the last look. Called with every step."""
         present = self._agent.devices(members).keys()
         self._known = self._known & self._agent.directory.peers.keys() | {*members}
         now_s = self._agent.monotonic()
@@ -68,7 +80,7 @@ class Newcomers:
             return []
         self._asking = None
         self._known |= self._asked
-        return [f"{peer} has joined" for peer in sorted(self._asked & present)]
+        return [Joined(peer) for peer in sorted(self._asked & present)]
 
     def _due(self, members: Collection[str]) -> set[str]:
         """Of those who are new: whose links to all members are known, or who has had long enough to measure them."""
@@ -138,13 +150,13 @@ class Adaptation:
         self._paces = Paces()
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
-        self._shifts: list[str] = []
+        self._shifts: list[Shift] = []
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
         self._cluster: Cluster | None = None
         self._crossed: set[Pair] = set()  # by the last step
         self._probed_at: dict[Pair, float] = {}  # of the last figure that was heard, by the clock of records
         self._shifted_at = -math.inf  # when a link last shifted, by the clock of records
-        self._cause: list[str] = []  # of the last search
+        self._cause: list[Shift] = []  # of the last search
         self._vetoed: Plan | None = None  # would pay, but not before the job ends
         self._begin(None)
 
@@ -205,7 +217,7 @@ class Adaptation:
         names = self._agent.names()
         others = sorted(seconds for p, seconds in enumerate(decision.step_s) if p != decision.before)
         return {
-            "cause": tuple(named(text, names) for text in self._cause),
+            "cause": tuple(shift.text(names) for shift in self._cause),
             "level": decision.level.name.lower(),
             "gain": round(decision.gain, 2),
             "takes_s": round(decision.moving_s, 1),
@@ -216,7 +228,7 @@ class Adaptation:
 
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed, steps = report.observed, 1
-        told = self._senses.hear(observed) + self._feeding.hear(observed.fed, report.step_s)
+        told = [*self._senses.hear(observed), *self._feeding.hear(observed.fed, report.step_s)]
         self._crossed = set(observed.rates)
         if self._cluster is None:
             self._place(self._agent.measured(self._plan.peers))

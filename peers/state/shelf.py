@@ -83,12 +83,12 @@ class Seal:
     def signed(self, sign: Callable[[bytes], bytes]) -> bytes:
         files = [[name, size, digest] for name, (size, digest) in sorted(self.files.items())]
         body = {"job": self.job, "run": self.run, "incarnation": self.incarnation, "at": self.sealed_at, "files": files}
-        return _signed(_JOURNAL, self.owner, body, sign)
+        return _signed(JOURNAL, self.owner, body, sign)
 
     @classmethod
     def read(cls, data: bytes, owner: str | None = None) -> Seal:
         """What `signed` gave, of this owner if one is given. ProtocolError or NotPermittedError for anything else."""
-        signer, body = _read(_JOURNAL, data, _Sealed, owner)
+        signer, body = _read(JOURNAL, data, _Sealed, owner)
         files: dict[str, tuple[int, bytes]] = {name: (size, digest) for name, size, digest in body.files}
         if not {INFO, REPORTS} <= files.keys():
             raise ProtocolError(f"{_ABOUT} lacks a file")
@@ -131,13 +131,13 @@ class Over:
         return cls(signer, body.job, body.run, body.incarnation)
 
 
-_JOURNAL, _END = "meshcee journal 1", "meshcee end of a journal 1"
+JOURNAL, _END = "meshcee journal 1", "meshcee end of a journal 1"
 B = TypeVar("B", _Sealed, _Ended)
 
 
 def _signed(kind: str, owner: str, body: Mapping[str, Any], sign: Callable[[bytes], bytes]) -> bytes:
     packed = bytes(msgpack.packb(body))
-    return bytes(msgpack.packb([owner, packed, sign(_covered(kind, owner, packed))]))
+    return bytes(msgpack.packb([owner, packed, sign(covered(kind, owner, packed))]))
 
 
 def _read(kind: str, data: bytes, body: type[B], owner: str | None) -> tuple[str, B]:
@@ -145,7 +145,7 @@ def _read(kind: str, data: bytes, body: type[B], owner: str | None) -> tuple[str
     signer, packed, signature = read(unpack(data, MOST_SEAL_BYTES, _ABOUT), tuple[str, bytes, bytes], _ABOUT)
     if owner is not None and signer != owner:
         raise NotPermittedError(f"{_ABOUT} is not of the peer that sent it")
-    if not verify(signer, _covered(kind, signer, packed), signature):
+    if not verify(signer, covered(kind, signer, packed), signature):
         raise NotPermittedError(f"{_ABOUT} was not signed by {signer}")
     found: B = read(unpack(packed, MOST_SEAL_BYTES, _ABOUT), body, _ABOUT)
     refuse_unprintable(found, _ABOUT)
@@ -154,7 +154,7 @@ def _read(kind: str, data: bytes, body: type[B], owner: str | None) -> tuple[str
     return signer, found
 
 
-def _covered(kind: str, owner: str, packed: bytes) -> bytes:
+def covered(kind: str, owner: str, packed: bytes) -> bytes:
     return bytes(msgpack.packb([kind, owner, packed]))
 
 
@@ -163,22 +163,22 @@ class _Reports:
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
-        self._tail = bytearray()
+        self.tail = bytearray()
         self.size = 0
         self.held_bytes = 0
 
     def add(self, data: bytes) -> None:
-        self._tail += data
+        self.tail += data
         self.size += len(data)
-        while len(self._tail) >= CHUNK_BYTES:
-            self._packed.append(zlib.compress(self._tail[:CHUNK_BYTES], 1))
-            del self._tail[:CHUNK_BYTES]
-        self.held_bytes = sum(map(len, self._packed)) + len(self._tail)
+        while len(self.tail) >= CHUNK_BYTES:
+            self._packed.append(zlib.compress(self.tail[:CHUNK_BYTES], 1))
+            del self.tail[:CHUNK_BYTES]
+        self.held_bytes = sum(map(len, self._packed)) + len(self.tail)
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """The first `size` bytes as they are now, though more come meanwhile."""
         count, tail = divmod(size, CHUNK_BYTES)
-        packed, last = self._packed[: count + 1], bytes(self._tail)
+        packed, last = self._packed[: count + 1], bytes(self.tail)
         yield from map(zlib.decompress, packed[:count])
         if tail:
             yield (zlib.decompress(packed[count]) if count < len(packed) else last)[:tail]
@@ -252,8 +252,8 @@ class Shelf:
     def __init__(self, transport: Transport, timeouts: Timeouts, monotonic: Callable[[], float]) -> None:
         self._timeouts = timeouts
         self._monotonic = monotonic
-        self._open: list[_Journal] = []
-        self._kept: dict[str, KeptJournal] = {}  # by run, oldest first
+        self.arriving: list[_Journal] = []
+        self.sealed: dict[str, KeptJournal] = {}  # by run, oldest first
         self._over: dict[str, tuple[Over, bytes, float]] = {}  # by run, oldest first: as it was signed, and until when
         transport.serve("journal", self._keep)
         transport.serve("shelf", self._show)
@@ -262,11 +262,11 @@ class Shelf:
     def kept(self) -> dict[str, Seal]:
         """By run."""
         self._sweep()
-        return {run: kept.seal for run, kept in self._kept.items()}
+        return {run: kept.seal for run, kept in self.sealed.items()}
 
     def _sweep(self) -> None:
-        for run in [run for run, kept in self._kept.items() if kept.until_s <= self._monotonic()]:
-            del self._kept[run]
+        for run in [run for run, kept in self.sealed.items() if kept.until_s <= self._monotonic()]:
+            del self.sealed[run]
         for run in [run for run, (_, _, until_s) in self._over.items() if until_s <= self._monotonic()]:
             del self._over[run]
 
@@ -274,35 +274,35 @@ class Shelf:
         """The journals of this job that are here, and the words that runs of this job are over, as they were signed."""
         self._sweep()
         over = [data for word, data, _ in self._over.values() if word.job == job]
-        return [kept for kept in self._kept.values() if kept.seal.job == job], over
+        return [kept for kept in self.sealed.values() if kept.seal.job == job], over
 
     def _room(self) -> int:
         """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
         self._sweep()
         while True:
-            journals = {id(j): j for j in [*self._open, *(kept.journal for kept in self._kept.values())]}
+            journals = {id(j): j for j in [*self.arriving, *(kept.journal for kept in self.sealed.values())]}
             room = MOST_BYTES - sum(journal.held_bytes for journal in journals.values())
-            gone = next((run for run, kept in self._kept.items() if not kept.is_live), None)
+            gone = next((run for run, kept in self.sealed.items() if not kept.is_live), None)
             if room >= CHUNK_BYTES or gone is None:
                 return room
-            del self._kept[gone]
+            del self.sealed[gone]
 
     # -- of owners -----------------------------------------------------------------------------------------------------
 
     async def _keep(self, stream: Stream) -> None:
         stream.max_payload_bytes = CHUNK_BYTES
         journal = _Journal()
-        self._open.append(journal)
-        if len(self._open) > MOST_RUNS:
-            self._open.remove(journal)
+        self.arriving.append(journal)
+        if len(self.arriving) > MOST_RUNS:
+            self.arriving.remove(journal)
             raise ProtocolError(f"this peer keeps {MOST_RUNS} journals already")
         try:
             with contextlib.suppress(StreamClosed):
                 while await self._take(stream, journal):
                     pass
         finally:
-            self._open.remove(journal)
-            for kept in self._kept.values():
+            self.arriving.remove(journal)
+            for kept in self.sealed.values():
                 if kept.journal is journal:
                     kept.until_s = self._monotonic() + KEPT_S
 
@@ -325,24 +325,26 @@ class Shelf:
         had = {name: len(data) for name, data in journal.whole.items()} | {REPORTS: journal.reports.size}
         if seal.run != journal.run or any(had.get(name, -1) != size for name, (size, _) in seal.files.items()):
             raise ProtocolError("an owner sealed a journal that it has not sent")
-        before = self._kept.get(seal.run)
+        before = self.sealed.get(seal.run)
         if before is not None and before.seal.order > seal.order:
             raise NotPermittedError(f"run {seal.run} has been gone on with since, by {before.seal.owner}")
         if seal.run in self._over and self._over[seal.run][0].ends(seal):
             raise NotPermittedError(f"run {seal.run} is over")
         self._over.pop(seal.run, None)
-        self._kept.pop(seal.run, None)
-        while len(self._kept) >= MOST_RUNS:
-            del self._kept[next((run for run, kept in self._kept.items() if not kept.is_live), next(iter(self._kept)))]
+        self.sealed.pop(seal.run, None)
+        while len(self.sealed) >= MOST_RUNS:
+            del self.sealed[
+                next((run for run, kept in self.sealed.items() if not kept.is_live), next(iter(self.sealed)))
+            ]
         data = b"".join(map(bytes, frame.payloads))
-        self._kept[seal.run] = KeptJournal(seal, data, journal, dict(journal.whole), journal.reports)
+        self.sealed[seal.run] = KeptJournal(seal, data, journal, dict(journal.whole), journal.reports)
 
     def _forget(self, word: Over, data: bytes) -> None:
         """The run is over, and others than this peer may have missed that."""
-        kept, before = self._kept.get(word.run), self._over.get(word.run)
+        kept, before = self.sealed.get(word.run), self._over.get(word.run)
         if kept is not None and not word.ends(kept.seal):
             return
-        self._kept.pop(word.run, None)
+        self.sealed.pop(word.run, None)
         if before is None or before[0].order < word.order:
             self._over.pop(word.run, None)
             while len(self._over) >= MOST_OVER:

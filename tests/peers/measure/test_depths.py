@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.adapt.senses import LASTING_STEPS, Senses
+from meshcee.adapt.senses import LASTING_STEPS, Carries, Senses, Shift
 from meshcee.errors import ProtocolError
 from meshcee.figures.observed import Observed
 from meshcee.figures.rate import LEAST_BYTES
@@ -34,7 +34,12 @@ KB, MICRO, MICROS = 1000, 8, 4
 PAIR = ("a", "b")
 
 
-def heard(senses: Senses, rate: float, depth: float | None, steps: int = LASTING_STEPS) -> list[str]:
+def about(times: float) -> Any:
+    """As the text of a shift says it."""
+    return pytest.approx(times, abs=0.005)
+
+
+def heard(senses: Senses, rate: float, depth: float | None, steps: int = LASTING_STEPS) -> list[Shift]:
     depths = {} if depth is None else {PAIR: depth}
     return [told for _ in range(steps) for told in senses.hear(Observed({}, {PAIR: rate}, depths))]
 
@@ -48,7 +53,7 @@ def warmed() -> Senses:
 @pytest.mark.parametrize("depth", [None, 1e5])
 def test_the_rate_of_a_link_with_a_queue_is_its_bandwidth(depth: float | None) -> None:
     senses = warmed()
-    assert heard(senses, 3e5, depth) == ["the link from a to b has 0.30 times its bandwidth"]
+    assert heard(senses, 3e5, depth) == [Carries(("a", "b"), about(0.30))]
 
 
 def test_a_link_that_was_idle_has_at_least_what_it_shows() -> None:
@@ -56,7 +61,7 @@ def test_a_link_that_was_idle_has_at_least_what_it_shows() -> None:
     assert heard(senses, 3e5, 100, 3 * LASTING_STEPS) == [], "each frame begins slowly"
     assert senses.rates == {}
     senses = warmed()
-    assert heard(senses, 2e6, 0, 3 * LASTING_STEPS) == ["the link from a to b has 2.00 times its bandwidth"]
+    assert heard(senses, 2e6, 0, 3 * LASTING_STEPS) == [Carries(("a", "b"), about(2.00))]
     assert senses.rates == {PAIR: 2e6}
 
 
@@ -65,15 +70,15 @@ def test_a_link_that_sags_and_then_has_a_queue_is_noticed_as_soon_as_one_that_ha
         senses = warmed()
         assert heard(senses, 1e6, depth, 2 * LASTING_STEPS) == []
         assert heard(senses, 2.5e5, 1e5, LASTING_STEPS // 2) == [], "it may pass"
-        assert heard(senses, 2.5e5, 1e5, 1) == ["the link from a to b has 0.25 times its bandwidth"]
+        assert heard(senses, 2.5e5, 1e5, 1) == [Carries(("a", "b"), about(0.25))]
 
 
 def test_an_idle_link_that_sags_shows_it_by_its_own_usual_rate() -> None:
     senses = warmed()
     assert heard(senses, 3e5, 0) == []
-    assert heard(senses, 1e5, 0, 3 * LASTING_STEPS) == ["the link from a to b has 0.33 times its bandwidth"]
+    assert heard(senses, 1e5, 0, 3 * LASTING_STEPS) == [Carries(("a", "b"), about(0.33))]
     assert senses.rates[PAIR] == pytest.approx(1e6 / 3)
-    assert heard(senses, 3e5, 0, 3 * LASTING_STEPS) == ["the link from a to b has 3.00 times its bandwidth"]
+    assert heard(senses, 3e5, 0, 3 * LASTING_STEPS) == [Carries(("a", "b"), about(3.00))]
     senses.restart()
     senses.hear(Observed())
     assert heard(senses, 1e5, 0, 3 * LASTING_STEPS) == [], "another plan sends other frames"
@@ -82,7 +87,7 @@ def test_an_idle_link_that_sags_shows_it_by_its_own_usual_rate() -> None:
 def test_what_a_queue_has_shown_is_not_counted_again_when_the_link_is_idle() -> None:
     senses = warmed()
     assert heard(senses, 3e5, 0) == []
-    assert heard(senses, 2e5, 1e5) == ["the link from a to b has 0.20 times its bandwidth"]
+    assert heard(senses, 2e5, 1e5) == [Carries(("a", "b"), about(0.20))]
     assert heard(senses, 6e4, 0, 3 * LASTING_STEPS) == [], "neither what it was before nor how it has changed counts"
     assert senses.rates == {PAIR: 2e5}
 
@@ -91,7 +96,7 @@ def test_an_idle_link_that_nobody_had_measured_is_known_by_what_it_shows() -> No
     senses = Senses({})
     senses.hear(Observed())
     assert heard(senses, 1e6, 0, 2 * LASTING_STEPS) == []
-    assert heard(senses, 1e5, 1e5) == ["the link from a to b has 0.10 times its bandwidth"]
+    assert heard(senses, 1e5, 1e5) == [Carries(("a", "b"), about(0.10))]
 
 
 @virtual_time

@@ -33,7 +33,7 @@ from benchmarks.rehearsal import (
 )
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import Level
-from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Senses
+from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Senses
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.figures.measured import Measured
@@ -50,6 +50,11 @@ from peers.owner.adaptation import Adaptation, Change, Newcomers
 from peers.owner.job_run import Result
 from peers.planning.coordinator import PlanRequest
 from peers.transport.memory import Impairment, MemoryNetwork
+
+
+def about(times: float) -> Any:
+    """As the text of a shift says it."""
+    return pytest.approx(times, abs=0.005)
 
 
 def step(compute_s: float = 1.0, rate: float = 1e6) -> Observed:
@@ -70,17 +75,28 @@ def test_what_holds_is_told_once_and_what_passes_is_not() -> None:
     for _ in range(2 * LASTING_STEPS):
         assert senses.hear(step()) == []
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(rate=2.5e5))]
-    assert told == ["the link from a to b has 0.25 times its bandwidth"]
+    assert told == [Carries(("a", "b"), about(0.25))]
     assert senses.rates == {("a", "b"): 2.5e5}
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step())]
-    assert told == ["the link from a to b has 4.00 times its bandwidth"]
+    assert told == [Carries(("a", "b"), about(4.00))]
     assert senses.rates == {("a", "b"): 1e6}
+
+
+def test_a_shift_is_told_with_the_names_of_peers() -> None:
+    names = {"a": "ann", "b": "ben"}
+    told = [shift.text(names) for shift in (Computes("a", 1.5), Carries(("a", "b"), 0.25), Feeds("b", 2), Joined("c"))]
+    assert told == [
+        "ann takes 1.50 times as long to compute",
+        "the link from ann to ben has 0.25 times its bandwidth",
+        "the owner's link to ben has 2.00 times its bandwidth",
+        "c has joined",
+    ]
 
 
 def test_a_slow_device_is_told_from_its_own_usual_time() -> None:
     senses = warmed()
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.5))]
-    assert told == ["a takes 1.50 times as long to compute"]
+    assert told == [Computes("a", about(1.50))]
     assert senses.slow == {"a": 1.5}
     senses.restart()  # other blocks: what is usual has to be learnt anew, and the first step warms up
     assert senses.hear(step(compute_s=40.0)) == []
@@ -94,10 +110,10 @@ def test_first_steps_that_were_disturbed_make_no_device_faster_than_its_profile(
         assert [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=seconds))] == []
     assert not senses.slow
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.5))]
-    assert told == ["a takes 1.50 times as long to compute"]
+    assert told == [Computes("a", about(1.50))]
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=0.7))]
     assert senses.slow == {"a": 1.0}
-    assert told == ["a takes 0.67 times as long to compute"]
+    assert told == [Computes("a", about(0.67))]
 
 
 def test_noise_and_links_faster_than_the_machine_are_no_shifts() -> None:
@@ -118,12 +134,12 @@ def test_probes_tell_of_links_that_no_step_crosses() -> None:
         senses.hear(step(rate=1e5))
     assert senses.rates == {("a", "b"): 1e5}
     assert senses.probed({("a", "b"): 1.2e5, ("b", "c"): 1e6}) == [], "probes are noisy, and the unknown is no shift"
-    assert senses.probed({("a", "b"): 1e6}) == ["the link from a to b has 10.00 times its bandwidth"]
+    assert senses.probed({("a", "b"): 1e6}) == [Carries(("a", "b"), about(10.00))]
     assert senses.rates == {("a", "b"): 1e6}, "the probe counts"
     assert senses.probed({("a", "b"): 2e5}) == [], "something else may have crossed it"
     assert senses.probed({("a", "b"): 9e5}) == []
     assert senses.probed({("a", "b"): 2e5}) == []
-    assert senses.probed({("a", "b"): 1e5}) == ["the link from a to b has 0.20 times its bandwidth"]
+    assert senses.probed({("a", "b"): 1e5}) == [Carries(("a", "b"), about(0.20))]
 
 
 def test_what_others_show_of_a_line_takes_the_place_of_an_older_probe() -> None:

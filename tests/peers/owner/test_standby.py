@@ -56,7 +56,7 @@ class Story:
                 agent = await storm.here.start(name, lends=False, identity=Identity.generate())
                 meshes[name] = Mesh(agent, group, home)
             self.loop, self.storm = asyncio.get_running_loop(), storm
-            owning = group.create_task(self._own(meshes["chief"]))
+            owning = group.create_task(self.own(meshes["chief"]))
             result = await self._stand_by(meshes["heir"])
             if self._blow is cut_off_with_no_peer_to_spare:
                 await owning
@@ -68,7 +68,7 @@ class Story:
         async with stormy(0, self._folder) as storm, asyncio.TaskGroup() as group, asyncio.timeout(900):
             self.loop, self.storm = asyncio.get_running_loop(), storm
             agent = await storm.here.start("chief", lends=False, identity=Identity.generate())
-            owning = group.create_task(self._own(Mesh(agent, group, self.homes["chief"])))
+            owning = group.create_task(self.own(Mesh(agent, group, self.homes["chief"])))
             await self.struck.wait()
             await asyncio.sleep(LONG_DEAD_S)
             agent = await storm.here.start("heir", lends=False, identity=Identity.generate())
@@ -76,7 +76,7 @@ class Story:
             owning.cancel()
             return result
 
-    async def _own(self, mesh: Mesh) -> None:
+    async def own(self, mesh: Mesh) -> None:
         self.storm.mesh = mesh
         training = mesh.train(replace(self.job, checkpoint_every=5), captured=captured_job(), stages=3)
         try:
@@ -281,9 +281,9 @@ def test_a_standby_of_a_run_that_ends_by_itself_has_nothing_to_do(tmp_path: Path
 class EndsUnheard(Story):
     """The owner is done and dies before its last word is out, while it and the standby cannot reach each other."""
 
-    async def _own(self, mesh: Mesh) -> None:
+    async def own(self, mesh: Mesh) -> None:
         with mock.patch("peers.owner.turn.Turn.end", return_value=None):
-            await super()._own(mesh)
+            await super().own(mesh)
         self.storm.here.crash("chief")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshcee.adapt.feeding import Feeding
-from meshcee.adapt.senses import LASTING_STEPS
+from meshcee.adapt.senses import LASTING_STEPS, Feeds, Shift
 from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
@@ -29,7 +29,7 @@ from peers.planning.coordinator import PlanRequest
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
-from tests.peers.measure.test_depths import MICRO, MICROS, Wide, answers_of
+from tests.peers.measure.test_depths import MICRO, MICROS, Wide, about, answers_of
 from tests.rig.mesh_fixture import train
 from tests.rig.mutations import check_every_field
 from tests.rig.virtual_time import virtual_time
@@ -186,17 +186,17 @@ def test_each_field_of_a_request_is_checked() -> None:
 def test_a_link_that_feeds_is_known_by_what_has_held_where_it_matters() -> None:
     feeding = Feeding({"p0": LinkProfile(0.01, 1e8)})
 
-    def heard(size: int, rate: float, peer: str = "p0", steps: int = LASTING_STEPS) -> list[str]:
+    def heard(size: int, rate: float, peer: str = "p0", steps: int = LASTING_STEPS) -> list[Shift]:
         return [told for _ in range(steps) for told in feeding.hear({peer: (size, rate)}, 1.0)]
 
     assert heard(10_000, 1e6) == [], "it takes a hundredth of the step"
     feeding.restart()
     assert heard(2_000_000, 1e6, steps=LASTING_STEPS - 1) == [], "it may pass"
-    assert heard(2_000_000, 1e6, steps=1) == ["the owner's link to p0 has 0.02 times its bandwidth"]
+    assert heard(2_000_000, 1e6, steps=1) == [Feeds("p0", about(0.02))]
     assert feeding.links == {"p0": LinkProfile(0.01, 1e6)}
     assert heard(2_000_000, 1.1e6) == [], "noise"
-    assert heard(2_000_000, 4e6) == ["the owner's link to p0 has 4.00 times its bandwidth"]
-    assert heard(2_000_000, 1e6, "new") == ["the owner's link to new has 0.02 times its bandwidth"]
+    assert heard(2_000_000, 4e6) == [Feeds("p0", about(4.00))]
+    assert heard(2_000_000, 1e6, "new") == [Feeds("new", about(0.02))]
 
 
 def test_a_step_tells_of_what_was_fed() -> None:

@@ -130,11 +130,11 @@ def test_a_journal_that_is_not_what_its_owner_sealed_is_passed_over_for_an_older
     async def test(mesh: Mesh) -> None:
         await mesh.keep(mesh.a, files_of(9))
         await mesh.keep(mesh.b, files_of(5))
-        kept = mesh.a.shelf._kept[RUN]
-        kept.reports._tail[3:6] = b"999"  # what a peer that lies would send
+        kept = mesh.a.shelf.sealed[RUN]
+        kept.reports.tail[3:6] = b"999"  # what a peer that lies would send
         await mesh.taken()
         assert mesh.reports() == 5
-        mesh.b.shelf._kept[RUN].whole = {INFO: b"{}", COPIES: b"{}"}
+        mesh.b.shelf.sealed[RUN].whole = {INFO: b"{}", COPIES: b"{}"}
         assert (await mesh.taken())[0] is None
         assert mesh.reports() == 5
         assert [entry.name for entry in mesh.home.folder.iterdir()] == ["runs"]  # nothing is left lying about
@@ -148,7 +148,7 @@ def test_reports_are_packed_and_come_out_as_they_went_in(tmp_path: Path) -> None
 
     async def test(mesh: Mesh) -> None:
         stream = await mesh.keep(mesh.a, files)
-        assert mesh.a.shelf._kept[RUN].journal.held_bytes < len(files[REPORTS]) / 2 + CHUNK_BYTES
+        assert mesh.a.shelf.sealed[RUN].journal.held_bytes < len(files[REPORTS]) / 2 + CHUNK_BYTES
         more = files[REPORTS] + b'{"step": 60000, "loss": 1.0}\n'
         at = len(files[REPORTS])
         header = {"run": RUN, "name": REPORTS, "at": at, "size": len(more)}
@@ -209,7 +209,7 @@ def test_what_no_owner_sends_is_refused_and_not_kept(tmp_path: Path) -> None:
             with pytest.raises(StreamClosed):
                 await stream.recv()
             assert mesh.a.shelf.kept == {}
-            assert mesh.a.shelf._open == []
+            assert mesh.a.shelf.arriving == []
 
     on_a_mesh(tmp_path, test)
 
@@ -244,11 +244,11 @@ def test_a_peer_keeps_so_many_bytes_and_journals(tmp_path: Path) -> None:
             stream = await mesh.send(mesh.a, other)
             with pytest.raises(StreamClosed):
                 await stream.recv()
-            assert mesh.a.shelf._open == []
+            assert mesh.a.shelf.arriving == []
         streams = [await mesh.send(mesh.b, []) for _ in range(MOST_RUNS + 1)]
         with pytest.raises(StreamClosed):
             await streams[-1].recv()
-        assert len(mesh.b.shelf._open) == MOST_RUNS
+        assert len(mesh.b.shelf.arriving) == MOST_RUNS
 
     on_a_mesh(tmp_path, test)
 
@@ -257,7 +257,7 @@ def broken(**other: Any) -> bytes:
     me = Identity.generate()
     files = [[INFO, 1, bytes(32)], [REPORTS, 1, bytes(32)]]
     body = msgpack.packb({"job": JOB, "run": RUN, "incarnation": 1, "at": 0.0, "files": files, **other})
-    return bytes(msgpack.packb([me.peer_id, body, me.sign(shelf._covered(shelf._JOURNAL, me.peer_id, body))]))
+    return bytes(msgpack.packb([me.peer_id, body, me.sign(shelf.covered(shelf.JOURNAL, me.peer_id, body))]))
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_standby_takes_what_lies_on_its_own_shelf(tmp_path: Path) -> None:
         assert seal is not None
         assert mesh.reports() == 7
         assert mesh.home.run(RUN).report_file.read_bytes() == files_of(7)[REPORTS]
-        mesh.heir.shelf._kept[RUN].reports._tail[3:6] = b"999"
+        mesh.heir.shelf.sealed[RUN].reports.tail[3:6] = b"999"
         await mesh.keep(mesh.a, files_of(5), incarnation=2)
         await mesh.taken()
         assert mesh.reports() == 5
