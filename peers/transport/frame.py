@@ -53,6 +53,7 @@ _TAG = int.from_bytes(MAGIC + bytes([FRAME_VERSION, 0]), "big")
 _SIZE = (1 << 32) - 1
 _STRING, _INTEGER = frozenset({str}), frozenset({int})
 MAX_CHUNK_BYTES = 4 << 20
+HEAD_BYTES = 1024  # that a stream holds for packing heads, more where one is longer; msgpack would take 256 KiB
 MAX_KIND_CHARS = 64
 _SCRATCH_BYTES = 128 * 1024  # what one read may take while no payload is being filled: a frame of 64 KiB comes whole
 _MANY_BYTES = 64 * 1024  # a payload of this size is worth the half microsecond that untouched memory costs
@@ -114,7 +115,7 @@ class Encoder:
         self._limits = limits
         self._check = check
         self._chunk_bytes = min(limits.chunk_bytes, MAX_CHUNK_BYTES)
-        self._pack = msgpack.Packer(use_bin_type=True).pack
+        self._pack = msgpack.Packer(use_bin_type=True, buf_size=HEAD_BYTES).pack
 
     def head(self, frame: Frame, sizes: Sequence[int]) -> tuple[bytes, int]:
         """The DATA record of a frame with payloads of these sizes, and its cost in the window."""
@@ -245,6 +246,11 @@ class Decoder:
             self._error = error
             raise
         return events
+
+    def close(self) -> None:
+        """No more is read: the memory for that is given back, however long somebody still refers to the stream."""
+        self._view, self._start, self._end, self._head, self._frame = _memory(HEAD_BYTES), 0, 0, None, None
+        self._payloads, self._filled, self._chunk_left = [], 0, 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Event]:
         """Copy `data` through the decoder, for sources that hand out bytes."""

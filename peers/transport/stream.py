@@ -326,6 +326,7 @@ class FramedStream(asyncio.BufferedProtocol):
         if self._why is None:
             self._why = f"the stream {self.purpose!r} with {short(self.peer_id)} is over: {why}"
         self._lost.set()
+        self._decoder.close()
         self._wake(self._receiver)
         self._wake(self._sender)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 from structlog.testing import capture_logs
@@ -197,3 +198,32 @@ async def test_the_receiver_reads_the_bandwidth_off_large_frames() -> None:
             await near.send(Frame("small", {}, [bytes(1000)]))
             await far.recv()
         assert near.rates() == (None, None), "nothing large has come to it"
+
+
+@virtual_time
+async def test_a_stream_that_is_over_holds_next_to_no_memory() -> None:
+    """Whoever still refers to it: a task that waits for the collector, an error with its traceback."""
+    count, network = 50, MemoryNetwork()
+    async with network.transport("a", KEY) as a, network.transport("b", KEY) as b:
+        await pair(a, b)  # what the first stream needs for good
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            streams = [await pair(a, b) for _ in range(count)]
+            for near, far in streams:
+                sending = asyncio.create_task(near.send(Frame("x", {}, [bytes(100_000)])))
+                await far.recv()
+                await sending
+            open_bytes = tracemalloc.get_traced_memory()[0] - before
+            for near, _ in streams[: count // 2]:
+                near.abort()
+            async with asyncio.TaskGroup() as group:
+                for near, _ in streams[count // 2 :]:
+                    group.create_task(near.aclose())
+            await asyncio.sleep(1)
+            assert all(near.closed and far.closed for near, far in streams)
+            held_bytes = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+    assert 100_000 < open_bytes / (2 * count) < 250_000
+    assert held_bytes / (2 * count) < 20_000
