@@ -14,13 +14,13 @@ carries out its commands and tells what came of them. The machine knows peers by
                       searching <-- finding <---------- calling <-- (a peer is lost, in any state of an epoch)
 
     in            event     what follows                                                             next
-    turn          Turned    profile, or plan; of another owner's run, call the roll of its members   planning, turn
+    turn          Turned    profile, or plan; of another owner's run, call the roll of its members   planning, turn, searching
     turn          Turned    nobody was before us, so the plan was refused for another reason: fail   over
     turn          Called    who answers is free for the first plan, but those who failed: profile    planning
     planning      Profiled  ask for a plan; for another owner's run, as after a loss                 planning, searching
     planning      Found     see whether all its members are still here                               meeting
     planning      NoPlan    the first: wait for our turn; a later one: fail                          turn, over
-    planning      Changed   the newer term is known: ask for a plan                                  planning
+    planning      Changed   the newer term is known: ask for a plan; look around where some miss  planning, searching
     meeting       Met       offer the next epoch                                                     offered
     meeting       Failed    a member has gone since: call the roll                                   calling
     epoch         Stepped   compare a step that was told of, count it, consider another plan         running, collecting
@@ -314,8 +314,7 @@ class Course:
             return self._fail(refused)
         if self.plan is not None:
             self.missing.free = ()
-            self.state = State.PLANNING
-            return [AskPlan()]
+            return self._plan_anew()
         if self._members is not None:
             return [CallRoll((*self._members, *sorted(self.missing.failed - {*self._members})))]
         self.state = State.PLANNING
@@ -546,6 +545,13 @@ class Course:
                 return [self._look()]
             case State.FINDING:
                 return self._find_states()
+        return self._plan_anew()
+
+    def _plan_anew(self) -> list[Command]:
+        """No step is done yet; but who takes a run over may miss peers already, and those are left out."""
+        if self.missing.gone:
+            return self._search()
+        self.state = State.PLANNING
         return [AskPlan()]
 
     # -- the end

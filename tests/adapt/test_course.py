@@ -299,6 +299,7 @@ def always_fails(seed: int) -> None:
     """Plans come, and no epoch does a step."""
     world = World(seed)
     how = world.chance.choice((None, STALE, LOST))
+    most = {STALE: REPLANS + 1, LOST: FRUITLESS + 1}.get(how, (len(PEERS) + 1) * FRUITLESS + REPLANS + 1)
     while world.course.state is not State.OVER:
         if isinstance(world.question, moves.Offer):
             world.give(world.failure(frozenset(world.question.proposal.members), how))
@@ -308,7 +309,7 @@ def always_fails(seed: int) -> None:
             world.give(moves.TimeUp())
         else:
             world.give(world.answer())
-        assert world.epochs <= (len(PEERS) + 1) * FRUITLESS + REPLANS + 1
+        assert world.epochs <= most
 
 
 @given(seeds)
@@ -334,6 +335,7 @@ def goes_on(seed: int) -> None:
         (goes_on, Course, "self.missing.gone.pop(peer, None)", "self.missing.gone.clear()"),
         (always_fails, Course, "self._counts.refused(self.done) > REPLANS", "False"),
         (always_fails, Course, "in_vain >= FRUITLESS", "False"),
+        (always_fails, Course, "if self.missing.gone:\n        return self._search()", "if False:\n        pass"),
     ],
     ids=lambda value: getattr(value, "__name__", "") if callable(value) else "",
 )
