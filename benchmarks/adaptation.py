@@ -29,8 +29,7 @@ from benchmarks.lab import Lab, why_not
 from benchmarks.measure import machine, row
 from benchmarks.rehearsal import POOR, REGIONS, SPEEDS, flaps, scenario
 from benchmarks.rivals.launch import WARM, Bed, Run, System, Weather, run
-from meshcee.errors import MeshceeError
-from peers.cli.session import unwrap
+from meshcee.errors import MeshceeError, unwrap
 from peers.mesh_view import named
 
 FOLDER = Path(__file__).resolve().parent

@@ -28,7 +28,7 @@ from benchmarks.lab import Lab
 from benchmarks.wires import Wires
 from meshcee.files.home import Home, Run
 from peers.cli.local import Children
-from peers.device.emulation import HANG_FILE
+from peers.device.emulation.pace import HANG_FILE
 
 __all__ = ["Arena"]
 

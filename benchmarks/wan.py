@@ -36,9 +36,9 @@ from benchmarks.rivals.launch import WARM, Bed, Run, System, run_jobs
 from benchmarks.rivals.rows import run_rivals
 from benchmarks.wan_table import table
 from meshcee.capture import capture
+from meshcee.errors import unwrap
 from meshcee.figures.scenario import load_scenario, packaged
 from meshcee.plan import Plan
-from peers.cli.session import unwrap
 
 FOLDER = Path(__file__).resolve().parent
 NETWORKS = ("cee-small", "three-cities", "last-mile", "sag")

@@ -1,15 +1,13 @@
 """What the mesh remembers: signed records, who is alive by them, who coordinates, and word of changes.
 
-`Directory` says who is there, `Elector` who plans, `Kademlia` and `SharedMemory` are stores that keep records. What arrives is read
-field by field and believed only when it is signed. Imports meshcee's values; knows nothing of jobs in progress.
+`Directory` says who is there, `Elector` who plans, `SharedMemory` keeps records; so does `dht.kademlia`, over hivemind. What
+arrives is read field by field and believed only when it is signed. Imports meshcee's values; knows nothing of jobs in progress.
 """
 
 from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, peer_of
-from dht.control import P2P, P2PDaemonError, answers, attach, dial
 from dht.directory import Directory
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
-from dht.kademlia import KademliaStore
 from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord, RunRecord
 from dht.signing import Identity, MeshKey, Token, verify
 from dht.store import MemoryStore, SharedMemory, Store
@@ -19,17 +17,14 @@ __all__ = [
     "MAX_ADDRESSES",
     "MAX_LINKS",
     "MAX_RUMOURS",
-    "P2P",
     "Directory",
     "Elector",
     "Gossiper",
     "Identity",
-    "KademliaStore",
     "LeaseRecord",
     "LinkRecord",
     "MemoryStore",
     "MeshKey",
-    "P2PDaemonError",
     "PeerRecord",
     "RunRecord",
     "SharedMemory",
@@ -37,10 +32,7 @@ __all__ = [
     "Term",
     "TermFile",
     "Token",
-    "answers",
-    "attach",
     "checked",
-    "dial",
     "dialable",
     "host_of",
     "peer_of",

@@ -18,7 +18,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
         `-- GraphError              4  a graph from the network that is unsafe or malformed
 """
 
-__all__ = [
+__all__ = [  # the kinds of errors, which peers name to one another
     "CaptureError",
     "CheckpointError",
     "GraphError",
@@ -112,3 +112,15 @@ class GraphError(ProtocolError):
     """A graph that arrived is unsafe or malformed: an operator outside the allow-list, a dangling value."""
 
     exit_code = 4
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The error inside task groups that a user should see: the first of ours, else the first of all."""
+    errors = _leaves(error)
+    return next((e for e in errors if isinstance(e, MeshceeError)), errors[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]

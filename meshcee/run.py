@@ -7,12 +7,14 @@ package that import upward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshcee.errors import UsageError
+from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
 
 if TYPE_CHECKING:
@@ -25,12 +27,21 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "join", "train"]
 
+T = TypeVar("T")
+
 
 @asynccontextmanager
 async def join(
-    address: str | None = None, *, local: int | None = None, compute: bool = False, device: str = "cpu"
+    address: str | None = None,
+    *,
+    local: int | None = None,
+    compute: bool = False,
+    device: str = "cpu",
+    measures: bool = True,
 ) -> AsyncIterator[Mesh]:
     """Join a mesh as an owner; `compute` lends this machine too. `local=N` makes N peers in this process instead.
+
+    Those measure nothing with `measures=False`: then every job needs a plan of its own.
 
     >>> async with meshcee.join(token) as mesh:
     ...     async for report in mesh.train(job):
@@ -39,7 +50,6 @@ async def join(
     import structlog
 
     from meshcee.files import Home
-    from peers.cli.session import unwrap
     from peers.node import JoinOptions
     from peers.node import join as joined
 
@@ -48,7 +58,7 @@ async def join(
 
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
-    options = JoinOptions(token=address, local=local, compute=compute, device=device)
+    options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)
     own: BaseException | None = None
     try:
         async with joined(options, Home() if address else None) as mesh:
@@ -89,13 +99,14 @@ def train(
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
     from meshcee.capture import capture
-    from peers.cli.session import run_blocking
 
     # Here, as Ctrl-C would not be heard before its end in a loop.
     found = captured or capture(job)
 
     async def main() -> Result:
-        async with _joined(join, local=local if join or local else 1, compute=compute, device=device) as mesh:
+        measures = plan is None or job.adapt  # else nobody asks for figures
+        count = local if join or local else 1
+        async with _joined(join, local=count, compute=compute, device=device, measures=measures) as mesh:
             async for report in mesh.train(
                 job,
                 captured=found,
@@ -113,10 +124,34 @@ def train(
                     on_report(report)
             return mesh.result
 
-    return run_blocking(main)
+    return _run_blocking(main)
 
 
 _joined = join
+
+
+def _run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end, in this thread; where a loop runs already, as in a notebook, beside it in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    begun: Future[Callable[[], object]] = Future()
+
+    async def told() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await main()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshcee") as pool:
+        done = pool.submit(lambda: asyncio.run(told()))
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+                begun.result()()
+            raise  # once the pool has ended
 
 
 def check(

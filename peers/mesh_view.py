@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from dht import Directory, Elector, Identity, LeaseRecord, MeshKey, Store, Term, TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, PeerLostError
-from meshcee.figures import DeviceProfile, LinkProfile, Measured, class_of, without_links
-from meshcee.planner import FEW
+from meshcee.figures import FEW, DeviceProfile, LinkProfile, Measured, class_of, without_links
 from peers.transport import Transport
 from peers.wire import unless_late
 
@@ -49,6 +48,7 @@ class MeshView:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sign = identity.sign
+        self.measures = True  # links and blocks; else nobody is asked for figures, and plans are given
         self.host = host  # of peers that share cores and memory; "": this one shares with nobody
         self.transport = transport
         self.timeouts = timeouts

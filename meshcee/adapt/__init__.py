@@ -1,10 +1,8 @@
 """When the network changes under a running plan: what steps show (senses), what it means (paces), whether to go over (rule).
 
-And what a run does from epoch to epoch, whatever befalls its members (course, moves).
-Pure: reports and events in, figures, choices and commands out. `peers/owner/` asks and acts.
+Pure: reports in, figures and choices out. `peers/owner/` asks and acts.
 """
 
-from meshcee.adapt import course, moves
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
@@ -24,6 +22,4 @@ __all__ = [
     "Senses",
     "Shift",
     "as_shown",
-    "course",
-    "moves",
 ]

@@ -6,7 +6,7 @@ made where nothing can be trained. `kernels` says which devices compute the same
 
 from meshcee.figures.hosts import as_run, threads_of
 from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
-from meshcee.figures.measured import DEFAULT_LINK, JobCosts, Measured, without_links
+from meshcee.figures.measured import DEFAULT_LINK, FEW, JobCosts, Measured, without_links
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.figures.rate import LEAST_BYTES, Rate
@@ -18,6 +18,7 @@ from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, KindTimes, Workload
 __all__ = [
     "CODECS",
     "DEFAULT_LINK",
+    "FEW",
     "HOST_MESSAGE_S",
     "KINDS",
     "LEAST_BYTES",

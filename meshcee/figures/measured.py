@@ -15,7 +15,9 @@ from meshcee.figures.profile import BlockCost, Cores, DeviceProfile, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 
-__all__ = ["DEFAULT_LINK", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
+__all__ = ["DEFAULT_LINK", "FEW", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
+
+FEW = 32  # peers up to which everybody measures the link to everybody
 
 NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
 MAX_BLOCKS = 4096

@@ -5,12 +5,11 @@ proposed, trust what figures count for, regions and probing what is near. Effort
 """
 
 from meshcee.planner.live import choose, has_room_for_copies, plan_job, regions_of, situation
-from meshcee.planner.probing import FEW, whom_to_probe
+from meshcee.planner.probing import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
 from meshcee.planner.search import Effort, plans
 
 __all__ = [
-    "FEW",
     "Effort",
     "choose",
     "has_room_for_copies",

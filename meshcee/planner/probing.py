@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshcee.figures import LinkProfile
+from meshcee.figures import FEW, LinkProfile
 
-__all__ = ["FEW", "whom_to_probe"]
+__all__ = ["whom_to_probe"]
 
-FEW = 32
 LANDMARKS = 6
 NEIGHBOURS = 24  # of its own region that a peer measures
 NEAR_S, NEAR = 0.003, 0.3  # latencies to a landmark may differ by so much, absolutely and relatively

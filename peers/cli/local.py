@@ -19,7 +19,7 @@ from typing import Any
 from meshcee.errors import MeshceeError
 from meshcee.files import dumps, loads
 from peers.cli.session import Screen, configure_logging, run_async
-from peers.device import device_names
+from peers.device.emulation import device_names
 
 __all__ = ["Children", "die_with_parent", "run_local"]
 

@@ -15,8 +15,8 @@ from meshcee.errors import PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.local import die_with_parent
 from peers.cli.session import Screen, configure_logging, run_async
-from peers.device import paced, versions
-from peers.measure import resolve_device
+from peers.device import resolve_device, versions
+from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 
 __all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_drain", "run_peer"]

@@ -7,7 +7,6 @@ nothing of ours remains. A job file is the user's own Python: it is loaded here,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
@@ -16,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +23,7 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import MeshceeError, UsageError, unwrap
 from meshcee.user_code import under_way
 
 if TYPE_CHECKING:
@@ -39,9 +37,7 @@ __all__ = [
     "printable",
     "read_token",
     "run_async",
-    "run_blocking",
     "spin_briefly",
-    "unwrap",
 ]
 
 T = TypeVar("T")
@@ -120,42 +116,6 @@ def read_token(text: str | None) -> str | None:
             f"--join {text}: there is no token on the first line; write the line there that `meshcee peer` printed"
         )
     return found
-
-
-def unwrap(error: BaseException) -> BaseException:
-    """The error inside task groups that a user should see: the first of ours, else the first of all."""
-    errors = _leaves(error)
-    return next((e for e in errors if isinstance(e, MeshceeError)), errors[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-
-
-def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end, in this thread; where a loop runs already, as in a notebook, beside it in a thread of its own."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())
-    begun: Future[Callable[[], object]] = Future()
-
-    async def told() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await main()
-
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshcee") as pool:
-        done = pool.submit(lambda: asyncio.run(told()))
-        try:
-            return done.result()
-        except KeyboardInterrupt:
-            with contextlib.suppress(RuntimeError):  # its loop has ended by itself
-                begun.result()()
-            raise  # once the pool has ended
 
 
 def end_anyway() -> None:

@@ -21,7 +21,8 @@ from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.view import View, view_for
-from peers.measure import Trace, resolve_device
+from peers.device import resolve_device
+from peers.measure import Trace
 from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
 from peers.planning import costs_of, read_plan

@@ -1,7 +1,7 @@
-"""One thread per device is the only door to it (`Compute`); copies of a GPU, the machine around a peer, emulated devices."""
+"""One thread per device is the only door to it (`Compute`); copies of a GPU, the machine around a peer, what a device can do."""
 
 from peers.device.compute import Compute, Pace, one_thread
-from peers.device.emulation import device_names, emulate, paced
+from peers.device.profile import measure_device, resolve_device
 from peers.device.this_host import capability, cores, host_id, quiet, versions
 
 __all__ = [
@@ -9,11 +9,10 @@ __all__ = [
     "Pace",
     "capability",
     "cores",
-    "device_names",
-    "emulate",
     "host_id",
+    "measure_device",
     "one_thread",
-    "paced",
     "quiet",
+    "resolve_device",
     "versions",
 ]

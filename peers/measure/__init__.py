@@ -1,17 +1,9 @@
-"""What peers measure and tell: their device, their links, a job's blocks, and a few steps as a picture (trace)."""
+"""What peers measure and tell: their links, a job's blocks, and a few steps as a picture (trace)."""
 
-from peers.measure.block_profiler import BUDGET_S, LONGEST, BlockProfiler, ProfileRequest
-from peers.measure.link_report import LinkReport
-from peers.measure.profiler import (
-    LIGHT_S,
-    MOST_MEASURED_BYTES_PER_S,
-    TARGET_S,
-    measure_device,
-    probe_link,
-    resolve_device,
-    serve_probe,
-)
-from peers.measure.sounding import Wishes, sound
+from peers.measure.block_profiler import BUDGET_S, LONGEST, ProfileRequest
+from peers.measure.measuring import Measuring
+from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, probe_link
+from peers.measure.sounding import sound
 from peers.measure.trace import Trace
 
 __all__ = [
@@ -19,15 +11,9 @@ __all__ = [
     "LIGHT_S",
     "LONGEST",
     "MOST_MEASURED_BYTES_PER_S",
-    "TARGET_S",
-    "BlockProfiler",
-    "LinkReport",
+    "Measuring",
     "ProfileRequest",
     "Trace",
-    "Wishes",
-    "measure_device",
     "probe_link",
-    "resolve_device",
-    "serve_probe",
     "sound",
 ]

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,6 @@ from meshcee.role import Piece, Place, StageFlops
 from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
 from peers.device import Compute
-from peers.groups import FinishedBuckets
 from peers.member.coding import Coding
 from peers.member.inbox import Collect, Inbox, TakeSnapshot
 from peers.member.settlement import Settlement
@@ -43,6 +42,9 @@ from peers.wire import (
     messages,
     state_frames,
 )
+
+if TYPE_CHECKING:
+    from peers.groups import FinishedBuckets
 
 __all__ = ["Executor"]
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +20,13 @@ from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.role import Place, Sum
 from meshcee.stage import StageRunner
 from peers.device import Compute
-from peers.groups import DirectSum, FinishedBuckets, GroupSum
 from peers.member.coding import Coding
 from peers.member.inbox import Inbox
 from peers.transport import Frame
 from peers.wire import Links, Round, Spans, messages, need
+
+if TYPE_CHECKING:
+    from peers.groups import DirectSum, FinishedBuckets, GroupSum
 
 __all__ = ["Settlement"]
 
@@ -55,6 +58,8 @@ class Settlement:
         self._sums = {one.number: self._sum(one) for one in place.sums}
 
     def _sum(self, one: Sum) -> GroupSum | DirectSum:
+        from peers.groups import DirectSum, GroupSum
+
         place, links, spans = self.place, self._links, self._spans
         of = place.peer, one.peers, {name: self._runner.trainable[name] for name in one.names}
         if place.meeting_host is None:
@@ -67,6 +72,8 @@ class Settlement:
         if not self._sums:
             yield ()
             return
+        from peers.groups import FinishedBuckets
+
         finished = [FinishedBuckets(one.buckets, one.parameters) for one in self._sums.values()]
         async with asyncio.TaskGroup() as group:
             for one, whole in zip(self._sums.values(), finished):

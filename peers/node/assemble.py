@@ -22,14 +22,14 @@ from meshcee.capture import prepare
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from meshcee.files import Home
-from peers.device import Compute, Pace, emulate, host_id
+from peers.device import Compute, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
-from peers.node.founding import Founding
 from peers.node.mesh import Mesh
-from peers.transport import MemoryNetwork, Shape, ShapedTransport, StreamClosed, Transport
+from peers.transport import MemoryNetwork, StreamClosed, Transport
 
 if TYPE_CHECKING:
+    from peers.device.emulation import Shape
     from peers.transport.p2p import P2PDaemon
 
 __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
@@ -66,6 +66,7 @@ class JoinOptions:
     regroup_s: float | None = None
     leave_s: float | None = None
     threads_said: bool = False  # by the user, who has set torch's number
+    measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
 
 
 @asynccontextmanager
@@ -177,6 +178,10 @@ class InProcess:
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)
         options = AgentOptions(name, memory_bytes=self._options.memory_bytes)
+        if self._options.measures:
+            from peers.measure import Measuring
+
+            options = replace(options, measuring=Measuring)
         made = Agent(
             options,
             identity,
@@ -208,9 +213,10 @@ class InProcess:
 @asynccontextmanager
 async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
-    from dht import KademliaStore
-    from peers.transport import Direct
-    from peers.transport.p2p import Libp2pTransport, P2PDaemon
+    from dht.kademlia import KademliaStore
+    from peers.measure import Measuring
+    from peers.node.founding import Founding
+    from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon
 
     timeouts, limits = Timeouts(), Limits()
     if options.regroup_s is not None:
@@ -240,6 +246,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         transport: Transport
         pace, shape = options.pace, None
         if options.shape and options.shape_device:
+            from peers.device.emulation import emulate
+
             emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
             pace, shape = emulated.pace, emulated.shape
         real = Libp2pTransport(
@@ -252,6 +260,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if shape is None:
             transport = await stack.enter_async_context(real)
         else:
+            from peers.device.emulation import ShapedTransport
+
             transport = await stack.enter_async_context(ShapedTransport(real, shape, limits=limits))
         real.addresses = daemon.addresses
         await _greet(transport, daemon, seeds)
@@ -273,6 +283,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 options.observes,
                 "" if pace is not None else host_id(key.secret),
                 options.threads_said,
+                Measuring,
             ),
             identity,
             key,

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshcee.adapt import course
 from meshcee.capture import Capture, capture
+from meshcee.epochs import course
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.files import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.sampling import unrepeatable
-from peers.measure import Trace
 from peers.node.agent import Agent
 from peers.owner import (
     EvaluationFeed,
@@ -35,6 +34,9 @@ from peers.owner import (
 )
 from peers.planning import Planned, ask_plan, given_plan, question
 from peers.state import check_same
+
+if TYPE_CHECKING:
+    from peers.measure import Trace
 
 __all__ = ["Mesh", "Result"]
 

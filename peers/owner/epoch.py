@@ -15,20 +15,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.equality import check_sharing
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
 from meshcee.files import large_apart
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage import tensors
-from peers.measure import Trace
 from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
@@ -56,6 +54,9 @@ from peers.wire import (
     unless_silent,
     while_moving,
 )
+
+if TYPE_CHECKING:
+    from peers.measure import Trace
 
 __all__ = ["Owner", "Report"]
 
@@ -178,7 +179,10 @@ class Owner:
         try:
             async with asyncio.TaskGroup() as group:
                 beside.append(group.create_task(self._watch_failures()))
-                await self.in_users_thread(check_sharing, self._job, self._capture, self.plan)
+                if self.plan.sums_gradients:
+                    from meshcee.equality import check_sharing
+
+                    await self.in_users_thread(check_sharing, self._job, self._capture, self.plan)
                 with large_apart():
                     beside += await self._offer_all(group)
                 self.ready_s = asyncio.get_running_loop().time()

@@ -13,13 +13,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from meshcee.adapt import course, moves
 from meshcee.capture import Capture, capture
-from meshcee.equality import cuts_of, examine, sizes_of
+from meshcee.epochs import course, moves
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.figures import BlockTimes, DeviceProfile, class_of
 from meshcee.files import Home, Run, Trouble, disk, settled
@@ -27,9 +26,7 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.sampling import FED, Fed, HyperSchedule, repeats
 from meshcee.stage import check_generators
-from peers.measure import Trace
 from peers.mesh_view import MeshView
-from peers.owner.adaptation import Adaptation, Newcomers
 from peers.owner.diary import Diary, Losses
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed, Stalls
@@ -53,6 +50,10 @@ from peers.state import (
     noted,
 )
 from peers.wire import Failures, Suspects, unless_late
+
+if TYPE_CHECKING:
+    from peers.measure import Trace
+    from peers.owner.adaptation import Adaptation, Newcomers
 
 __all__ = ["Result", "Training", "next_incarnation", "own"]
 
@@ -462,6 +463,8 @@ class Training:
 
     async def _look_at_module(self, captured: Capture, plan: Plan) -> None:
         """Raise UnequalError where the captured model is not the user's module."""
+        from meshcee.equality import cuts_of, examine, sizes_of
+
         left_out: list[str] = []
         await asyncio.to_thread(examine, self._job, captured, sizes_of(plan), cuts_of(plan), say=left_out.append)
         self.result.notes = (*self.result.notes, *left_out)
@@ -524,6 +527,8 @@ class Training:
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
         elif self._adaptation is None or not self._adaptation.moved(plan, self._reported_s):
+            from peers.owner.adaptation import Adaptation, Newcomers
+
             new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
             check = partial(check_generators, captured.train)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
@@ -537,7 +542,9 @@ class Training:
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self.owner.plan.peers if self.owner is not None else ())
         mesh = self._agent.measured(plan.peers)
-        chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
+        chosen = None
+        if self._agent.measures:
+            chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
         self.owner = own(
             self._agent,
             self._job,

@@ -1,6 +1,6 @@
 """How a run finds its way back: a roll call, a look at who is there, and a plan of the coordinator's or of the owner's own.
 
-The idea: what to do is decided in meshcee/adapt/course.py; here is how its questions about the mesh are asked. The owner asks the
+The idea: what to do is decided in meshcee/epochs/course.py; here is how its questions about the mesh are asked. The owner asks the
 members themselves, not their records, which outlive them by seconds. The coordinator is asked for the plan like before.
 If it is gone too, or silent, the owner plans by the same rules from the same records under the last term. Every member
 can refuse that term if it knows a newer one.
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import structlog
 
-from meshcee.adapt import moves
+from meshcee.epochs import moves
 from meshcee.errors import JoinError, MeshceeError, PlanError
 from peers.mesh_view import MeshView, named
 from peers.planning import Planned, PlanRequest, answer, request_plan

@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshcee.plan import Plan
-from peers.owner.adaptation import Change
+
+if TYPE_CHECKING:
+    from peers.owner.adaptation import Change
 
 __all__ = ["Result"]
 

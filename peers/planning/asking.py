@@ -12,11 +12,9 @@ from dataclasses import replace
 import structlog
 
 from meshcee.capture import Capture
-from meshcee.equality import why_not_shared
 from meshcee.errors import MeshceeError
 from meshcee.figures import JobCosts, LinkProfile, threads_of
 from meshcee.job import Job
-from peers.measure import LIGHT_S, probe_link
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned, PlanRequest, request_plan
 from peers.planning.job_costs import costs_of, look, profile
@@ -44,9 +42,14 @@ async def question(
     await agent.see_the_mesh(lent)
     costs = await asyncio.to_thread(costs_of, job, captured)
     costs = replace(costs, threads=costs.threads or threads_of(agent.lent()))
-    if costs.groups and (why := await asyncio.to_thread(why_not_shared, job, captured)):
-        log.warning("no stage will be shared by a group", why=why)
-        costs = replace(costs, groups=False)
+    if not agent.measures:
+        return PlanRequest(costs, {}, stages, lent)
+    if costs.groups:
+        from meshcee.equality import why_not_shared
+
+        if why := await asyncio.to_thread(why_not_shared, job, captured):
+            log.warning("no stage will be shared by a group", why=why)
+            costs = replace(costs, groups=False)
     most, data_s = await asyncio.to_thread(look, job, captured)
     costs = replace(costs, data_s=data_s)
     async with asyncio.TaskGroup() as group:
@@ -57,6 +60,8 @@ async def question(
 
 async def _feeds(agent: MeshView, costs: JobCosts) -> dict[str, LinkProfile]:
     """This peer's own links to idle devices, where a step's inputs are so many bytes that these may matter."""
+    from peers.measure import LIGHT_S, probe_link
+
     found: dict[str, LinkProfile] = {}
     if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:
         return found

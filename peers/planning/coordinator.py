@@ -21,7 +21,6 @@ from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan
-from meshcee.planner import plan_job
 from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages
@@ -90,6 +89,8 @@ class PlanRequest:
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
+        from meshcee.planner import plan_job
+
         known = [pair for pair in self.parted if measured.devices.keys() >= {*pair}]
         times = {p: t for p, t in self.times.items() if p in measured.devices}
         measured = replace(measured, times=times, links=without_links(measured.links, known), feeds=self.feeds)

@@ -11,6 +11,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -24,10 +25,12 @@ from meshcee.job import Job
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import read
 from peers.device import versions
-from peers.measure import BUDGET_S, LONGEST, ProfileRequest
 from peers.mesh_view import MeshView
 from peers.transport import Frame, StreamClosed
 from peers.wire import SLOWEST_BYTES_PER_S, messages
+
+if TYPE_CHECKING:
+    from peers.measure import ProfileRequest
 
 __all__ = ["costs_of", "look", "profile"]
 
@@ -89,6 +92,8 @@ async def profile(
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(peer: str) -> None:
+        from peers.measure import BUDGET_S, LONGEST
+
         limit_s = 2 * agent.timeouts.join_s + LONGEST * BUDGET_S + len(data) / SLOWEST_BYTES_PER_S
         try:
             async with gate, asyncio.timeout(limit_s):
@@ -128,6 +133,8 @@ async def _ask(agent: MeshView, peer: str, request: ProfileRequest, data: bytes)
 def _request(
     job: Job, captured: Capture, costs: JobCosts, memory_bytes: int, most: Mapping[str, int]
 ) -> ProfileRequest:
+    from peers.measure import ProfileRequest
+
     blocks = tuple(sorted(set(costs.alike)))
     pair = next((a for a, b in zip(costs.alike, costs.alike[1:]) if a == b), None)
     place = next((k for k in range(len(costs.alike) - 1) if costs.alike[k] == costs.alike[k + 1] == k), None)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from meshcee.figures import DeviceProfile, JobCosts, Measured
 from meshcee.plan import Plan
-from meshcee.planner import has_room_for_copies, regions_of
 
 __all__ = [
     "AHEAD",
@@ -143,6 +142,8 @@ def keepers_with_room(
     plan: Plan, mesh: Measured, devices: Mapping[str, DeviceProfile], job: JobCosts
 ) -> Keepers | None:
     """Of this plan, on these devices; None where they have no room for copies, far ones only where they have it for those."""
+    from meshcee.planner import has_room_for_copies, regions_of
+
     if not has_room_for_copies(plan, devices, job):
         return None
     seconds = {k: link.latency_s + CHUNK_BYTES / link.bandwidth_bytes_per_s for k, link in mesh.links.items()}

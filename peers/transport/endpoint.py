@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
@@ -19,8 +19,10 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
-from peers.transport.direct import Direct, Path
 from peers.transport.stream import FramedStream, short
+
+if TYPE_CHECKING:
+    from peers.transport.direct import Direct, Path
 
 __all__ = ["Endpoint"]
 

@@ -18,7 +18,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgpack
 from msgspec import Meta
@@ -27,8 +27,10 @@ import meshcee
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from meshcee.fields import Count, read
 from peers.transport.base import Frame, Stream
-from peers.transport.direct import Path
 from peers.transport.stream import short
+
+if TYPE_CHECKING:
+    from peers.transport.direct import Path
 
 __all__ = ["PROTOCOL_VERSION", "accept", "dial"]
 

@@ -28,7 +28,8 @@ from typing import IO, Any, Self
 
 import structlog
 
-from dht import P2P, Identity, P2PDaemonError, answers, attach, dial, peer_of
+from dht import Identity, peer_of
+from dht.control import P2P, P2PDaemonError, answers, attach, dial
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
 from peers.transport.p2p import launcher

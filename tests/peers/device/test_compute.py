@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.device.compute import Compute, Pace
-from peers.device.emulation import HANG_FILE, paced
+from peers.device.emulation.pace import HANG_FILE, paced
 
 
 async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_no_more() -> None:

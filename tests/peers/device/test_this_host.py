@@ -15,8 +15,8 @@ from meshcee.figures.profile import DeviceProfile
 from peers.cli.session import spin_briefly
 from peers.device import this_host
 from peers.device.compute import Compute
+from peers.device.profile import measure_device
 from peers.device.this_host import host_id, quiet
-from peers.measure.profiler import measure_device
 from peers.planning.job_costs import whom_to_ask
 
 

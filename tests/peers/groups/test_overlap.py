@@ -24,8 +24,8 @@ SMALL = 256  # bytes of a bucket: one for each parameter of the job
 
 
 def sum_in_buckets_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers.member.settlement.GroupSum", functools.partial(GroupSum, bucket_bytes=size))
-    monkeypatch.setattr("peers.member.settlement.DirectSum", functools.partial(DirectSum, bucket_bytes=size))
+    monkeypatch.setattr("peers.groups.GroupSum", functools.partial(GroupSum, bucket_bytes=size))
+    monkeypatch.setattr("peers.groups.DirectSum", functools.partial(DirectSum, bucket_bytes=size))
 
 
 async def train(shares: Any = SHARES, *, direct: bool = False) -> Trained:

@@ -14,9 +14,10 @@ from meshcee.config import Timeouts
 from meshcee.figures.profile import LinkProfile
 from peers.cli.status import rate
 from peers.device.compute import Compute, Pace
-from peers.measure.profiler import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, measure_device, probe_link, serve_probe
+from peers.device.profile import measure_device
+from peers.measure.measuring import PROBE_SHARE
+from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, probe_link, serve_probe
 from peers.measure.sounding import SHARE, sound
-from peers.node.agent import PROBE_SHARE
 from peers.node.assemble import InProcess, JoinOptions
 from peers.transport.base import Frame, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -139,7 +140,7 @@ async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pyte
     def now() -> float:
         return asyncio.get_running_loop().time()
 
-    monkeypatch.setattr("peers.node.agent.probe_link", probe)
+    monkeypatch.setattr("peers.measure.measuring.probe_link", probe)
     async with InProcess(JoinOptions(), timeouts=Timeouts(), clock=now, monotonic=now) as here:
         peers = {(await here.start(name)).peer_id for name in "abc"}
         await asyncio.sleep(30)
@@ -169,7 +170,7 @@ async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_the
     def now() -> float:
         return asyncio.get_running_loop().time()
 
-    monkeypatch.setattr("peers.node.agent.probe_link", probe)
+    monkeypatch.setattr("peers.measure.measuring.probe_link", probe)
     network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=bandwidth))
     async with InProcess(JoinOptions(), network, timeouts=Timeouts(), clock=now, monotonic=now) as here:
         a, b = [await here.start(name) for name in "ab"]

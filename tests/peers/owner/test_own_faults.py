@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import virtual_chaos
-from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError
-from peers.cli.session import unwrap
+from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError, unwrap
 from peers.member.executor import Executor
 from peers.member.service import Member
 from peers.mesh_view import LONGEST_SHUNNED_S, SHUNNED_S

@@ -17,13 +17,12 @@ from structlog.testing import capture_logs
 from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
-from meshcee.errors import PeerLostError
+from meshcee.errors import PeerLostError, unwrap
 from meshcee.figures.measured import NEXT_TO_NOTHING
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
-from peers.cli.session import unwrap
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.node.mesh import Mesh

@@ -14,8 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
-from meshcee.adapt.course import REPLANS
 from meshcee.eager import plain
+from meshcee.epochs.course import REPLANS
 from meshcee.plan import Plan
 from peers.device.compute import Pace
 from peers.node.agent import Agent
@@ -123,7 +123,7 @@ def test_plans_change_more_often_than_coordinators_may_without_a_step(
 
     async def story() -> list[float]:
         async with stormy(0, tmp_path) as storm, asyncio.timeout(6000):
-            monkeypatch.setattr("peers.owner.job_run.Adaptation", partial(Changing, storm, iter(range(changes))))
+            monkeypatch.setattr("peers.owner.adaptation.Adaptation", partial(Changing, storm, iter(range(changes))))
             if not knows_the_term:
                 monkeypatch.setattr(Agent, "newest_term", (0, ""))
             told = storm.mesh.train(

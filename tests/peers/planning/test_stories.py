@@ -25,7 +25,7 @@ from benchmarks.virtual_chaos import (
     stormy,
     train,
 )
-from meshcee.adapt.course import Course
+from meshcee.epochs.course import Course
 from meshcee.plan import LeftOut, Plan
 from peers.member.service import Session
 from peers.owner.epoch import Owner

@@ -15,11 +15,10 @@ from torch import nn
 
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain
-from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError
+from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError, unwrap
 from meshcee.files.home import Home, Run
 from meshcee.job import PER_PARAMETER, Job, Optimizer
 from meshcee.stage.weights import optimizer_layout
-from peers.cli.session import unwrap
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
 from peers.state.checkpoint import CheckpointStore

@@ -12,11 +12,11 @@ from typing import Any
 
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import LinkProfile
+from peers.device.emulation.shape import Shape, ShapedTransport
 from peers.transport.base import Frame, Stream, Transport
 from peers.transport.direct import Direct
 from peers.transport.memory import MemoryNetwork
 from peers.transport.p2p.libp2p import Libp2pTransport
-from peers.transport.shape import Shape, ShapedTransport
 from peers.transport.stream import FramedStream
 
 with warnings.catch_warnings():

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
 from meshcee.figures.profile import LinkProfile
+from peers.device.emulation.shape import Shape, ShapedTransport
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.p2p.libp2p import Libp2pTransport
-from peers.transport.shape import Shape, ShapedTransport
 from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
 
 pytestmark = pytest.mark.alone

@@ -10,9 +10,9 @@ import pytest
 
 from meshcee.errors import ProtocolError
 from meshcee.figures.profile import LinkProfile
+from peers.device.emulation.shape import AHEAD_S, Shape, ShapedTransport
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
-from peers.transport.shape import AHEAD_S, Shape, ShapedTransport
 from tests.peers.transport.harness import KEY, SMALL, pair
 from tests.rig.virtual_time import virtual_time
 

@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from meshcee.figures.profile import LinkProfile
+from peers.device.emulation.shape import Shape, ShapedTransport
 from peers.transport.base import Frame, Stream, StreamClosed, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
-from peers.transport.shape import Shape, ShapedTransport
 from tests.peers.transport.harness import KEY
 from tests.rig.virtual_time import virtual_time
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from meshcee.errors import UsageError
 from meshcee.figures import LinkProfile, Scenario, load_scenario, packaged
 from peers.device.compute import Pace
-from peers.transport import Shape
+from peers.device.emulation.shape import Shape
 
 __all__ = ["HANG_FILE", "TOTAL_FLOPS_PER_S", "Emulated", "device_names", "emulate", "paced"]
 

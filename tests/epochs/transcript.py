@@ -1,7 +1,7 @@
-"""Runs as text: `> event` lines, and after each what the machine of meshcee/adapt/course.py asks for, and its state.
+"""Runs as text: `> event` lines, and after each what the machine of meshcee/epochs/course.py asks for, and its state.
 
 The idea: a situation is read, not decoded, and a change of behaviour is a change of a text file that a person looks at.
-`python -m tests.adapt.transcript` writes the commands of all transcripts anew; look at what has changed before it is kept.
+`python -m tests.epochs.transcript` writes the commands of all transcripts anew; look at what has changed before it is kept.
 
 The first line after the comments makes the run: `run steps=9 disk keeps`. A plan is its members and its term, `a,b,c@1`.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshcee import errors
-from meshcee.adapt import course, moves
+from meshcee.epochs import course, moves
 from peers.wire.suspects import Fault, Suspects
 
 FOLDER = Path(__file__).parent / "transcripts"

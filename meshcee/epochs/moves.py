@@ -1,6 +1,6 @@
 """What happens to a run between its epochs and in them, and what is to be done then: the events and commands of course.py.
 
-The idea: values and no behaviour, so that a transcript of a run is a list of them (tests/adapt/transcripts).
+The idea: values and no behaviour, so that a transcript of a run is a list of them (tests/epochs/transcripts).
 """
 
 from __future__ import annotations

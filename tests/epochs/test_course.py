@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshcee.adapt import course, moves
-from meshcee.adapt.course import FRUITLESS, LONGEST_PAUSE_S, REPLANS, Course, State
+from meshcee.epochs import course, moves
+from meshcee.epochs.course import FRUITLESS, LONGEST_PAUSE_S, REPLANS, Course, State
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError
 from peers.wire.suspects import Fault, Suspects
-from tests.adapt.transcript import FOLDER, replayed
+from tests.epochs.transcript import FOLDER, replayed
 from tests.mutation import breaks, changed
 
 PEERS = "abcdef"
@@ -26,7 +26,7 @@ ENDS = (moves.Finish, moves.Fail, moves.GiveUp)
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
 def test_a_situation_goes_as_its_transcript_says(path: Path) -> None:
-    """After a change that is meant: `python -m tests.adapt.transcript`, and look at what has changed."""
+    """After a change that is meant: `python -m tests.epochs.transcript`, and look at what has changed."""
     text = path.read_text()
     assert list(replayed(text)) == text.splitlines()
 

@@ -64,7 +64,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from meshcee.adapt.moves import (
+from meshcee.epochs.moves import (
     ANSWERS,
     Around,
     AskPlan,

@@ -1,0 +1,118 @@
+"""What one peer measures while it runs: its links, one at a time, and a job's blocks when an owner asks.
+
+The idea: the peer plugs this in and trains without it; then it takes part in plans that somebody else has made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import structlog
+
+from meshcee.errors import MeshceeError
+from meshcee.figures import DeviceProfile
+from meshcee.planner import whom_to_probe
+from peers.device import Compute, quiet
+from peers.measure.block_profiler import BlockProfiler
+from peers.measure.link_report import LinkReport
+from peers.measure.probe import LIGHT_S, TARGET_S, probe_link, serve_probe
+from peers.measure.sounding import Wishes
+from peers.mesh_view import MeshView
+from peers.transport import StreamClosed
+
+__all__ = ["Measuring"]
+
+log = structlog.get_logger()
+
+PROBE_EVERY_S = 60.0  # each link is measured again after this long, or later
+PROBE_SHARE = 0.02  # of a peer's time, at most, in which links that were measured before are measured again
+
+
+class Busy(Protocol):
+    """Who trains, now and then: meanwhile little is measured."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+
+class Measuring:
+    """One peer's. It answers other peers' probes; a peer that lends a device runs what `lend` returns."""
+
+    def __init__(self, agent: MeshView) -> None:
+        self._agent = agent
+        self._member: Busy
+        self._links = LinkReport(agent.peer_id, agent.directory, clock=agent.clock, monotonic=agent.monotonic)
+        self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
+        self._wishes = Wishes(agent)
+        agent.transport.serve("probe", serve_probe)
+
+    def for_member(self) -> dict[str, Callable[..., Any]]:
+        """Of its sessions: whom a member reports what crossed its links, and what it may know of them."""
+        return {"begun": self._links.begin, "bandwidth": self._links.bandwidth}
+
+    def lend(self, compute: Compute, device: DeviceProfile, member: Busy) -> list[Coroutine[Any, Any, None]]:
+        """Serve profiles of blocks on this device; what is to run as long as it is lent."""
+        self._member = member
+        profiler = BlockProfiler(
+            compute,
+            memory_bytes=device.memory_bytes,
+            limits=self._agent.limits,
+            is_busy=lambda: member.is_busy,
+            clock=self._agent.monotonic,
+            quiet=quiet if self._agent.host and device.kind == "cpu" else nullcontext,
+        )
+        self._agent.transport.serve("profile", profiler.serve)
+        return [self._probe_forever(), self._links.run()]
+
+    async def _probe_forever(self) -> None:
+        """Measure the links to others that lend a device, one at a time, new ones first.
+
+        Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on
+        the wire. While the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
+        """
+        rest_until_s = 0.0
+        while True:
+            target, known = self._stalest_link(may_repeat=self._agent.monotonic() >= rest_until_s)
+            asked = target is None
+            if target is None and (target := self._wishes.take()) is None:
+                await self._wishes.wait(self._agent.timeouts.directory_poll_s)
+                continue
+            record = self._agent.directory.peers[target]
+            start_s, now = self._agent.monotonic(), self._agent.clock()
+            self._tried[target] = now
+            try:
+                async with asyncio.timeout(self._agent.timeouts.join_s):
+                    where = self._agent.transport, target, record.addresses
+                    target_s = LIGHT_S if asked else TARGET_S
+                    probed = await probe_link(*where, now, clock=self._agent.monotonic, target_s=target_s)
+                    if asked:
+                        self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
+            except (MeshceeError, StreamClosed, TimeoutError) as error:
+                log.debug("link not measured", peer=record.name, error=str(error))
+                await asyncio.sleep(self._agent.timeouts.directory_poll_s)
+                continue
+            finally:
+                if known:
+                    now_s = self._agent.monotonic()
+                    rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
+            await self._links.probed(target, probed.link)
+
+    def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
+        """The link that it is most time to measure, and whether it was measured before."""
+        busy = self._member.is_busy
+        now = self._agent.clock()
+        lending = [p for p, r in self._agent.directory.peers.items() if r.device is not None]
+        published = {(p, to): link for p, r in self._agent.directory.links.items() for to, link in r.links}
+        published |= {(self._agent.peer_id, to): link for to, link in self._links.known.items()}
+        due: list[tuple[bool, float, str]] = []
+        for peer in whom_to_probe(self._agent.peer_id, lending, published):
+            known = self._links.known.get(peer)
+            if known is None or (may_repeat and not busy and now - known.measured_at > PROBE_EVERY_S):
+                due.append((known is not None, self._tried.get(peer, 0.0), peer))
+        if not due:
+            return None, False
+        known_before, _, target = min(due)
+        return target, known_before
