@@ -209,3 +209,25 @@ def test_a_mask_that_masks_nothing_is_refused_where_it_changes_a_sum() -> None:
         assert difference(job(kept), ["late"]) == ""
     model.set_attn_implementation("eager")
     assert difference(job(6), ["late"]) == ""
+
+
+def test_a_mask_that_a_window_needs_anyway_is_captured_though_it_masks_nothing() -> None:
+    """Exaone4 makes two masks and its layers here use one: of a sliding window, which stays whatever a sample masks."""
+    hf = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 20}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 2, "pad_token_id": 0}
+    g = torch.Generator().manual_seed(5)
+    data = [
+        ({"input_ids": torch.randint(1, 20, (6,), generator=g), "attention_mask": torch.ones(6).long()}, i % 2)
+        for i in range(24)
+    ]
+
+    def job(layers: list[str]) -> Job:
+        config = hf.Exaone4Config(**small, **heads, sliding_window=3, layer_types=layers, max_position_embeddings=8)
+        torch.manual_seed(1)
+        model = hf.Exaone4ForSequenceClassification(config)
+        return job_of(model, lambda out, y: F.cross_entropy(out.logits, y), data=data)
+
+    assert difference(job(["sliding_attention"] * 2), ["late"]) == ""
+    with pytest.raises(CaptureError, match=r"x\.attention_mask masks nothing"):
+        capture(job(["sliding_attention", "full_attention"]))

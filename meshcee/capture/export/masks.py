@@ -23,23 +23,44 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 class Asked:
-    """Whether a model of transformers would have looked at a mask and could not, and repeated keys and values."""
+    """Whether a model of transformers would have looked at a mask and could not, and repeated keys and values under that mask."""
 
     def __init__(self) -> None:
         self.unanswered = False
         self.repeated = False
+        self._needed: list[torch.Tensor] = []  # masks that stay whatever their values, as those of a sliding window
+        self._in_doubt = True  # the mask that attention is called with now
 
     def question(self, asked: Callable[..., bool]) -> Callable[..., bool]:
         def ask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
             answer = asked(padding_mask, *args, **kwargs)
-            self.unanswered |= padding_mask is not None and not answer and asked(None, *args, **kwargs)
+            if padding_mask is not None and not answer and asked(None, *args, **kwargs):
+                self.unanswered = self._in_doubt = True
             return answer
 
         return ask
 
+    def make(self, make: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            self._in_doubt = False
+            mask = make(*args, **kwargs)
+            if mask is not None and not self._in_doubt:
+                self._needed.append(mask)
+            self._in_doubt = True
+            return mask
+
+        return made
+
+    def use(self, use: Callable[..., bool]) -> Callable[..., bool]:
+        def used(mask: Any, *args: Any, **kwargs: Any) -> bool:
+            self._in_doubt = all(mask is not needed for needed in self._needed)
+            return use(mask, *args, **kwargs)
+
+        return used
+
     def repeat(self, repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def repeated(states: torch.Tensor, times: int) -> torch.Tensor:
-            self.repeated |= times > 1
+            self.repeated |= times > 1 and self._in_doubt
             return repeat(states, times)
 
         return repeated
@@ -52,6 +73,7 @@ def asked_for_masks() -> Iterator[Asked]:
     attention = sys.modules.get("transformers.integrations.sdpa_attention")
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         *((masks, name, noted.question) for name in _QUESTIONS),
+        (attention, "use_gqa_in_sdpa", noted.use),
         (attention, "repeat_kv", noted.repeat),
     ]
     with contextlib.ExitStack() as put_back:
@@ -59,6 +81,10 @@ def asked_for_masks() -> Iterator[Asked]:
             if (own := getattr(module, name, None)) is not None:
                 setattr(module, name, noting(own))
                 put_back.callback(setattr, module, name, own)
+        makers = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
+        if "sdpa" in makers:
+            put_back.callback(makers.__setitem__, "sdpa", makers["sdpa"])
+            makers["sdpa"] = noted.make(makers["sdpa"])
         yield noted
 
 
