@@ -24,6 +24,7 @@ from meshcee.errors import NotPermittedError, ProtocolError
 from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
 from meshcee.figures import DeviceProfile, LinkProfile
 from meshcee.files import loads
+from meshcee.plan import Term
 
 __all__ = [
     "CLOCK_SKEW_S",
@@ -163,8 +164,8 @@ class LeaseRecord(Record):
     released: bool = False  # the holder leaves: others need not wait for the lease to run out
 
     @property
-    def term(self) -> tuple[int, str]:
-        return (self.counter, self.peer_id)
+    def term(self) -> Term:
+        return Term(self.counter, self.peer_id)
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,20 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshcee.errors import UsageError
+from meshcee.errors import ProtocolError, UsageError
+from meshcee.fields import Count, read
 from meshcee.files import disk, loads
+from meshcee.plan import Term
 
 __all__ = ["Term", "TermFile", "Terms"]
 
-Term = tuple[int, str]  # (counter, peer id), compared as a pair
+NONE = Term(0, "")  # older than any
 
 
 @dataclass(frozen=True)
 class Terms:
-    counter: int = 0
-    accepted: Term = (0, "")
+    counter: Count = 0
+    accepted: Term = NONE
 
 
 class TermFile:
@@ -42,20 +44,18 @@ class TermFile:
         if self.path is None:
             return Terms()
         try:
-            data = loads(self.path.read_text())
-            counter, (number, peer_id) = data["counter"], data["accepted"]
-            if type(counter) is int and type(number) is int and type(peer_id) is str:
-                return Terms(counter, (number, peer_id))
+            return read(loads(self.path.read_text()), Terms, "it")
         except FileNotFoundError:
             return Terms()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(
                 f"the file of accepted terms {self.path} cannot be read ({error}): "
                 "restore it, or remove it together with the identity beside it"
             ) from error
-        raise UsageError(
-            f"the file of accepted terms {self.path} is damaged: restore it, or remove it and the identity"
-        )
+        except ProtocolError as error:
+            raise UsageError(
+                f"the file of accepted terms {self.path} is damaged ({error}): restore it, or remove it and the identity"
+            ) from error
 
     def save(self, terms: Terms) -> None:
         if self.path is None:

@@ -10,14 +10,28 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import read
 
-__all__ = ["MOST_THREADS", "LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage"]
+__all__ = ["MOST_THREADS", "Epoch", "LeftOut", "Member", "Pipeline", "Plan", "Predicted", "Stage", "Term"]
 
 MOST_THREADS = 1 << 16
+
+
+class Term(NamedTuple):
+    """Of a coordinator; the greater is the newer."""
+
+    counter: int
+    peer: str
+
+
+class Epoch(NamedTuple):
+    """One life of one plan: the owner's incarnation, and the number of the plan in it."""
+
+    incarnation: int
+    number: int
 
 
 @dataclass(frozen=True)

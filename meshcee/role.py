@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshcee.job import Job
-from meshcee.plan import Plan, Stage
+from meshcee.plan import Epoch, Plan, Stage
 from meshcee.user_code import calling
 
 __all__ = ["B", "F", "Piece", "Place", "StageFlops", "Sum", "loss_shares", "rows_of"]
@@ -80,7 +80,7 @@ class Place:
 
     peer: str
     plan: Plan
-    epoch: tuple[int, int]
+    epoch: Epoch
     seed: int
     clip_norm: float | None
     norm_order: Mapping[str, int]  # parameter -> its place in named_parameters

@@ -99,7 +99,7 @@ class MeshView:
     @property
     def newest_term(self) -> Term:
         """Under which this peer plans what it does not ask the coordinator for; members refuse it if they know a newer one."""
-        return max(self.elector.accepted, self.lease.term if self.lease is not None else (0, ""))
+        return max(self.elector.accepted, self.lease.term if self.lease is not None else Term(0, ""))
 
     async def later_than(self, term: Term) -> None:
         """Until the lease of a later term is known here; while a lease lasts, at most."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from meshcee.errors import JoinError, MeshceeError
+from meshcee.plan import Term
 
 Pairs = frozenset[tuple[str, str]]
 
@@ -26,7 +27,7 @@ class Proposal:
     """A plan as far as the machine looks into it: its members, and the term under which it was made."""
 
     members: tuple[str, ...]
-    term: tuple[int, str]
+    term: Term
     what: Any = field(default=None, repr=False, compare=False)  # the shell's
 
 
@@ -282,7 +283,7 @@ class AwaitChange:
 class AwaitTerm:
     """A later one than this, for a while: Changed."""
 
-    term: tuple[int, str]
+    term: Term
 
 
 Asking = (

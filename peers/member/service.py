@@ -18,6 +18,7 @@ import torch
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
+from meshcee.plan import Term
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute
 from peers.member.executor import Executor
@@ -299,7 +300,7 @@ class Member:
         memory_bytes: int,
         timeouts: Timeouts,
         limits: Limits,
-        accept: Callable[[str, tuple[int, str]], None],
+        accept: Callable[[str, Term], None],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:

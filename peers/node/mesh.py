@@ -18,7 +18,7 @@ from meshcee.epochs import course
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.files import Home
 from meshcee.job import Job
-from meshcee.plan import Plan
+from meshcee.plan import Epoch, Plan
 from meshcee.sampling import unrepeatable
 from peers.node.agent import Agent
 from peers.owner import (
@@ -119,7 +119,7 @@ class Mesh:
         predictions = Predictions(captured) if predicts else None
         for attempt in range(course.REPLANS + 1):
             plan, term, _ = await self.plan(job, captured, stages)
-            epoch = (next_incarnation(self._home), 1)
+            epoch = Epoch(next_incarnation(self._home), 1)
             owner = own(self.agent, job, captured, plan, term, epoch)
             feed = EvaluationFeed(job, captured, plan.micro_batch)
             try:

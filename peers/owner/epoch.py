@@ -25,7 +25,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
 from meshcee.files import large_apart
 from meshcee.job import Job
-from meshcee.plan import Plan
+from meshcee.plan import Epoch, Plan, Term
 from meshcee.stage import tensors
 from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
@@ -88,8 +88,8 @@ class Owner:
         job: Job,
         capture: Capture,
         plan: Plan,
-        term: tuple[int, str],
-        epoch: tuple[int, int],
+        term: Term,
+        epoch: Epoch,
         transport: Transport,
         *,
         addresses: Mapping[str, tuple[str, ...]],

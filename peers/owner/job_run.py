@@ -23,7 +23,7 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, Us
 from meshcee.figures import BlockTimes, DeviceProfile, class_of
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
-from meshcee.plan import Plan
+from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, Fed, HyperSchedule, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
@@ -69,8 +69,8 @@ def own(
     job: Job,
     captured: Capture,
     plan: Plan,
-    term: tuple[int, str],
-    epoch: tuple[int, int],
+    term: Term,
+    epoch: Epoch,
     sources: Iterable[str] = (),
     **more: Any,
 ) -> Owner:
@@ -518,7 +518,7 @@ class Training:
         classes = {class_of(device, plan.threads) for device in devices.values()}
         self._kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
         self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
-        epoch = self._incarnation, number
+        epoch = Epoch(self._incarnation, number)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         if self._diary is not None:
             resumed = self._resume is not None
@@ -612,7 +612,7 @@ class Training:
         found = self._store.complete() if self._store is not None else []
         return found[-1].next_step if found else 0
 
-    async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: tuple[int, int]) -> None:
+    async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: Epoch) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
         assert self.owner is not None
         self.result.steps_s.append(report.step_s)

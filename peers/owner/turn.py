@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dht import RunRecord
-from meshcee.plan import Plan
+from meshcee.plan import Epoch, Plan
 from peers.mesh_view import MeshView
 
 __all__ = ["Turn"]
@@ -60,7 +60,7 @@ class Turn:
         more = f", {len(before) - 1} more before this one" if len(before) > 1 else ""
         return f"waiting: {before[0].job!r} of {owner} (…{before[0].peer_id[-8:]}) is {before[0].state}{more}"
 
-    def report(self, epoch: tuple[int, int], step: int, loss: float, plan: Plan) -> None:
+    def report(self, epoch: Epoch, step: int, loss: float, plan: Plan) -> None:
         """Tell the mesh, now and then, how far the job is."""
         now_s = self._agent.monotonic()
         if now_s - self._reported_s > self._agent.timeouts.announce_every_s:

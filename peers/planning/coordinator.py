@@ -20,7 +20,7 @@ from meshcee.errors import JoinError, MeshceeError, ProtocolError
 from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
-from meshcee.plan import LeftOut, Plan
+from meshcee.plan import LeftOut, Plan, Term
 from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages
@@ -43,7 +43,7 @@ class Planned(NamedTuple):
     """A plan, the term under which it was made, and what people should know of the figures behind it."""
 
     plan: Plan
-    term: tuple[int, str]
+    term: Term
     notes: tuple[str, ...] = ()
 
 

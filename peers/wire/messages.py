@@ -46,6 +46,7 @@ from msgspec import Meta
 from meshcee import errors
 from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.fields import Finite, read
+from meshcee.plan import Epoch, Term
 from meshcee.role import B, F
 
 __all__ = [
@@ -93,9 +94,9 @@ def need(header: Mapping[str, Any], name: str, kind: type[T]) -> T:
     return value if type(value) is kind else read(value, kind, f"header field {name!r}")
 
 
-def epoch_of(header: Mapping[str, Any]) -> tuple[int, int]:
-    """The epoch (incarnation, n) that a frame belongs to."""
-    return need(header, "epoch", tuple[int, int])
+def epoch_of(header: Mapping[str, Any]) -> Epoch:
+    """The epoch that a frame belongs to."""
+    return need(header, "epoch", Epoch)
 
 
 def run_of(header: Mapping[str, Any]) -> str:
@@ -106,9 +107,9 @@ def run_of(header: Mapping[str, Any]) -> str:
     return run
 
 
-def term_of(header: Mapping[str, Any]) -> tuple[int, str]:
+def term_of(header: Mapping[str, Any]) -> Term:
     """The coordinator's term: its number and the coordinator's peer id."""
-    return need(header, "term", tuple[int, str])
+    return need(header, "term", Term)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from meshcee.errors import ProtocolError
+from meshcee.plan import Epoch
 from meshcee.stage import tensors
 from peers.transport import Frame
 from peers.wire import messages
@@ -33,7 +34,7 @@ class Links:
 
     def __init__(
         self,
-        epoch: tuple[int, int],
+        epoch: Epoch,
         crossed: Crossed = lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:

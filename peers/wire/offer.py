@@ -24,7 +24,7 @@ from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import Finite, NotNegative, plain, read, unpack
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Plan, Stage
+from meshcee.plan import Epoch, Plan, Stage, Term
 from meshcee.role import Place, StageFlops, Sum
 from meshcee.stage import Boundaries, StageRunner, check_pipelines, optimizer_layout
 from peers.transport import Frame
@@ -103,8 +103,8 @@ class Offer:
 
     terms: Terms
     plan: Plan
-    epoch: tuple[int, int]
-    term: tuple[int, str]
+    epoch: Epoch
+    term: Term
     peer_id: str
     train: Program
     evaluate: Program | None

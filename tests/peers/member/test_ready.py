@@ -71,7 +71,7 @@ def test_a_member_that_acknowledges_another_is_named_and_no_step_begins(tmp_path
 
 def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(tmp_path: Path) -> None:
     def knows_a_newer_one(owner: str, term: tuple[int, str]) -> None:
-        raise StaleTermError(f"{term} has been replaced")
+        raise StaleTermError(f"{tuple(term)} has been replaced")
 
     async def story() -> list[dict[int, float]]:
         async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
