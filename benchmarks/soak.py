@@ -41,7 +41,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
-from peers.state.kept import Kept
+from peers.state.keeping import Kept
 from peers.transport.memory import MemoryNetwork
 from peers.wire.failures import Failures
 from peers.wire.messages import Round

@@ -322,7 +322,7 @@ class Storm:
     def _hang(self, last_s: float) -> str:
         """Its device takes a call and does not end it; the peer itself answers, and becomes ready for anything."""
         victim = self.chance.choice(self.members())
-        compute = self.here.agents[victim]._compute
+        compute = self.here.agents[victim].compute
         assert compute is not None
         compute.pace = Pace(1e-9)
         self._hung.add(victim)

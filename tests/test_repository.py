@@ -231,7 +231,6 @@ REACHES = {
     "tests/dht/test_stories.py": 3,
     "tests/equality/test_checking.py": 1,
     "tests/equality/test_net.py": 1,
-    "tests/peers/state/test_checkpoint.py": 4,
     "tests/peers/state/test_far_copies.py": 19,
     "tests/peers/state/test_fetch.py": 2,
     "tests/peers/state/test_hand_over.py": 3,

@@ -25,7 +25,7 @@ from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
 from peers.device import Compute
 from peers.member.coding import Coding
-from peers.member.inbox import Collect, Inbox, TakeSnapshot
+from peers.member.inbox import End, Inbox, TakeCopy
 from peers.member.settlement import Settlement
 from peers.state import Held
 from peers.transport import Frame
@@ -37,10 +37,7 @@ from peers.wire import (
     Outbox,
     Round,
     Spans,
-    digest_of,
-    digests_of,
     messages,
-    state_frames,
 )
 
 if TYPE_CHECKING:
@@ -84,8 +81,8 @@ class Executor:
             limit_bytes=place.limit_bytes,
             spans=self.spans,
         )
-        self.held = held  # snapshots, for whoever reads them
-        self._copied = copied  # told of a copy for a keeper
+        self.held = held  # copies, for whoever reads them
+        self._copied = copied  # told of each copy
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
         self.links = Links(place.epoch, crossed, bandwidth)
@@ -113,10 +110,10 @@ class Executor:
         while True:
             with self._waiting(lambda: (OWNER,)):
                 round = await self._inbox.rounds.get()
-            if isinstance(round, Collect):
-                await self._send_state(round)
-            elif isinstance(round, TakeSnapshot):
-                await self._snapshot(round)
+            if isinstance(round, End):
+                await self._owner.put(Frame(messages.ENDED))
+            elif isinstance(round, TakeCopy):
+                await self._copy(round)
             elif round.forward_only:
                 await self._evaluate(round)
             else:
@@ -127,14 +124,10 @@ class Executor:
         with self._waiting(lambda: (OWNER,)):
             await self.complete.wait()
 
-    async def _snapshot(self, wanted: TakeSnapshot) -> None:
+    async def _copy(self, wanted: TakeCopy) -> None:
         await self._until_whole()
-        which = wanted.next_step, self._runner, wanted.since, wanted.besides
-        announced = await self._compute.run(self.held.take, *which)
-        if wanted.durable:
-            await self._owner.put(announced)
-        if wanted.keeper:
-            self._copied(wanted.next_step)
+        await self._compute.run(self.held.take, wanted.next_step, self._runner, wanted.since, wanted.besides)
+        self._copied(wanted.next_step)
 
     # -- one training step ---------------------------------------------------------------------------------------
 
@@ -409,7 +402,7 @@ class Executor:
                     found[name] = found[name] + tensor if name in found else tensor
         return found
 
-    # -- evaluation and state ----------------------------------------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------------------------
 
     async def _evaluate(self, round: Round) -> None:
         place, spec = self.place, self._runner.eval_spec or self._runner.spec
@@ -435,19 +428,6 @@ class Executor:
         received: Sequence[Any] = () if place.is_first else cut.before.join(parts, rows, place.sources(size))[0]
         sent, outputs = self._runner.evaluate(raw, received)
         return cut.after.split(sent, None, rows, place.targets(size)), outputs
-
-    async def _send_state(self, wanted: Collect) -> None:
-        """What training has changed; the owner has kept the rest. Nothing when nothing was trained."""
-        for frame in await self._compute.run(self._state_frames, wanted):
-            await self._owner.put(frame)
-
-    def _state_frames(self, wanted: Collect) -> list[Frame]:
-        spec, state = self._runner.spec, self._runner.state_dict()
-        changed = {name: state[name] for name in (*spec.trainable, *spec.mutated)}
-        if wanted.state or not wanted.hash:
-            return list(state_frames(changed if wanted.state else {}))
-        digests = {name: digest_of(tensor.detach().cpu().contiguous()) for name, tensor in changed.items()}
-        return [Frame(messages.STATE_END, {}, digests_of(digests, {}))]
 
     async def _send_forward(
         self, targets: Sequence[Piece], round: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]

@@ -16,46 +16,37 @@ import torch
 from meshcee.errors import ProtocolError
 from peers.wire import Round, besides_in, need
 
-__all__ = ["Collect", "Inbox", "TakeSnapshot", "named_tensors", "norms_of", "tensors_of"]
+__all__ = ["End", "Inbox", "TakeCopy", "named_tensors", "norms_of", "tensors_of"]
 
 
 Key = tuple[int, int]  # (round, micro)
 
 
-@dataclass(frozen=True)
-class Collect:
-    """The owner wants the stage's state once everything before it is applied. Or it wants only digests, of a member whose state
-    another one sends; or neither, after an evaluation, but to know that.
-    """
-
-    state: bool = True
-    hash: bool = True
+class End:
+    """The owner wants to know when everything before it is applied. Nothing comes behind it."""
 
 
 @dataclass(frozen=True)
-class TakeSnapshot:
-    """The owner wants a copy of the stage as it stands before this step: to read it (`durable`), for a keeper, or both.
+class TakeCopy:
+    """The owner wants a copy of the stage as it stands before this step.
 
     Copies before step `since` are needed no more, but for those of the steps `besides`.
     """
 
     next_step: int
-    durable: bool = True
-    keeper: bool = False
     since: int = 0
     besides: tuple[int, ...] = ()
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any]) -> TakeSnapshot:
-        next_step, since = need(header, "next_step", int), need(header, "since", int)
-        return cls(next_step, need(header, "durable", bool), need(header, "keeper", bool), since, besides_in(header))
+    def from_header(cls, header: Mapping[str, Any]) -> TakeCopy:
+        return cls(need(header, "next_step", int), need(header, "since", int), besides_in(header))
 
 
 @dataclass
 class Inbox:
     """Arrivals of one stage. `limit` bounds each kind; `changed` wakes the executor.
 
-    rounds    steps, evaluations, snapshots and collections in the owner's order
+    rounds    steps, evaluations, copies and the end, in the owner's order
     raw      (round, micro) -> raw inputs by name, from the owner
     forward  (round, micro) -> by peer of the previous stage: the values of an F frame, the generator's state last
     back     (round, micro) -> by peer of the next stage: gradients of what was sent
@@ -66,7 +57,7 @@ class Inbox:
     """
 
     limit: int
-    rounds: asyncio.Queue[Round | Collect | TakeSnapshot] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
+    rounds: asyncio.Queue[Round | End | TakeCopy] = field(default_factory=lambda: asyncio.Queue(maxsize=64))
     raw: dict[Key, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     forward: dict[Key, dict[str, Sequence[Any]]] = field(default_factory=dict)
     back: dict[Key, dict[str, Sequence[torch.Tensor | None]]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from meshcee.plan import Term
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute
 from peers.member.executor import Executor
-from peers.member.inbox import Collect, Inbox, TakeSnapshot, named_tensors, norms_of, tensors_of
+from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
 from peers.state import Keeper, Moments, Remains, Taken, by_parameter, restore
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import (
@@ -97,7 +97,7 @@ class Session:
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
-        self.ending = False  # the owner has asked for the weights: from here on neighbours may close
+        self.ending = False  # nothing more is asked for: from here on neighbours may close
 
     @property
     def executor(self) -> Executor:
@@ -172,8 +172,8 @@ class Session:
                 evaluation = frame.kind == messages.EVALUATE
                 round = Round.from_header(frame.header, forward_only=evaluation, max_micro=self.offer.max_micro)
                 await self._inbox.rounds.put(round)
-            elif frame.kind == messages.SNAPSHOT:
-                await self._inbox.rounds.put(TakeSnapshot.from_header(frame.header))
+            elif frame.kind == messages.COPY:
+                await self._inbox.rounds.put(TakeCopy.from_header(frame.header))
             elif frame.kind == messages.PONG:
                 continue  # the last of its offer
             elif frame.kind == messages.PING:
@@ -181,14 +181,11 @@ class Session:
             elif frame.kind == messages.CLOCK:
                 asked_s = need(frame.header, "asked_s", float)
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
-            elif frame.kind == messages.PULL:
-                self._owner.post(self._executor.held.read(frame.header))
             elif frame.kind == messages.KEEP:
                 self._keeper.ask(frame)
-            elif frame.kind == messages.COLLECT:
+            elif frame.kind == messages.END:
                 self.ending = True
-                wanted = need(frame.header, "state", bool), need(frame.header, "hash", bool)
-                await self._inbox.rounds.put(Collect(*wanted))
+                await self._inbox.rounds.put(End())
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
 

@@ -31,7 +31,7 @@ from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
-from peers.state import Keeping, Kept
+from peers.state import Keeping, Kept, Reader
 from peers.transport import Frame, StreamClosed, Transport
 from peers.wire import (
     LOST_HERE,
@@ -41,8 +41,6 @@ from peers.wire import (
     Fault,
     Link,
     Offer,
-    ReplicaReceiver,
-    StateReceiver,
     Terms,
     Watch,
     beat,
@@ -117,7 +115,7 @@ class Owner:
         self._offering = Offering(capture, self._kept, limits, timeouts)
         self._keeping: Keeping | None = None
         self._links: list[Link] = []
-        self._source: Feed | None = None
+        self._start: int | None = None  # of an epoch that trains
         # The user's data and metrics run in one thread of their own: in order, and never on the event loop.
         self._users = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._stalls = stalls or Stalls(log.warning)
@@ -152,7 +150,7 @@ class Owner:
             await self._report_all(feed, report)
             state = await self._collect(wanted=not self.handed_over)
 
-        await self._run(feed, body)
+        await self._run(feed, body, trains=True)
         return state
 
     async def evaluate(
@@ -171,9 +169,11 @@ class Owner:
         await self._run(feed, body, hear_outputs)
         return metrics
 
-    async def _run(self, feed: Feed, body: Callable[[], Awaitable[None]], hear_outputs: Any = None) -> None:
+    async def _run(
+        self, feed: Feed, body: Callable[[], Awaitable[None]], hear_outputs: Any = None, *, trains: bool = False
+    ) -> None:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
-        self._source = feed
+        self._start = feed.start if trains else None
         self._outputs = Outputs(self._job, self._capture, feed, self.in_users_thread, hear_outputs)
         beside: list[asyncio.Task[None]] = []  # ended when all is done
         try:
@@ -187,7 +187,7 @@ class Owner:
                     beside += await self._offer_all(group)
                 self.ready_s = asyncio.get_running_loop().time()
                 if self._keeping is not None:
-                    beside.append(group.create_task(self._keeping.run()))
+                    beside.append(group.create_task(self._keeping.saving.run()))
                 group.create_task(self._feed(feed))
                 await body()
                 for link in self._links:
@@ -204,8 +204,6 @@ class Owner:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
-            if self._keeping is not None:
-                self._keeping.close()
         if self.failures.cause is not None:
             raise self.failures.cause
 
@@ -253,12 +251,14 @@ class Owner:
             for offer in offered:
                 offers.create_task(offer_to(offer))
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
-        if self._source is not None and (self._kept.store is not None or self._kept.copies is not None):
-            self._keeping = Keeping(self._kept, self._links, self._capture, self._source.start)
+        if self._start is not None:
+            reader = Reader(self._transport, self._run_name, self._addresses, self._timeouts)
+            self._keeping = Keeping(self._kept, self._links, self._capture, self._start, reader)
         return beats
 
     def _received_bytes(self) -> int:
-        return sum(link.stream.received_payload_bytes for link in self._links)
+        found = self._keeping.saving.moved_bytes if self._keeping is not None else 0
+        return found + sum(link.stream.received_payload_bytes for link in self._links)
 
     async def offer(self, offer: Offer) -> Link:
         """The link to a member that is READY."""
@@ -297,7 +297,7 @@ class Owner:
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()
         output_bytes = sum(value.nbytes(self.plan.micro_batch) for value in outputs)
-        stream.max_payload_bytes = max(link.receiver.max_payload_bytes, output_bytes) + self._limits.chunk_bytes
+        stream.max_payload_bytes = output_bytes + self._limits.chunk_bytes
         return link
 
     # -- feeding -------------------------------------------------------------------------------------------------------
@@ -365,14 +365,14 @@ class Owner:
                 frame = await link.stream.recv()
                 if frame.kind != messages.PONG:
                     self._watch.progress()
-                if self._keeping is not None and await self._keeping.hear(link, frame):
+                if self._keeping is not None and self._keeping.hear(link, frame):
                     continue
                 if frame.kind == messages.PONG:
                     self._watch.hear(link.peer_id, frame.header)
-                elif frame.kind not in (messages.STATE, messages.STATE_END):
+                elif frame.kind == messages.ENDED:
+                    link.ended.set()
+                else:
                     await self._take(link, frame)
-                elif await asyncio.to_thread(link.receiver.take, frame):  # hashing takes a second for a gigabyte
-                    link.collected.set()
         except StreamClosed as closed:
             if not link.closing:
                 self._gone(link, closed)
@@ -485,37 +485,25 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _save(self) -> None:
+    async def _save(self, keeping: Keeping) -> None:
         """Until the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
-        keeping = self._keeping
-        assert keeping is not None
-        assert keeping.snapshots is not None
-        await self._until(keeping.snapshots.settled)
+        await self._until(keeping.saving.settled)
         while not self._hands_over and await keeping.again():
-            await self._until(keeping.snapshots.settled)
+            await self._until(keeping.saving.settled)
 
     async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
-        """The weights; if they are not wanted, only word from every member that its neighbours may leave."""
-        saved = self._keeping is not None and self._keeping.snapshots is not None
-        if saved and wanted:
-            await self._save()
+        """The weights, then word from every member that its neighbours may leave."""
+        keeping = self._keeping
+        if keeping is not None and wanted:
+            await self._save(keeping)
         for link in self._links:
-            if not wanted or (saved and not link.place.has_replicas):
-                link.receiver = StateReceiver({})
-            elif saved or not link.leads:
-                link.receiver = ReplicaReceiver(link.offer.changed_state)
-            asked = {"state": wanted and not saved and link.leads, "hash": wanted and link.place.has_replicas}
-            await link.outbox.put(Frame(messages.COLLECT, asked))
-        trained: dict[str, torch.Tensor] = {}
+            await link.outbox.put(Frame(messages.END))
         for link in self._links:
-            await self._until(link.collected)
-            trained.update(link.receiver.state)
-        if not wanted:
-            if self.handed_over and self._keeping is not None and self._keeping.copying is not None:
-                await self._until(self._keeping.copying.handed_over)
+            await self._until(link.ended)
+        if keeping is None or not wanted:
+            if keeping is not None and self.handed_over:
+                await self._until(keeping.copying.handed_over)
             return {}
         check_replicas(self._links, self._describe)
-        kept: Mapping[str, torch.Tensor] = {}
-        if saved and self._keeping is not None and (last := self._keeping.latest) is not None:
-            kept = await asyncio.to_thread(last.weights, last.names)
-        return self._capture.state_dict(ChainMap(trained, kept, self._capture.state))  # type: ignore[arg-type]
+        found = await asyncio.to_thread(keeping.weights)
+        return self._capture.state_dict(ChainMap({}, found, self._capture.state))  # type: ignore[arg-type]

@@ -4,10 +4,10 @@
 """
 
 from peers.state.checkpoint import Checkpoint, CheckpointStore, check_same, description
+from peers.state.fetch import Reader
 from peers.state.journal import Found, Journal, Mirror, seek, take
 from peers.state.keep import Keeper
-from peers.state.keeping import Keeping
-from peers.state.kept import Kept, Part, state_for
+from peers.state.keeping import Keeping, Kept, Part, state_for
 from peers.state.manifest import CopySet, Ledger, Manifest, noted
 from peers.state.policy import RETRY_S, Cadence, Keepers, keepers_with_room
 from peers.state.restoring import Moments, Remains, Taken, restore
@@ -32,6 +32,7 @@ __all__ = [
     "Mirror",
     "Moments",
     "Part",
+    "Reader",
     "Remains",
     "Shelf",
     "Taken",

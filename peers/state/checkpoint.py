@@ -183,24 +183,15 @@ class Draft:
         self.folder = store.folder / f".step-{next_step:08d}.{os.getpid()}.{next(_drafts)}"
         disk.remove_tree(self.folder)
         disk.make_folder(self.folder)
-        self.refused: OSError | None = None  # by the disk: nothing is written any more
         self._files: dict[str, dict[str, Any]] = {}
+        self._writers: list[Writer] = []
+        self._lock = threading.Lock()  # a thread may outlive its epoch
 
-    def to_disk(self, call: Callable[[], object]) -> None:
-        """One piece of it; what the disk refuses ends this draft, not the work of who writes it."""
-        if self.refused is None:
-            try:
-                call()
-            except OSError as error:
-                self.refused = error
-
-    def create(self, name: str, header: bytes | memoryview) -> Writer:
-        writer = Writer(disk.File(self.folder / name), self._files, name)
-        try:
-            writer.write(header)
-        except OSError:
-            writer.abort()
-            raise
+    def create(self, name: str, header: bytes) -> Writer:
+        with self._lock:
+            writer = Writer(disk.File(self.folder / name), self._files, name)
+            self._writers.append(writer)
+        writer.write(header)
         return writer
 
     def _frozen(self, state: Mapping[str, torch.Tensor], layout: Layout) -> None:
@@ -247,7 +238,12 @@ class Draft:
         return Checkpoint(place)
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # a disk that cannot be written; whoever resumes the run clears it away
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # a disk that cannot be written; who resumes the run clears it away
+            for writer in self._writers:
+                writer.abort()
             disk.remove_tree(self.folder)
 
 
@@ -260,18 +256,28 @@ class Writer:
         self._name = name
         self._digest = hashlib.sha256()
         self._bytes = 0
+        self._over = False
+        self._lock = threading.Lock()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
+        with self._lock:
+            if not self._over:
+                self._file.write(data)
+                self._digest.update(data)
+                self._bytes += len(data)
 
     def close(self) -> None:
-        self._file.close()
-        self._files[self._name] = {"sha256": self._digest.hexdigest(), "bytes": self._bytes}
+        with self._lock:
+            if not self._over:
+                self._over = True
+                self._file.close()
+                self._files[self._name] = {"sha256": self._digest.hexdigest(), "bytes": self._bytes}
 
     def abort(self) -> None:
-        self._file.abort()
+        """Nothing is written any more."""
+        with self._lock:
+            self._over = True
+            self._file.abort()
 
 
 class CheckpointStore:

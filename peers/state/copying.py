@@ -27,24 +27,30 @@ UNASKED = "it told of a copy that nobody asked for"
 
 
 class Copying:
-    """One epoch's copies. `hear` is called by the tasks that read from members."""
+    """One epoch's copies. `hear` is called by the tasks that read from members. Without a manifest no copies outlive the epoch."""
 
-    def __init__(self, copies: Manifest, links: Sequence[Link], chosen: Keepers, start: int) -> None:
-        self._copies = copies
+    def __init__(self, manifest: Manifest | None, links: Sequence[Link], chosen: Keepers, start: int) -> None:
+        self._keeps = manifest is not None
+        self._copies = manifest or Manifest()
         self._links = {link.peer_id: link for link in links}
         self._keepers = dict(chosen.near)
-        self._replicas = any(link.place.has_replicas for link in links)
+        self._replicas = self._keeps and any(link.place.has_replicas for link in links)
         self._stages = 1 + max(link.place.number for link in links)
-        self._making: CopySet | None = None
-        self._awaited: set[tuple[str, str]] = set()  # (kind of frame, whose copy it is about)
-        self._dropped: set[tuple[str, str]] = set()  # what was awaited of the copies that a hand-over has ended
+        self._asked: dict[int, CopySet] = {}  # by step, until all members have described them
+        self._making: CopySet | None = None  # what keepers are to have, or the next plan
+        self._last: CopySet | None = (
+            None  # of the steps that this epoch ends with, whose holders are compared by who asked
+        )
+        self._awaited: dict[
+            tuple[str, str, int], str
+        ] = {}  # kind of frame, whose copy of which step -> who is to send it
         self._took_s = self._read_s = 0.0
-        self.handed_over = asyncio.Event()  # all members have told what they hand over
-        self._since = 0 if copies.were_handed else start  # what was handed over dies with any of its makers
+        self.handed_over = asyncio.Event()  # all members have described what they hand over
+        self._since = 0 if self._copies.were_handed else start  # what was handed over dies with any of its makers
         self.reported = start  # steps before this one have been
-        copies.begin(start)
-        copies.cadence.start(start, _now_s())
-        self._far = FarCopying(copies, self._links, chosen.far, start)
+        self._copies.begin(start)
+        self._copies.cadence.start(start, _now_s())
+        self._far = FarCopying(self._copies, self._links, chosen.far, start)
 
     def is_due(self, next_step: int) -> bool:
         """Not before the last is whole and its steps are reported: until then the one before it is needed."""
@@ -57,11 +63,23 @@ class Copying:
     def forget_before(self, step: int, on_disk: int) -> None:
         self._copies.forget_before(step, on_disk)
 
-    def begin(self, next_step: int) -> None:
+    def ask(self, next_step: int) -> CopySet:
         """Every member is asked for a copy."""
+        asked = self._asked[next_step] = CopySet(next_step, tuple(StageCopy() for _ in range(self._stages)))
+        self._awaited |= {(messages.COPIED, peer, next_step): peer for peer in self._links}
+        return asked
+
+    def ask_last(self, next_step: int) -> CopySet:
+        """Nothing is trained from here on: these are the weights. Whether members agree on them is told by `check_replicas`."""
+        self._last = self.ask(next_step)
+        return self._last
+
+    def begin(self, next_step: int) -> None:
+        """Every member is asked for a copy, which keepers are to have."""
         self._copies.cadence.begun(next_step, _now_s())
         log.debug("copies are asked for", next_step=next_step)
-        self._await(CopySet(next_step, tuple(StageCopy() for _ in range(self._stages))))
+        self._making = self.ask(next_step)
+        self._took_s = self._read_s = 0.0
 
     @property
     def is_first_to_copy(self) -> bool:
@@ -71,19 +89,15 @@ class Copying:
     @property
     def can_hand_over(self) -> bool:
         """Not twice in a row: members would have to hold on to more copies than the plan has room for."""
-        return not self._copies.were_handed
+        return self._keeps and not self._copies.were_handed
 
     def hand_over(self, next_step: int) -> None:
         """Nothing is trained from here on, and another plan goes on from this step: every member is asked for a copy, which no
         keeper keeps. One in the making is dropped; who was asked for it may still answer.
         """
-        self._dropped, self._keepers = self._awaited, {}
-        self._await(CopySet(next_step, tuple(StageCopy() for _ in range(self._stages)), handed=True))
-
-    def _await(self, making: CopySet) -> None:
-        self._making = making
-        self._awaited = {(messages.COPIED, peer) for peer in self._links}
-        self._took_s = self._read_s = 0.0
+        self._keepers = {}
+        self._making = self.ask(next_step)
+        self._making.handed = True
 
     @property
     def besides(self) -> list[int]:
@@ -96,58 +110,65 @@ class Copying:
         found = self._copies.newest(self.reported, handed=False)
         return max(self._since, found.next_step if found is not None else 0)
 
-    def hear(self, link: Link, frame: Frame) -> None:
-        """COPIED from a holder, or KEPT from a keeper."""
+    def hear(self, link: Link, frame: Frame) -> CopySet | None:
+        """COPIED from a holder, or KEPT from a keeper. The copies that all members have described by this."""
         if frame.kind == messages.KEPT and need(frame.header, "far", bool):
             self._far.hear(link, frame)
-            return
-        making = self._making
+            return None
+        next_step = need(frame.header, "next_step", int)
         source = link.peer_id if frame.kind == messages.COPIED else need(frame.header, "source", str)
-        if making is not None and making.handed and need(frame.header, "next_step", int) != making.next_step:
-            if (frame.kind, source) not in self._dropped:
-                raise ProtocolError(UNASKED)
-            self._dropped.remove((frame.kind, source))
-            return
-        expected = (frame.kind, source) in self._awaited
-        if frame.kind == messages.KEPT:
-            expected = expected and self._keepers.get(source) == link.peer_id
-        if making is None or not expected or need(frame.header, "next_step", int) != making.next_step:
+        if self._awaited.get((frame.kind, source, next_step)) != link.peer_id:
             raise ProtocolError(UNASKED)
-        stage = making.stages[self._links[source].place.number]
+        making = self._making if self._making is not None and self._making.next_step == next_step else None
         if frame.kind == messages.COPIED:
-            self._copied(link, frame, making, stage)
-        else:
-            self._kept(link, frame, source, stage)
-        self._awaited.remove((frame.kind, source))
-        if not self._awaited and making.handed:
-            self._copies.add(making)
-            log.debug("copies are handed over", next_step=making.next_step, held_by=making.held_by)
-            self.handed_over.set()
-        elif not self._awaited:
-            self._making = None
-            self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
-            self._copies.stay_with(self._links if self._far.chosen else ())
-            self._copies.add(making)
-            holders = [sorted(stage.holders) for stage in making.stages]
-            far = bool(self._far.chosen)
-            log.debug("copies", next_step=making.next_step, holders=holders, held_by=making.held_by, far=far)
-            self._far.take_up(making)
+            self._describe(link, frame, self._asked[next_step])
+        elif making is not None:
+            self._kept(link, frame, source, making.stages[self._links[source].place.number])
+        del self._awaited[frame.kind, source, next_step]
+        left = {kind for kind, _, step in self._awaited if step == next_step}
+        if making is not None and not left:
+            self._whole(making)
+        return self._asked.pop(next_step) if frame.kind == messages.COPIED and messages.COPIED not in left else None
 
-    def _copied(self, link: Link, frame: Frame, making: CopySet, stage: StageCopy) -> None:
+    def _whole(self, made: CopySet) -> None:
+        """All who were asked have answered."""
+        self._making = None
+        if made.handed:
+            self._copies.add(made)
+            log.debug("copies are handed over", next_step=made.next_step, held_by=made.held_by)
+            self.handed_over.set()
+            return
+        self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
+        self._copies.stay_with(self._links if self._far.chosen else ())
+        self._copies.add(made)
+        holders, far = [sorted(stage.holders) for stage in made.stages], bool(self._far.chosen)
+        log.debug("copies", next_step=made.next_step, holders=holders, held_by=made.held_by, far=far)
+        self._far.take_up(made)
+
+    def _describe(self, link: Link, frame: Frame, asked: CopySet) -> None:
         weights, optimizer = digests_in(frame, layouts_of(link.offer))
+        stage = asked.stages[link.place.number]
+        if asked is self._last:
+            link.digests = weights
+            if link.leads:
+                stage.weights, stage.optimizer = weights, optimizer
+                stage.holders.add(link.peer_id)
+            return
         if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
             raise ProtocolError("it holds another state than the other members of its group")
         elsewhere = {o.place.number for o in self._links.values() if o.place.pipeline != link.place.pipeline}
-        if any(making.stages[at].clashes(weights, optimizer) for at in elsewhere):
+        if any(asked.stages[at].clashes(weights, optimizer) for at in elsewhere):
             raise ProtocolError("it holds another state than the other pipelines")
         stage.weights, stage.optimizer = weights, optimizer
         stage.holders.add(link.peer_id)
-        self._took_s = max(self._took_s, _seconds(frame, "took_s"))
-        if (keeper := self._keepers.get(link.peer_id)) is not None:
-            header = {"next_step": making.next_step, "source": link.peer_id, "far": False}
-            header |= {"since": self.since, "besides": self._far.steps}
-            self._links[keeper].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
-            self._awaited.add((messages.KEPT, link.peer_id))
+        took_s = _seconds(frame, "took_s")
+        if asked is self._making:
+            self._took_s = max(self._took_s, took_s)
+            if (keeper := self._keepers.get(link.peer_id)) is not None:
+                header = {"next_step": asked.next_step, "source": link.peer_id, "far": False}
+                header |= {"since": self.since, "besides": self._far.steps}
+                self._links[keeper].outbox.post(Frame(messages.KEEP, header, digests_of(weights, optimizer)))
+                self._awaited[messages.KEPT, link.peer_id, asked.next_step] = keeper
 
     def _kept(self, link: Link, frame: Frame, source: str, stage: StageCopy) -> None:
         self._read_s = max(self._read_s, _seconds(frame, "read_s"))

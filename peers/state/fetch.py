@@ -1,8 +1,9 @@
 """Tensors from peers that hold a copy of them, asked for by the hash of their bits: both ends of the stream "copies".
 
-The idea: a digest names bits, whoever holds them and from whatever plan they are. So a keeper and a joiner read alike: ask
-each source what it has, share the tensors out, read them chunk by chunk, check each against its digest. A source that dies
-or sends other bits is left out, and what it owed is shared out again among the rest; what had arrived of a tensor stays.
+The idea: a digest names bits, whoever holds them and from whatever plan they are. So a keeper, a joiner and an owner that
+saves a checkpoint read alike. They ask each source what it has, share the tensors out, read them chunk by chunk, and check
+each against its digest. A source that dies or sends other bits is left out, and what it owed is shared out again among the
+rest. What had arrived of a tensor stays.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from meshcee.fields import Count
 from meshcee.files.tensor_files import byte_view
 from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
 from peers.state.store import CORES
-from peers.transport import Frame, Stream, StreamClosed
+from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import DIGEST_BYTES, digest_of, messages, need, unless_silent
 
-__all__ = ["Fetch", "Shape", "serve"]
+__all__ = ["Fetch", "Reader", "Shape", "serve"]
 
 log = structlog.get_logger()
 
@@ -98,41 +99,70 @@ class _Source:
     has: frozenset[str]
 
 
+class Reader:
+    """How the copies of one run are reached: what a `Fetch` needs to know beside what is wanted."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: str,
+        addresses: Mapping[str, tuple[str, ...]],
+        timeouts: Timeouts,
+        watch: Callable[[Stream], Stream] = lambda stream: stream,
+    ) -> None:
+        self.about = {"run": run}
+        self.timeouts = timeouts
+        self._transport = transport
+        self._addresses = addresses
+        self._watch = watch  # told of each stream
+
+    async def open(self, peer: str) -> Stream:
+        return self._watch(await self._transport.open(peer, "copies", self._addresses.get(peer, ())))
+
+
 class Fetch:
     """What is wanted, by digest. `found` holds what is here and checked; `run` may leave some that nobody has.
 
     `gently`: in parts that delay a step's tensors little, with rests between them on a link that the training needs.
     Rests are longer if that is `far`, and there are none if it is `urgent`. Else some whole chunks are under way from
-    each source. `about` tells a source whose job it is.
+    each source. `give` is called in a thread for each tensor that is checked, which is then not in `found`. What comes from
+    one source comes in the order in which it is wanted.
     """
 
     def __init__(
         self,
         wanted: Mapping[str, Shape],
-        open_stream: Callable[[str], Awaitable[Stream]],
-        about: Mapping[str, Any],
-        timeouts: Timeouts,
+        reader: Reader,
         *,
         gently: bool = False,
         far: bool = False,
         urgent: bool = False,
+        give: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.read_s = 0.0  # in which a link was used that had no rest since, or the device
+        self.moved_bytes = 0
         self._left = {digest: _Tensor(shape) for digest, shape in wanted.items()}
         self._order = list(wanted)
         self._number = {digest: i for i, digest in enumerate(wanted)}
-        self._open = open_stream
-        self._about = about
-        self._timeouts = timeouts
+        self._reader = reader
+        self._timeouts = reader.timeouts
         self._gently = gently
         self._far = far
-        self._urgent = urgent
+        self._give = give or self.found.__setitem__
+        self._urgent = asyncio.Event()
+        if urgent:
+            self._urgent.set()
         self._sources: dict[str, _Source] = {}
 
     @property
     def missing(self) -> set[str]:
         return set(self._left)
+
+    def hurry(self) -> None:
+        """From here on nothing is trained: links need no rest."""
+        self._gently = False
+        self._urgent.set()
 
     async def run(self, sources: Iterable[str]) -> None:
         """Read from these peers until all is here or nobody is left who has it; never raises for what they do."""
@@ -160,10 +190,10 @@ class Fetch:
                 source.stream.abort()
 
     async def _greet(self, peer: str) -> None:
-        stream = await self._open(peer)
+        stream = await self._reader.open(peer)
         self._sources[peer] = source = _Source(stream, frozenset())
         stream.max_payload_bytes = MOST
-        await stream.send(Frame(messages.SEEK, self._about, [b"".join(bytes.fromhex(d) for d in self._order)]))
+        await stream.send(Frame(messages.SEEK, self._reader.about, [b"".join(bytes.fromhex(d) for d in self._order)]))
         frame = await unless_silent(stream.recv, stream, self._timeouts)
         if frame.kind != messages.FOUND or len(frame.payloads) != 1 or len(frame.payloads[0]) != len(self._order):
             raise ProtocolError(f"expected what it has of {len(self._order)} tensors, got {frame.kind!r}")
@@ -180,16 +210,14 @@ class Fetch:
                 peer = min(have, key=load.__getitem__)
                 shares.setdefault(peer, []).append(digest)
                 load[peer] += self._left[digest].size - self._left[digest].got
-        return shares
+        return {peer: sorted(digests, key=self._number.__getitem__) for peer, digests in shares.items()}
 
     async def _read(self, peer: str, digests: Sequence[str]) -> None:
         stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
         stride = Stride(far=self._far)
-        if not self._gently:
-            stride.bytes = CHUNK_BYTES
         requests, asked = self._requests(digests, stride), deque[list[Range]]()
         while True:
-            ahead = AHEAD if not self._gently or (self._urgent and stride.is_fast) else 1
+            ahead = AHEAD if not self._gently or (self._urgent.is_set() and stride.is_fast) else 1
             while len(asked) < ahead and (ranges := next(requests, None)) is not None:
                 asked.append(ranges)
                 await stream.send(Frame(messages.PULL, {"ranges": ranges}))
@@ -202,15 +230,17 @@ class Fetch:
             await self._take(peer, ranges, frame)
             if self._gently:
                 stride.took(part_s, sum(count for _, _, count in ranges))
-            if stride.rest_s and not self._urgent:
-                await asyncio.sleep(stride.rest_s)
+            if stride.rest_s and not self._urgent.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(stride.rest_s):
+                        await self._urgent.wait()
             else:
                 self.read_s += part_s
 
     def _requests(self, digests: Sequence[str], stride: Stride) -> Iterator[list[Range]]:
         """Ranges of at most a stride together, one behind the other."""
         ranges: list[Range] = []
-        room = stride.bytes
+        room = self._most_bytes(stride)
         for digest in digests:
             wanted = self._left[digest]
             first = wanted.got
@@ -220,11 +250,15 @@ class Fetch:
                 first, room = first + count, room - count
                 if room == 0 or len(ranges) == MOST_RANGES:
                     yield ranges
-                    ranges, room = [], stride.bytes
+                    ranges, room = [], self._most_bytes(stride)
                 if first == wanted.size:
                     break
         if ranges:
             yield ranges
+
+    def _most_bytes(self, stride: Stride) -> int:
+        """That are asked for at once."""
+        return stride.bytes if self._gently else CHUNK_BYTES
 
     async def _take(self, peer: str, ranges: Sequence[Range], frame: Frame) -> None:
         """A PART: its bytes go to their places; tensors that are whole are checked."""
@@ -233,6 +267,7 @@ class Fetch:
         data = memoryview(frame.payloads[0]).cast("B")
         if len(data) != sum(count for _, _, count in ranges):
             raise ProtocolError("it sent a part of a copy of the wrong size")
+        self.moved_bytes += len(data)
         whole = []
         for which, first, count in ranges:
             digest = self._order[which]
@@ -254,16 +289,19 @@ class Fetch:
 
     def _check(self, digests: Sequence[str]) -> list[str]:
         """Those whose bits are others; the rest is found. Hashing takes a second for a gigabyte: in a thread."""
-        other, began_s = [], time.perf_counter()
+        other, began_s = list[str](), time.perf_counter()
+        checked = dict[str, torch.Tensor]()
         for digest in digests:
             data = self._left[digest].data
             assert data is not None
-            if digest_of(data) != digest:
+            if digest_of(data) == digest:
+                checked[digest] = data
+            else:
                 other.append(digest)
-                continue
-            self.found[digest] = data
-            del self._left[digest]
         self.read_s += (time.perf_counter() - began_s) / CORES
+        for digest, data in checked.items():
+            self._give(digest, data)
+            del self._left[digest]
         return other
 
     def _begin_anew(self, digests: Iterable[str]) -> None:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from meshcee.config import FAR_COPIES, OWN_COPIES, Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.files.tensor_files import nbytes_of
-from peers.state.fetch import Fetch, Shape
+from peers.state.fetch import Fetch, Reader, Shape
 from peers.state.store import Held
-from peers.transport import Frame, Stream, Transport
+from peers.transport import Frame, Transport
 from peers.wire import Offer, Outbox, besides_in, digests_in, digests_of, messages, need
 
 __all__ = ["Keeper", "layouts_of"]
@@ -35,9 +35,7 @@ class Keeper:
     def __init__(self, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int) -> None:
         self.held = held
         self._offer = offer
-        self._about = {"run": offer.run}
-        self._transport = transport
-        self._timeouts = timeouts
+        self._reader = Reader(transport, offer.run, offer.addresses, timeouts)
         self._memory_bytes = memory_bytes
         self._layouts: dict[str, tuple[dict[str, Shape], dict[str, Shape]]] = {}  # of others' stages
         self._made: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)  # our own, near, far
@@ -46,7 +44,7 @@ class Keeper:
         self._coming_bytes = 0  # of copies that are being read
 
     def copied(self, next_step: int) -> None:
-        """The stage has been copied for its keeper."""
+        """The stage has been copied."""
         self._note(self._made, next_step)
 
     def ask(self, frame: Frame) -> None:
@@ -92,9 +90,7 @@ class Keeper:
         here = {d: tensor for d in digests.values() if (tensor := self.held.find(d)) is not None}
         fetch = Fetch(
             {digest: layout[name] for name, digest in digests.items() if digest not in here},
-            self._open,
-            self._about,
-            self._timeouts,
+            self._reader,
             gently=True,
             far=far,
         )
@@ -106,9 +102,6 @@ class Keeper:
             self.held.keep(source, next_step, digests, here | fetch.found, far=far)
         header = {"next_step": next_step, "source": source, "far": far, "kept": kept, "read_s": fetch.read_s}
         return Frame(messages.KEPT, {**header, "missing_bytes": missing})
-
-    async def _open(self, peer: str) -> Stream:
-        return await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
 
     def _spare_bytes(self, *, far: bool) -> int:
         """What this member's own stage, its gradients, its optimizer and its copies leave of its memory."""

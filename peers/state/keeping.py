@@ -7,137 +7,170 @@ once for both. One number tells it which older copies may still be needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from meshcee.capture import Capture
-from peers.state.checkpoint import Checkpoint
+from meshcee.files import Trouble
+from meshcee.files.tensor_files import OnDemand
+from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.copying import Copying
-from peers.state.kept import Kept
-from peers.state.manifest import CopySet
-from peers.state.policy import CHUNK_BYTES, RETRY_S
-from peers.state.store import Snapshots
+from peers.state.fetch import Reader
+from peers.state.keep import layouts_of
+from peers.state.manifest import CopySet, Manifest
+from peers.state.policy import RETRY_S, Cadence, Keepers
+from peers.state.saving import Saving
 from peers.transport import Frame
 from peers.wire import Link, Offer, messages
 
-__all__ = ["Keeping"]
+__all__ = ["Keeping", "Kept", "Part", "state_for"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an epoch begins with, and where it keeps what it does.
+
+    `base` is the state to go on from, on the disk or with peers (None: the model as it was captured). `store` is the
+    place for checkpoints (None: there are none), `least` the number of steps that were reported before. They are done again even if
+    the user stops the run. `holders` are peers that may still have what they trained before. `copies` is what is copied
+    to keepers (None: nothing is), and `keepers` who keeps them. `trouble` is told what the disk refuses.
+    """
+
+    base: Checkpoint | CopySet | None = None
+    store: CheckpointStore | None = None
+    cadence: Cadence = field(default_factory=Cadence)
+    least: int = 0
+    holders: frozenset[str] = frozenset()
+    copies: Manifest | None = None
+    keepers: Keepers = field(default_factory=Keepers)
+    trouble: Trouble = field(default_factory=Trouble)
 
 
 class Keeping:
-    """Of one epoch that begins at step `start`. `snapshots` and `copying` are None where there is no such tier."""
+    """Of one epoch that begins at step `start`."""
 
-    def __init__(self, kept: Kept, links: Sequence[Link], captured: Capture, start: int) -> None:
+    def __init__(self, kept: Kept, links: Sequence[Link], captured: Capture, start: int, reader: Reader) -> None:
         self._links = links
         handed = kept.copies is not None and kept.copies.were_handed
         self._start = 0 if handed else start  # what was handed over dies with any of its makers
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
         self._saved = -1 if isinstance(kept.base, CopySet) else start  # the step whose state need not be written
-        self._end = -1  # the step whose state the disk must have before all is over
-        leaders = [link for link in links if link.leads]
-        self.snapshots: Snapshots | None = None
-        self.copying: Copying | None = None
-        if kept.store is not None:
-            self.snapshots = Snapshots(kept, [link.offer for link in leaders], captured, start)
-        if kept.copies is not None:
-            self.copying = Copying(kept.copies, links, kept.keepers, start)
+        self._end = -1  # the step whose state the owner must have before all is over
+        self.saving = Saving(kept.store, kept.cadence, kept.trouble, links, captured, start, reader)
+        self.copying = Copying(kept.copies, links, kept.keepers, start)
         keep = bool(kept.keepers.near) or any(link.place.has_replicas for link in links)
-        self._rely = handed or isinstance(kept.base, CopySet) or (self.copying is not None and keep)
+        self._rely = handed or isinstance(kept.base, CopySet) or (kept.copies is not None and keep)
         for link in links:
             link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
 
     async def at(self, next_step: int) -> None:
         """Before this step is fed: ask for what is due."""
-        durable = self.snapshots is not None and self.snapshots.is_due(next_step)
-        keeper = self.copying is not None and self.copying.is_due(next_step)
-        if self.copying is not None and self.copying.is_first_to_copy:
-            durable = durable and keeper  # members have room for one copy beside those that they may go back to
-        await self._ask(next_step, durable=durable, keeper=keeper)
+        keep = self.copying.is_due(next_step)
+        save = self.saving.is_due(next_step)
+        if self.copying.is_first_to_copy:
+            save = save and keep  # members have room for one copy beside those that they may go back to
+        await self.ask(next_step, keep=keep, save=save)
 
     async def end(self, next_step: int, *, hand_over: bool = False) -> bool:
-        """Nothing is trained from here on: bring what the disk has not to it, so that the weights are never lost.
+        """Nothing is trained from here on: have the owner read what it has not, so that the weights are never lost.
 
         `hand_over`: another plan goes on at once, so copies with the members are enough; whether they are made, which takes
         room for them. `copying.handed_over` is set when they are.
         """
-        if hand_over and self.copying is not None and self.copying.can_hand_over:
-            await self._ask(next_step, durable=False, keeper=True, hand_over=True)
+        if hand_over and self.copying.can_hand_over:
+            await self.ask(next_step, hand_over=True)
             return True
-        if self.snapshots is not None and next_step > self._saved:
+        if next_step > self._saved:
             self._end = next_step
-            self.snapshots.hurry_after(next_step)
-            await self._ask(next_step, durable=True, keeper=False)
+            self.saving.hurry_after(next_step)
+            await self.ask(next_step, save=True, last=True)
         return False
 
     async def again(self) -> bool:
         """Behind `end`: what the disk has refused is asked for once more; False when it has everything."""
-        if self._end <= (self.latest.next_step if self.latest is not None else -1):
+        if self._end <= self.saving.done:
             return False
         await asyncio.sleep(RETRY_S)
-        await self._ask(self._end, durable=True, keeper=False)
+        await self.ask(self._end, save=True, last=True)
         return True
 
-    async def _ask(self, next_step: int, *, durable: bool, keeper: bool, hand_over: bool = False) -> None:
-        if not durable and not keeper:
+    async def ask(
+        self, next_step: int, *, keep: bool = False, save: bool = False, hand_over: bool = False, last: bool = False
+    ) -> None:
+        """Every member for a copy, if it is of use: for keepers, for the owner, for the next plan."""
+        if not (keep or save or hand_over):
             return
-        since, besides = self._since(next_step), self.snapshots.reading if self.snapshots is not None else []
-        if self.copying is not None:
-            self.copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
-            besides = besides + self.copying.besides
-        if durable and self.snapshots is not None:
-            durable = await self.snapshots.begin(next_step)
-        if keeper and self.copying is not None:
-            begin = self.copying.hand_over if hand_over else self.copying.begin
-            begin(next_step)
-        if not durable and not keeper:
-            return
-        header = {"next_step": next_step, "keeper": keeper, "since": since, "besides": besides}
+        since, copying = self._since(next_step), self.copying
+        copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
+        header = {"next_step": next_step, "since": since, "besides": sorted({*self.saving.reading, *copying.besides})}
+        if save:
+            await self.saving.begin(next_step)
+        asks = (copying.hand_over, hand_over), (copying.begin, keep), (copying.ask_last, last), (copying.ask, True)
+        next(ask for ask, wanted in asks if wanted)(next_step)
         for link in self._links:
-            if keeper or (durable and link.leads):
-                await link.outbox.put(Frame(messages.SNAPSHOT, {**header, "durable": durable and link.leads}))
+            await link.outbox.put(Frame(messages.COPY, header))
 
     def _since(self, next_step: int) -> int:
         """The step of the newest state that members hold and this epoch could go back to; this one where they hold none."""
         if not self._rely:
             return next_step
         latest = self.latest.next_step if self.latest is not None else 0
-        return max(self._start, latest, self.copying.since if self.copying is not None else 0)
+        return max(self._start, latest, self.copying.since)
 
-    async def hear(self, link: Link, frame: Frame) -> bool:
+    def hear(self, link: Link, frame: Frame) -> bool:
         """Take a member's frame, if it is about copies; whether it is."""
-        if self.copying is not None and frame.kind in (messages.COPIED, messages.KEPT):
-            self.copying.hear(link, frame)
-        elif self.snapshots is not None and link.leads and frame.kind in (messages.SNAPSHOT, messages.PART):
-            stage = link.offer.index
-            asked = await asyncio.to_thread(self.snapshots.take, stage, frame)
-            self.snapshots.go_on(stage, asked, link.ask)
-            self.snapshots.heard()
-        else:
+        if frame.kind not in (messages.COPIED, messages.KEPT):
             return False
+        described = self.copying.hear(link, frame)
+        if described is not None:
+            self.saving.take_up(described)
         return True
 
     def reported(self, step: int) -> None:
         """This step has been reported, with everything that belongs to it."""
-        if self.snapshots is not None:
-            self.snapshots.reported(step)
-        if self.copying is not None:
-            self.copying.reported = step + 1
+        self.saving.reported(step)
+        self.copying.reported = step + 1
 
     @property
     def latest(self) -> Checkpoint | None:
         """The last checkpoint, of this epoch or that it began with."""
-        return (self.snapshots.latest if self.snapshots is not None else None) or self._base
+        return self.saving.latest or self._base
 
-    async def run(self) -> None:
-        """Complete what has arrived, until cancelled."""
-        if self.snapshots is not None:
-            await self.snapshots.run()
-
-    def close(self) -> None:
-        """The epoch is over: what is not complete is dropped."""
-        if self.snapshots is not None:
-            self.snapshots.close()
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """That the epoch has ended with, as far as they were trained; those on the disk read when they are asked for."""
+        on_disk = self.latest.weights(self.latest.names) if self.latest is not None else {}
+        return ChainMap(self.saving.weights, on_disk)  # type: ignore[arg-type]
 
 
 def _largest_payload_bytes(offer: Offer) -> int:
-    """The largest that a member may send of its copies: a chunk, or the header of a file, or names with digests."""
-    layouts = offer.changed_state, offer.expected_optimizer
-    return max(CHUNK_BYTES, *(256 + sum(len(n) * 6 + 256 for n in layout) for layout in layouts))
+    """The largest that a member may send of its copies: names with digests."""
+    return max(256 + sum(len(n) * 6 + 256 for n in layout) for layout in layouts_of(offer))
+
+
+class Part(NamedTuple):
+    """Some of what a member begins with: names, where their values are found, and the digests of those that are with peers."""
+
+    names: Iterable[str]
+    values: Mapping[str, torch.Tensor]
+    digests: Mapping[str, str] = {}
+
+
+def state_for(offer: Offer, captured: Capture, base: Checkpoint | CopySet | None) -> dict[str, Part]:
+    """The weights that a member begins with, and, where a job goes on, what its optimizer has kept."""
+    expected = offer.expected_state
+    if base is None:
+        return {"state": Part(expected, captured.state)}
+    trainable = offer.specs[offer.index].trainable
+    if isinstance(base, CopySet):
+        weights, kept = base.digests(expected, trainable)
+        return {"state": Part(expected, captured.state, weights), "optimizer": Part(kept, {}, kept)}
+    weights_on_disk = base.weights(expected)
+    optimizer = base.optimizer(trainable)
+    return {
+        "state": Part(expected, OnDemand(expected, lambda name: weights_on_disk[name].to(expected[name][0]))),
+        "optimizer": Part(optimizer, optimizer),
+    }

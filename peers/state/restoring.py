@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from meshcee.config import Timeouts
-from peers.state.fetch import Fetch, serve
+from peers.state.fetch import Fetch, Reader, serve
 from peers.state.store import Held
 from peers.transport import Frame, Stream, Transport
 from peers.wire import Offer, StateReceiver, messages, unless_closed, while_moving
@@ -114,10 +114,7 @@ class _Copies:
 
     def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts, taken: Taken) -> None:
         self._offer = offer
-        self._taken = taken
-        self._about = {"run": offer.run}
-        self._transport = transport
-        self._timeouts = timeouts
+        self._reader = Reader(transport, offer.run, offer.addresses, timeouts, taken.watch)
 
     async def fill(self, receiver: StateReceiver, *, gently: bool = False) -> None:
         """Read what it lacks, from several at once; `gently` beside a step."""
@@ -131,14 +128,10 @@ class _Copies:
             tensor = fetch.found.get(digest)
             return tensor.clone() if tensor is not None and uses[digest] else tensor
 
-        fetch = Fetch(dict(lacking), self._open, self._about, self._timeouts, gently=gently, urgent=True)
+        fetch = Fetch(dict(lacking), self._reader, gently=gently, urgent=True)
         await fetch.run(peer for peer in self._offer.sources if peer != self._offer.peer_id)
         receiver.fill(find)
         log.info("state from copies", tensors=len(fetch.found), missing=len(fetch.missing))
-
-    async def _open(self, peer: str) -> Stream:
-        stream = await self._transport.open(peer, "copies", self._offer.addresses.get(peer, ()))
-        return self._taken.watch(stream)
 
 
 async def _receive(stream: Stream, receiver: StateReceiver) -> None:

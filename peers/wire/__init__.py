@@ -5,7 +5,7 @@ whose fault a silence is.
 """
 
 from peers.wire.failures import LOST_HERE, Failures, most_telling, reported
-from peers.wire.member_link import Link, ReplicaReceiver, check_replicas
+from peers.wire.member_link import Link, check_replicas
 from peers.wire.messages import MOST_RUN_CHARACTERS, Round, besides_in, need
 from peers.wire.neighbour_link import Bandwidth, Crossed, Links
 from peers.wire.offer import Offer, Terms
@@ -44,7 +44,6 @@ __all__ = [
     "Links",
     "Offer",
     "Outbox",
-    "ReplicaReceiver",
     "Round",
     "Span",
     "Spans",

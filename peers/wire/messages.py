@@ -18,18 +18,17 @@ Purposes of streams, and the frames on them:
                                         give; and PONG both ways at any time: the member's says how much it has)
                                         STEP, INPUT*   ->  LOSS*, APPLIED
                                         EVALUATE, INPUT*  ->  OUTPUT*
-                                        SNAPSHOT  ->  SNAPSHOT, then PULL  ->  PART for each chunk
+                                        COPY  ->  COPIED: the stage is copied, and what the copy is
+                                        KEEP  ->  KEPT from a keeper, near or far
                                         CLOCK  ->  CLOCK               before steps that are traced
                                         PING, and PONG unasked         as long as the other side is heard; a member's PONG
                                                                        says what it does, and whom it waits for
-                                        COLLECT  ->  STATE*, STATE_END     FAILED, LEAVING or, when what the optimizer has
-                                                                           kept was not found, AGAIN at any time
-                                                     (STATE_END alone after an evaluation)
-                                        SNAPSHOT  ->  COPIED for a keeper; KEEP  ->  KEPT from the keeper, near or far
+                                        END  ->  ENDED when all before it is applied
+                                        FAILED, LEAVING or, when what the optimizer has kept was not found, AGAIN at any time
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     shelf   (standby -> peer)           SEEK, FOUND: journals of a job it keeps, runs that are over; then PULL  ->  FILE*, FOLLOWED
-    copies  (member -> member)          SEEK, FOUND, then PULL  ->  PART for each chunk
+    copies  (anybody -> member)         SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
                                         PART and SUM within a group and over pipelines, or WHOLE and MEET within a group;
                                         RATE after a step: how fast what the other side sent has come
@@ -75,12 +74,11 @@ PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
 STEP, EVALUATE, INPUT = "step", "evaluate", "input"
 ANSWERS = LOSS, OUTPUT, APPLIED = "loss", "output", "applied"
-COLLECT, FAILED = "collect", "failed"
+END, ENDED, FAILED = "end", "ended", "failed"
 LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
-SNAPSHOT, PULL = "snapshot", "pull"
-COPIED, KEEP, KEPT = "copied", "keep", "kept"
-SEEK, FOUND = "seek", "found"
+COPY, COPIED, KEEP, KEPT = "copy", "copied", "keep", "kept"
+SEEK, FOUND, PULL = "seek", "found", "pull"
 ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
 RATE = "rate"
 FOLLOW, FILE, SEALED, FOLLOWED = "follow", "file", "sealed", "followed"

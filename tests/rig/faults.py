@@ -34,7 +34,7 @@ from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
-from peers.state.kept import Kept
+from peers.state.keeping import Kept
 from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import GRACE_S

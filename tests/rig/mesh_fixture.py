@@ -20,7 +20,7 @@ from peers.device.compute import Compute
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
-from peers.state.kept import Kept
+from peers.state.keeping import Kept
 from peers.transport.memory import MemoryNetwork
 from peers.wire.neighbour_link import Crossed
 

@@ -21,8 +21,9 @@ from meshcee.files import disk
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
 from peers.owner.epoch import Report
-from peers.state.checkpoint import CheckpointStore, Draft
+from peers.state.checkpoint import CheckpointStore
 from peers.state.policy import RETRY_S
+from peers.state.saving import Saving
 from tests.mutation import breaks, changed
 from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import run
@@ -108,7 +109,7 @@ def test_before_the_first_step_it_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_without_its_line_the_disk_ends_the_run(tmp_path: Path) -> None:
-    with changed(Draft.to_disk, "except OSError as error:", "except ZeroDivisionError as error:"):
+    with changed(Saving.run, "except* OSError as errors:", "except* ZeroDivisionError as errors:"):
         assert breaks(lambda: trained(tmp_path, RefusingDisk(tmp_path / "runs"), errno.ENOSPC))
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import os
+import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,24 +20,30 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.capture import Capture, capture
+from meshcee.config import Timeouts
 from meshcee.eager import plain
-from meshcee.errors import CheckpointError, MeshceeError, ProtocolError, UsageError, unwrap
+from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
+from meshcee.files import Trouble
 from meshcee.files.home import Home, Run
 from meshcee.job import PER_PARAMETER, Job, Optimizer
 from meshcee.stage.weights import optimizer_layout
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
-from peers.state.checkpoint import CheckpointStore
+from peers.state.checkpoint import Checkpoint, CheckpointStore
+from peers.state.fetch import Reader, serve
 from peers.state.keeping import Keeping
-from peers.state.kept import Kept
-from peers.state.policy import Cadence, Stride
-from peers.state.store import Image, Snapshots, parse_header
-from peers.transport.base import Frame
-from peers.wire import messages
+from peers.state.manifest import CopySet, StageCopy
+from peers.state.policy import RETRY_S, Cadence, Stride
+from peers.state.saving import Saving, StageFiles
+from peers.transport.memory import MemoryNetwork
+from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
+from peers.wire.weights import digest_of
+from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.reference import reference
+from tests.rig.virtual_time import virtual_time
 
 STEPS = 9
 
@@ -43,14 +55,14 @@ def job_of(**changes: object) -> Job:
 @pytest.fixture(autouse=True)
 def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is complete before the next step is fed: these steps are too short to wait for none."""
-    ask = Keeping._ask
+    ask = Keeping.ask
 
     async def ask_and_wait(self: Keeping, next_step: int, **which: bool) -> None:
         await ask(self, next_step, **which)
-        assert self.snapshots is not None
-        await self.snapshots.settled.wait()
+        assert self.saving is not None
+        await self.saving.settled.wait()
 
-    monkeypatch.setattr(Keeping, "_ask", ask_and_wait)
+    monkeypatch.setattr(Keeping, "ask", ask_and_wait)
 
 
 @functools.cache
@@ -278,97 +290,111 @@ def test_checkpoints_by_steps_are_caught_up_with_where_an_epoch_ended_before_one
 
 
 @given(st.data())
-def test_an_image_is_the_file_that_safetensors_reads(data: st.DataObject) -> None:
+def test_a_stages_files_are_what_safetensors_reads_whatever_the_order_in_which_tensors_come(
+    data: st.DataObject,
+) -> None:
+    """Tensors that are equal come once. What comes in order waits for nothing."""
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16])
-    shapes = st.lists(st.integers(0, 5), max_size=3)
-    tensors = {
-        f"p{i}": torch.arange(max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].reshape(shape).to(dtype)
-        for i, (dtype, shape) in enumerate(data.draw(st.lists(st.tuples(dtypes, shapes), max_size=6)))
+    shapes = st.lists(st.integers(0, 3), max_size=3)
+    files: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for i, (dtype, shape, file) in enumerate(
+        data.draw(st.lists(st.tuples(dtypes, shapes, st.sampled_from(sorted(files))), max_size=8))
+    ):
+        files[file][f"p{i}"] = torch.ones(shape).to(dtype)
+    expected = [{n: (t.dtype, tuple(t.shape)) for n, t in files[file].items()} for file in ("model", "optimizer")]
+    full = {
+        n: (torch.float32 if dtype == torch.bfloat16 else dtype, shape) for n, (dtype, shape) in expected[0].items()
     }
-    image = Image(tensors)
-    cut = data.draw(st.integers(0, image.data_bytes))
-    whole = image.read(0, cut) + image.read(cut, image.data_bytes - cut)
-    read = safetensors.torch.load(image.header + whole)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[n], tensors[n]) and read[n].dtype == tensors[n].dtype for n in tensors)
-    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    assert parse_header(image.header, layout, partial=False) == image.data_bytes
+    offer: Any = SimpleNamespace(
+        index=2, changed_state=expected[0], expected_optimizer=expected[1], expected_state=full
+    )  # buffers may be narrower in a file than they are sent
+    tensors = {n: t.to(full[n][0]) for n, t in files["model"].items()}, files["optimizer"]
+    stage = StageCopy(*({n: digest_of(t) for n, t in part.items()} for part in tensors))
+    found = {digest_of(t): t for part in tensors for t in part.values()}
+    with tempfile.TemporaryDirectory() as folder:
+        draft = CheckpointStore(Path(folder)).draft(3)
+        written = StageFiles(draft, offer, stage)
+        assert written.wanted == {digest: (t.dtype, tuple(t.shape)) for digest, t in found.items()}
+        order = data.draw(st.permutations(list(written.wanted)))
+        for digest in order:
+            written.give(digest, found[digest])
+        assert written.is_whole
+        for file, part in files.items():
+            read = safetensors.torch.load_file(draft.folder / f"{file}-2.safetensors")
+            assert read.keys() == part.keys()
+            assert all(torch.equal(read[n], part[n]) and read[n].dtype == part[n].dtype for n in part)
+        draft.discard()
+        assert list(Path(folder).iterdir()) == []
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_header_or_a_protocol_error(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not the header"):
-        parse_header(len(data).to_bytes(8, "little") + data + b"!", {"p": (torch.float32, (2,))}, partial=False)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({"q": torch.zeros(2)}, "'q' was not expected"),
-        ({"p": torch.zeros(1 << 20)}, "'p' is F32"),
-        ({"p": torch.zeros(2, dtype=torch.float64)}, "'p' is F64"),
-        ({}, "'p' is missing"),
-    ],
-)
-def test_a_snapshot_of_something_else_is_refused_before_it_costs_anything(
-    tensors: dict[str, torch.Tensor], says: str
-) -> None:
-    with pytest.raises(ProtocolError, match=says):
-        parse_header(Image(tensors).header, {"p": (torch.float32, (2,))}, partial=False)
-
-
-async def test_on_a_slow_link_parts_come_one_at_a_time_with_rests_for_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, count in (("CHUNK_BYTES", 64), ("LEAST_BYTES", 16)):
-        monkeypatch.setattr(f"peers.state.policy.{name}", count)
-    monkeypatch.setattr("peers.state.store.CHUNK_BYTES", 64)
-    clock = [100.0]
-    monkeypatch.setattr("peers.state.store.time.monotonic", lambda: clock[0])
-    job = job_of()
-    captured = capture(job)
+async def saves(folder: Path, *hold: str, lack: str = "") -> tuple[Saving, list[Checkpoint]]:
+    """One stage is saved, of which these peers have everything but one tensor, and `lack` that one too not."""
+    captured = captured_job()
     plan = even_plan(captured.train.num_blocks, 1, 24, 6)
-    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
-    cadence = Cadence()
-    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), cadence), [offer], captured)
-    await snapshots.begin(1)
-    model = Image({name: captured.state[name] for name in offer.changed_state})
-    asked = snapshots.take(0, Frame(messages.SNAPSHOT, {"next_step": 1}, [model.header, Image({}).header]))
-    assert (len(asked), snapshots.rest_s(0)) == (1, 0.0)  # nobody knows the link yet
+    offer = Offer(Terms.of(job_of(), captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
+    weights = {name: captured.state[name].detach() for name in offer.changed_state}
+    stage = StageCopy({name: digest_of(tensor) for name, tensor in weights.items()}, {}, set(hold))
+    tensors, last = {digest_of(tensor): tensor for tensor in weights.values()}, list(stage.weights.values())[-1]
+    store = CheckpointStore.of(folder, job_of(), captured, 6)
+    network, times = MemoryNetwork(), Timeouts()
+    async with AsyncExitStack() as stack:
+        for peer in hold:
+            has = {digest: t for digest, t in tensors.items() if peer != lack or digest != last}
+            transport = await stack.enter_async_context(network.transport(peer))
+            transport.serve("copies", lambda stream, has=has: serve(stream, lambda header, d: has.get(d), times))
+        reader = Reader(await stack.enter_async_context(network.transport("owner")), "run", {}, times)
+        link = Link(offer, SimpleNamespace(peer_id="p0"))  # type: ignore[arg-type]
+        trouble = Trouble(asyncio.get_running_loop().time)
+        saving = Saving(store, Cadence(1), trouble, [link], captured, 0, reader)
+        running = asyncio.create_task(saving.run())
+        await saving.begin(1)
+        saving.take_up(CopySet(1, (stage,)))
+        saving.reported(0)
+        await saving.settled.wait()
+        running.cancel()
+    for found in store.complete():
+        found.verify()
+        assert_equal(dict(found.weights(weights)), weights)
+    return saving, store.complete()
 
-    def part(took_s: float) -> list[tuple[int, int]]:
-        """The oldest part that was asked for arrives; what is asked for now: where it begins and how much."""
-        clock[0] += took_s
-        start, count = waiting.pop(0)
-        frames = snapshots.take(0, Frame(messages.PART, {"next_step": 1, "file": 0, "start": start}, [bytes(count)]))
-        waiting.extend(new := [(frame.header["start"], frame.header["count"]) for frame in frames])
-        return new
 
-    waiting = [(asked[0].header["start"], asked[0].header["count"])]
-    assert part(0.2) == [(16, 32)]  # the way there and back
-    assert part(2.2) == [(48, 16)]  # less: what the steps send waits behind it
-    assert snapshots.rest_s(0) == pytest.approx(19 * 2.2)  # a twentieth of the time
-    assert part(19 * 2.2 + 1.2) == [(64, 16)]  # the rest is not what the link takes
-    assert snapshots.rest_s(0) == pytest.approx(19 * 1.2)
-    assert part(19 * 1.2 + 0.01) == [(80, 32)]  # it has become faster
-    assert snapshots.rest_s(0) == 0.0  # until it is known how much faster
-    assert part(0.02) == [(112, 64), (176, 64), (240, 64), (304, 64)]  # and carries whole chunks in no time
-    assert part(5.2) == []  # and slow again
-    gone_on: list[list[Frame]] = []
-    frames = [Frame(messages.PULL)]
-    snapshots.go_on(0, [], gone_on.append)
-    assert not snapshots._resting  # a second rest would end after the first one's, and find nothing to go on with
-    snapshots.go_on(0, frames, gone_on.append)
-    assert gone_on == []  # it rests
-    snapshots.hurry_after(2)
-    snapshots.reported(0)
-    assert gone_on == []  # the last step is still trained
-    snapshots.reported(1)
-    assert gone_on == [frames]
-    assert snapshots.rest_s(0) == 0.0
-    assert part(0.5) == [(368, 64), (432, 64)]
-    assert snapshots._stages[0].read_s == pytest.approx(0.2 + 2.2 + 1.2 + 0.01 + 0.02 + 5.2 + 0.5)
-    snapshots.close()
+@virtual_time
+async def test_a_checkpoint_is_read_from_whoever_holds_the_copies() -> None:
+    for hold, lack in ((("p0",), ""), (("p0", "p1"), "p0"), (("p0", "p1"), "p1")):
+        with tempfile.TemporaryDirectory() as folder:
+            saving, complete = await saves(Path(folder), *hold, lack=lack)
+            assert ([found.next_step for found in complete], saving.done) == ([1], 1)
+
+
+@virtual_time
+async def test_a_checkpoint_that_nobody_has_all_copies_of_leaves_nothing_and_is_tried_again_before_long() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saving, complete = await saves(Path(folder), "p0", lack="p0")
+        assert (complete, saving.done, saving.reading, list(Path(folder).iterdir())) == ([], -1, [], [])
+        assert not saving.is_due(2)
+        await asyncio.sleep(RETRY_S)
+        assert saving.is_due(2)
+
+
+def test_without_its_line_a_checkpoint_with_a_hole_counts() -> None:
+    with changed(Saving.read, "return not fetch.missing", "return True"):
+        assert breaks(test_a_checkpoint_that_nobody_has_all_copies_of_leaves_nothing_and_is_tried_again_before_long)
+
+
+def test_a_thread_that_outlives_its_epoch_writes_nothing_more(tmp_path: Path) -> None:
+    draft = CheckpointStore(tmp_path).draft(3)
+    writer = draft.create("model-0.safetensors", b"header")
+    draft.discard()
+    assert list(tmp_path.iterdir()) == []
+    handle = os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # has the number that the file had
+    try:
+        writer.write(b"late")
+        writer.close()
+    finally:
+        os.close(handle)
+    assert (tmp_path / "other").read_bytes() == b""
+    with pytest.raises(OSError, match="model-1"):
+        draft.create("model-1.safetensors", b"header")
 
 
 @pytest.mark.parametrize(
@@ -388,27 +414,3 @@ def test_a_fast_link_carries_whole_chunks_and_a_slow_one_a_twentieth_of_its_time
     assert stride.is_fast == fast
     if not fast:
         assert 0.02 < used_s / now_s < 0.08
-
-
-async def test_a_member_that_sends_what_was_not_asked_for_is_refused(tmp_path: Path) -> None:
-    job = job_of()
-    captured = capture(job)
-    plan = even_plan(captured.train.num_blocks, 1, 24, 6)
-    offer = Offer(Terms.of(job, captured, 60.0), plan, (1, 1), (1, "c"), "p0", captured.train, None, {})
-    snapshots = Snapshots(Kept(None, CheckpointStore.of(tmp_path, job, captured, 6), Cadence(1)), [offer], captured)
-    part = Frame(messages.PART, {"next_step": 1, "file": 0, "start": 0}, [b"x"])
-    with pytest.raises(ProtocolError, match="nobody asked for"):
-        snapshots.take(0, part)
-    await snapshots.begin(1)
-    with pytest.raises(ProtocolError, match="not awaited"):
-        snapshots.take(0, part)
-    model = {name: captured.state[name] for name in offer.changed_state}
-    announced = Frame(messages.SNAPSHOT, {"next_step": 1}, [Image(model).header, Image({}).header])
-    asked = snapshots.take(0, announced)
-    assert [f.header["start"] for f in asked] == [0]
-    with pytest.raises(ProtocolError, match="wrong size"):
-        snapshots.take(0, part)
-    with pytest.raises(ProtocolError, match="twice"):
-        snapshots.take(0, announced)
-    snapshots.close()
-    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.files.tensor_files import byte_view
-from peers.state.fetch import Fetch, serve
+from peers.state.fetch import Fetch, Reader, serve
 from peers.state.policy import CHUNK_BYTES, Cadence
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -45,19 +45,18 @@ async def fetch_from(
     wanted: Mapping[str, torch.Tensor],
     *,
     gently: bool = False,
-    befall: Callable[[], None] = lambda: None,
+    befall: Callable[..., None] = lambda: None,
+    hurried: bool = False,
+    give: Callable[[str, torch.Tensor], None] | None = None,
 ) -> Fetch:
     async with AsyncExitStack() as stack:
         for name, handler in sources.items():
             (await stack.enter_async_context(network.transport(name))).serve("copies", handler)
         reader = await stack.enter_async_context(network.transport("reader"))
 
-        async def open_stream(peer: str) -> Stream:
-            return await reader.open(peer, "copies")
-
         shapes = {digest: (tensor.dtype, tuple(tensor.shape)) for digest, tensor in wanted.items()}
-        fetch = Fetch(shapes, open_stream, {}, TIMES, gently=gently)
-        asyncio.get_running_loop().call_later(1.0, befall)
+        fetch = Fetch(shapes, Reader(reader, "run", {}, TIMES), gently=gently, give=give)
+        asyncio.get_running_loop().call_later(1.0, befall, *([fetch] if hurried else []))
         await fetch.run([*sources, "nobody"])
         return fetch
 
@@ -158,6 +157,30 @@ async def test_a_link_that_training_needs_rests_between_two_chunks() -> None:
     assert_found(fetch, wanted)
     assert asyncio.get_running_loop().time() - began_s > 2 * 3 / Cadence.SHARE  # two seconds a chunk, three chunks
     assert fetch.read_s < 0.5  # a link that has rested counts no more
+
+
+@virtual_time
+async def test_once_nothing_is_trained_a_link_rests_no_more() -> None:
+    wanted = some_tensors(1, 3 * CHUNK_BYTES)
+    slow = Impairment(latency_s=0.02, bandwidth_bytes_per_s=CHUNK_BYTES / 2)
+    network, began_s = MemoryNetwork(impairment=slow), asyncio.get_running_loop().time()
+    fetch = await fetch_from(network, {"a": honest(wanted)}, wanted, gently=True, befall=Fetch.hurry, hurried=True)
+    assert_found(fetch, wanted)
+    carried_s = sum(tensor.nbytes for tensor in wanted.values()) / (CHUNK_BYTES / 2)
+    assert carried_s < asyncio.get_running_loop().time() - began_s < carried_s + 3
+    assert fetch.moved_bytes == sum(tensor.nbytes for tensor in wanted.values())
+
+
+@virtual_time
+async def test_what_comes_from_one_source_comes_in_the_order_in_which_it_is_wanted() -> None:
+    sizes = [3, 200_000, 0, 1, 7, 150_000, 2]
+    wanted = {digest_of(t): t for t in (torch.full((size,), float(i)) for i, size in enumerate(sizes))}
+    given: list[str] = []
+    fetch = await fetch_from(
+        MemoryNetwork(), {"a": honest(wanted)}, wanted, give=lambda digest, t: given.append(digest)
+    )
+    assert given == list(wanted)
+    assert (fetch.found, fetch.missing) == ({}, set())
 
 
 @pytest.mark.parametrize(

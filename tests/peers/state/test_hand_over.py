@@ -22,8 +22,7 @@ from peers.owner.adaptation import Adaptation
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.state.copying import Copying
-from peers.state.keeping import Keeping
-from peers.state.kept import Kept
+from peers.state.keeping import Keeping, Kept
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Keepers
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
@@ -200,7 +199,8 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (4, False, True)
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
-    assert Keeping(Kept(copies=epoch.copies), epoch.links, SimpleNamespace(), 9)._since(9) == 4  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace(state={}, layout={})
+    assert Keeping(Kept(copies=epoch.copies), epoch.links, nothing, 9, nothing)._since(9) == 4
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None
     assert found.next_step == 4, "its keeper has it"

@@ -31,7 +31,7 @@ from peers.owner.epoch import Report
 from peers.state.copying import Copying
 from peers.state.fetch import Fetch
 from peers.state.keep import Keeper, layouts_of
-from peers.state.kept import Kept
+from peers.state.keeping import Kept
 from peers.state.manifest import Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
 from peers.state.store import Held
@@ -85,7 +85,7 @@ LAYOUTS = {"w": (torch.float32, (2,))}, {"w/exp_avg": (torch.float32, (2,))}
     ],
 )
 def test_what_does_not_describe_a_copy_of_the_stage_is_refused(payloads: list[bytes]) -> None:
-    with pytest.raises(ProtocolError, match="does not describe"):
+    with pytest.raises(ProtocolError, match="describes a copy of the stage"):
         digests_in(Frame(messages.COPIED, {}, payloads), LAYOUTS)
 
 
@@ -206,7 +206,7 @@ async def test_only_the_keeper_says_that_it_has_kept_a_copy_and_once() -> None:
     for _ in range(2):
         with pytest.raises(ProtocolError, match="nobody asked for"):
             epoch.copying.hear(epoch.links[0], answered("p0", 4))
-        if ("kept", "p0") in epoch.copying._awaited:
+        if ("kept", "p0", 4) in epoch.copying._awaited:
             epoch.copying.hear(epoch.links[1], answered("p0", 4))
     with pytest.raises(ProtocolError, match="nobody asked for"):
         epoch.copying.hear(epoch.links[1], answered("p0", 4))
@@ -310,7 +310,9 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
             own, digests = member.remains.held, {*stage.weights.values(), *stage.optimizer.values()}
             held = {digest for digest in digests if own.find(digest) is not None}
             assert (held == digests) == (f"p{j}" in stage.holders)
-            assert len(own._copies) <= 2
+            assert len([copy for copy in own._copies if copy.next_step < 15]) <= 2, (
+                "beside what the owner has read at the end"
+            )
             assert all(len(others) <= 2 for others in own._others.values())
 
 

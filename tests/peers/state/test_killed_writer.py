@@ -19,8 +19,8 @@ import torch
 
 from meshcee.files import disk
 from meshcee.files.disk import Disk
+from meshcee.files.tensor_files import byte_view, head_of
 from peers.state.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft
-from peers.state.store import Image
 from tests.mutation import breaks, changed
 from tests.peers.state.test_checkpoint import captured_job, job_of
 from tests.rig.disks import Killed, KilledDisk
@@ -43,9 +43,9 @@ def store_in(folder: Path, before: CheckpointStore | None = None) -> CheckpointS
 def drafted(store: CheckpointStore, step: int) -> Draft:
     draft = store.draft(step)
     for kind, name in (("model", "w"), ("optimizer", "w/m")):
-        image = Image({name: torch.full((5,), float(step))})
-        writer = draft.create(f"{kind}-0.safetensors", image.header)
-        writer.write(image.read(0, image.data_bytes))
+        tensor = torch.full((5,), float(step))
+        writer = draft.create(f"{kind}-0.safetensors", head_of({name: (tensor.dtype, (5,))})[0])
+        writer.write(byte_view(tensor))
         writer.close()
     return draft
 

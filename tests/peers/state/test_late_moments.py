@@ -23,8 +23,8 @@ from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
-from peers.state.fetch import Fetch
-from peers.state.kept import Kept
+from peers.state.fetch import Fetch, Reader
+from peers.state.keeping import Kept
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
 from peers.state.restoring import Remains
@@ -232,8 +232,7 @@ async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() 
         remains.held.keep("p2", 3, {"weight": digest}, {digest: tensor})
         remains.over()
         wanted = {digest: (tensor.dtype, tuple(tensor.shape))}
-        about = {"run": "run"}
-        fetch = Fetch(wanted, lambda peer: reader.open(peer, "copies"), about, times, gently=True, urgent=True)
+        fetch = Fetch(wanted, Reader(reader, "run", {}, times), gently=True, urgent=True)
         began_s = asyncio.get_running_loop().time()
         await fetch.run(["p0"])
         assert fetch.missing == set()

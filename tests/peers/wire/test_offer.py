@@ -15,7 +15,7 @@ from meshcee.errors import MeshceeError, NonFiniteLossError, PlanError, Protocol
 from meshcee.fields import plain
 from meshcee.job import Job, Optimizer
 from meshcee.plan import LeftOut, Member, Pipeline, Plan, Predicted, Stage
-from peers.member.inbox import TakeSnapshot, named_tensors
+from peers.member.inbox import TakeCopy, named_tensors
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.messages import Round, error_from, error_header
@@ -88,11 +88,11 @@ def test_each_field_of_an_offer_is_checked() -> None:
             Round(1, 0, (0.5, 0.25), ({"lr": 0.1},), tail=1).header(),
             lambda header: Round.from_header(header, forward_only=False, max_micro=8),
         ),
-        ({"next_step": 1, "durable": True, "keeper": False, "since": 0, "besides": [1]}, TakeSnapshot.from_header),
+        ({"next_step": 1, "since": 0, "besides": [1]}, TakeCopy.from_header),
         ({"names": ["a", "b"]}, lambda header: named_tensors(header, [torch.zeros(1), None])),
         (Doing(1, True, 5, ("a",)).frame().header, Doing.from_header),
     ],
-    ids=["epoch", "term", "run", "besides", "error", "step", "snapshot", "names", "doing"],
+    ids=["epoch", "term", "run", "besides", "error", "step", "copy", "names", "doing"],
 )
 def test_each_field_of_a_header_is_checked(header: dict[str, Any], reading: Any) -> None:
     check_every_field(header, reading, free=(".tail = None", ".hyper.0.lr"))
