@@ -35,6 +35,7 @@ log = structlog.get_logger()
 MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
 # Not the generator that `random` shares: a user's dataset may draw from that one on another thread, and must repeat.
 CHANCE = random.Random()
+MOST_TOLD = 64  # warnings about leaps
 THOROUGH_EVERY = 4  # looks for one that asks all replicas, while a lease holds
 
 
@@ -131,6 +132,8 @@ class Election:
         self._others: Roster[LeaseRecord] = Roster(ttl_s)
         self._mine: _Mine | None = None
         self._claim_at_s: float | None = None  # while vacant: when it is our turn
+        self._is_anchored = False  # a claim of this mesh has been believed since the start: terms go on from there
+        self.leaps: dict[str, int] = {}  # of the last look: whose claims were passed over, and their counters
 
     @property
     def holds(self) -> bool:
@@ -161,6 +164,7 @@ class Election:
     def _looked(self, event: Looked) -> list[Command]:
         claims = dict(event.claims)
         own = claims.pop(self.peer_id, None)  # possibly of an earlier life: only its number counts
+        claims = self._without_leaps(claims)
         others = {p: c for p, c in self._others.absorb(claims, event.wall, event.mono_s).items() if not c.released}
         seen = max((c.counter for c in (*others.values(), *([own] if own else []))), default=0)
         if seen > self.terms.counter:
@@ -168,6 +172,20 @@ class Election:
         if self._mine is not None:
             return self._defend(self._mine, event.mono_s, others)
         return self._follow(event.mono_s, others)
+
+    def _without_leaps(self, claims: Mapping[str, LeaseRecord]) -> dict[str, LeaseRecord]:
+        """Terms rise by one with each election. A claim far beyond would shut every coordinator out, so nobody looks at it.
+
+        Who has been away, or is new, may be far behind: for them the lowest of the claims that are confirmed counts.
+        """
+        known = max(self.terms.counter, self.terms.accepted[0])
+        if not self._is_anchored:
+            confirmed = [c.counter for c in claims.values() if c.confirmed and not c.released]
+            known = max(known, min(confirmed, default=0))
+        likely = {p: c for p, c in claims.items() if c.counter <= known + MOST_ELECTIONS_MISSED}
+        self.leaps = {p: c.counter for p, c in claims.items() if p not in likely}
+        self._is_anchored = self._is_anchored or self.holds or any(c.confirmed for c in likely.values())
+        return likely
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord]) -> list[Command]:
         """We hold or claim: give way to who is before us, else confirm or renew."""
@@ -296,6 +314,7 @@ class Elector:
         self._clock = clock
         self._monotonic = monotonic
         self._one = asyncio.Lock()
+        self._told: set[str] = set()  # peers whose leaps are in the log
         self._core = Election(
             peer_id, eligible=eligible, ttl_s=ttl_s, confirm_s=confirm_s, terms=self._file.load(), chance=chance
         )
@@ -313,7 +332,12 @@ class Elector:
                 await self._save(self._core.terms)
             mono_s, wall = self._monotonic(), self._clock()
             claims = await self._directory.read(LeaseRecord, quick=quick)
-            await self._do(self._core.handle(Looked(mono_s, wall, claims)))
+            commands = self._core.handle(Looked(mono_s, wall, claims))
+            for peer_id in self._core.leaps.keys() - self._told:
+                if len(self._told) < MOST_TOLD:
+                    self._told.add(peer_id)
+                    log.warning("claim passed over", peer=peer_id, term=self._core.leaps[peer_id], why="it leaps")
+            await self._do(commands)
 
     async def resign(self) -> None:
         """Leave: whoever comes next need not wait for our lease to run out."""
@@ -369,7 +393,11 @@ class Elector:
                     saved = await self._save(command.terms)
                     commands += self._core.handle(Saved() if saved else Unsaved())
                 case Write():
-                    ok = await self._directory.write(command.claim, self._ttl_s)
+                    try:
+                        ok = await self._directory.write(command.claim, self._ttl_s)
+                    except ProtocolError as error:  # others would refuse it; this peer goes on without the lease
+                        log.warning("claim not written", error=str(error))
+                        ok = False
                     commands += self._core.handle(Wrote(self._monotonic(), ok))
                 case Believe():
                     self.lease = command.lease

@@ -11,9 +11,22 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from dht.directory import Directory
-from dht.election import Believe, Election, Elector, Looked, Resigned, Save, Saved, Unsaved, Write, Wrote
+from dht.election import (
+    MOST_ELECTIONS_MISSED,
+    Believe,
+    Election,
+    Elector,
+    Looked,
+    Resigned,
+    Save,
+    Saved,
+    Unsaved,
+    Write,
+    Wrote,
+)
 from dht.records import CLOCK_SKEW_S, LeaseRecord
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
@@ -197,6 +210,62 @@ def test_clocks_that_differ_by_less_than_is_allowed_change_nothing(count: int, s
     world.run(world.now + 4 * TTL_S)
     assert world.holders() == held
     assert world.agreed()
+
+
+leaps = st.lists(
+    st.tuples(st.floats(0, 60), st.integers(MOST_ELECTIONS_MISSED + 10, 1 << 53), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(st.integers(2, 5), st.integers(0, 1 << 32), leaps, st.booleans())
+def test_claims_that_leap_win_no_lease_and_keep_nobody_from_one(
+    count: int, seed: int, what: list[tuple[float, int, bool]], forgets: bool
+) -> None:
+    """One record with the highest counter that there is made every later claim one that others refuse."""
+    world = quiet_world(count, seed)
+    (holder,) = world.holders()
+    for when, counter, confirmed in what:
+        world.at(world.now + when, partial(world.lie, counter, confirmed=confirmed))
+    other = next(name for name in world.peers if name != holder)
+    world.at(world.now + 20.0, partial(world.crash, other))
+    world.at(world.now + 25.0, partial(world.start, other, forget=forgets))  # and finds a liar and the holder
+    world.run(world.now + 61.0)
+    assert world.agreed()
+    assert world.holders() == [holder]
+    world.crash(holder)
+    world.lie(1 << 53)
+    world.run(world.now + REPLACED_S + 2 * TTL_S)
+    assert world.agreed()
+    assert all(peer.core.terms.counter < 100 for peer in world.alive() if peer.core is not None)
+
+
+def test_who_was_away_for_long_follows_a_term_far_beyond_its_own() -> None:
+    election = core(terms=Terms(12, (12, "old")))
+    far = claim("a", 50_000, 0.0)
+    commands = election.handle(looked(0.5, far, claim("liar", 1 << 53, 0.0)))
+    assert commands == [Save(Terms(50_000, (50_000, "a"))), Believe(far)]
+    assert election.leaps == {"liar": 1 << 53}
+    assert election.handle(looked(1.0, replace(far, sent_at=0.8), claim("b", 60_000, 0.8))) == []
+    assert election.leaps == {"b": 60_000}
+
+
+async def test_a_claim_that_others_would_refuse_ends_no_peer() -> None:
+    directory = Directory(
+        MemoryStore(SharedMemory()), Identity.generate(), MeshKey(), timeouts=Timeouts(), limits=Limits()
+    )
+    at = iter(range(1, 100))
+    file = TermFile()
+    file.save(Terms(1 << 53, (1 << 53, "liar")))
+    poisoned = Elector(
+        directory, "me", eligible=True, terms=file, monotonic=lambda: float(next(at)), chance=lambda: 0.0
+    )
+    with capture_logs() as logs:
+        for _ in range(4):
+            await poisoned.look()
+    assert poisoned.lease is None
+    assert any(line["event"] == "claim not written" for line in logs)
 
 
 # -- single decisions, one by one

@@ -167,6 +167,12 @@ class World:
         for name in self.peers:
             self.start(name)
 
+    def lie(self, counter: int, *, confirmed: bool = True) -> None:
+        """A member that is none of the peers claims, and every peer finds that."""
+        claim = LeaseRecord("liar", self.now, counter, confirmed)
+        for entries in self.entries.values():
+            entries.setdefault("liar", []).append(Entry(claim, dict.fromkeys(self.peers, self.now)))
+
     def _make_room(self) -> None:
         for peer in self.peers.values():
             if peer.full and peer.core is None:
