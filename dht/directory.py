@@ -35,6 +35,7 @@ from dht.signing import Identity, MeshKey
 from dht.store import Store
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.events import Event
 
 __all__ = ["Change", "Directory"]
 
@@ -172,7 +173,7 @@ class Directory:
             except MeshceeError as error:
                 if (kind.kind, subkey) not in self._suspects and len(self._suspects) < 1024:
                     self._suspects.add((kind.kind, subkey))
-                    log.warning("record set aside", kind=kind.kind, peer=subkey[:64], error=str(error))
+                    log.warning(Event.RECORD_SET_ASIDE, kind=kind.kind, peer=subkey[:64], error=str(error))
         return found
 
     async def poll_forever(self) -> None:
@@ -278,7 +279,7 @@ class Directory:
                 f"peer {record.name!r} elsewhere already runs with this identity ({record.peer_id}): "
                 "an identity file must not be copied; start this peer with a file of its own"
             )
-        log.warning("another process uses this peer's identity", name=record.name, addresses=record.addresses)
+        log.warning(Event.IDENTITY_USED_TWICE, name=record.name, addresses=record.addresses)
 
     async def events(self) -> AsyncIterator[Change]:
         """Everything that happens from now on, beginning with those who are here. However slowly it is read, it holds

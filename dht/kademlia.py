@@ -28,6 +28,7 @@ from dht.roster import MAX_RECORDS
 from dht.signing import MeshKey
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError
+from meshcee.events import Event
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -238,7 +239,7 @@ class KademliaStore:
                     del entries[subkey]
                     if envelope.signer not in self._told and len(self._told) < MAX_TOLD:
                         self._told.add(envelope.signer)
-                        log.warning("record set aside", error=told_ahead(envelope.signer, envelope.sent_at, now))
+                        log.warning(Event.RECORD_SET_ASIDE, error=told_ahead(envelope.signer, envelope.sent_at, now))
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
         by_peer: dict[str, list[str]] = {}

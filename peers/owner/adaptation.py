@@ -35,6 +35,7 @@ from meshcee.adapt import (
     as_shown,
 )
 from meshcee.errors import MeshceeError, PlanError
+from meshcee.events import Event
 from meshcee.figures import BlockTimes, Cluster, LinkProfile, Measured
 from meshcee.plan import Plan
 from meshcee.planner import choose, situation
@@ -191,7 +192,7 @@ class Adaptation:
         if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > LASTING_STEPS:
             change = self._changes[-1]
             change.after_s = recent_s
-            log.info("since the plan changed", gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
+            log.info(Event.PLAN_CHANGED, gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
         left_s = (report.steps - report.step - 1) * recent_s
         try:
             decision = await self._decide(report, left_s)
@@ -203,13 +204,13 @@ class Adaptation:
         if left_s * (1 - 1 / decision.gain) <= decision.moving_s:
             if decision.plan is not self._vetoed:
                 self._vetoed = decision.plan
-                log.info("the plan stays: the job ends before a change would pay", **self._told(decision))
+                log.info(Event.PLAN_STAYS_TO_THE_END, **self._told(decision))
             return None
         told = self._told(decision)
         self._changes.append(
             Change(report.step, told["cause"], told["level"], len(decision.step_s), decision.gain, recent_s)
         )
-        log.warning("the plan changes", **told)
+        log.warning(Event.PLAN_CHANGES, **told)
         return decision.plan
 
     def _told(self, decision: Decision) -> dict[str, Any]:
@@ -269,7 +270,7 @@ class Adaptation:
         if decision.plan is not self._plan:
             return decision
         if looks:
-            log.info("the plan stays", **self._told(decision))
+            log.info(Event.PLAN_STAYS, **self._told(decision))
         return None
 
     def _place(self, mesh: Measured) -> None:

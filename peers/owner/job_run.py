@@ -20,6 +20,7 @@ import structlog
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course, moves
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
+from meshcee.events import Event
 from meshcee.figures import BlockTimes, DeviceProfile, class_of
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
@@ -379,9 +380,7 @@ class Training:
             case moves.GoOnFrom(step, with_peers, copies):
                 self.base = copies if with_peers else self._durable
                 on_disk = self._durable.next_step if self._durable is not None else 0
-                log.info(
-                    "the state to go on from", next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk
-                )
+                log.info(Event.STATE_FOUND, next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk)
             case moves.Stop(hand_over):
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)

@@ -17,6 +17,7 @@ import structlog
 
 from meshcee.epochs import moves
 from meshcee.errors import JoinError, MeshceeError, PlanError
+from meshcee.events import Event
 from peers.mesh_view import MeshView, named
 from peers.planning import Planned, PlanRequest, answer, request_plan
 from peers.transport import StreamClosed
@@ -81,7 +82,7 @@ class Stopwatch:
             self._again += 1
             return
         self.mark("new step")
-        log.warning("the run goes on", step=step, steps_again=self._again, seconds=dict(self._seconds))
+        log.warning(Event.RUN_GOES_ON, step=step, steps_again=self._again, seconds=dict(self._seconds))
         self._noticed_s = None
 
 
@@ -113,7 +114,7 @@ class Recovery:
     def tell_lost(self, lost: moves.TellLost) -> None:
         names = self._agent.names()
         log.warning(
-            "a member was lost",
+            Event.MEMBER_LOST,
             error=str(lost.error),
             gone=[names.get(p, p) for p in lost.gone],
             failed=[names.get(p, p) for p in lost.failed],
@@ -128,7 +129,7 @@ class Recovery:
             log.warning("members leave: the job goes on without them", who=who)
             return
         why = named(str(leaving.error), names)
-        log.warning("members want to leave and the job cannot go on without them: start more peers", who=who, why=why)
+        log.warning(Event.MEMBERS_NEEDED, who=who, why=why)
 
     async def plan(self, request: PlanRequest) -> Planned:
         """Of as many stages as were asked for, or as there are peers for, or of any number."""

@@ -17,6 +17,7 @@ import structlog
 from msgspec import Meta
 
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
@@ -117,7 +118,9 @@ class PlanService:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
             plan, notes = await answer(self._agent, request)
-            log.info("planned", stages=[len(p.stages) for p in plan.pipelines], owner=stream.peer_id, term=lease.term)
+            log.info(
+                Event.PLANNED, stages=[len(p.stages) for p in plan.pipelines], owner=stream.peer_id, term=lease.term
+            )
             # Every peer that is left out is named with the reason: too much for a header in a mesh of hundreds.
             body = msgpack.packb({"plan": plan.to_json(), "notes": list(notes[:MAX_NOTES])})
             await stream.send(Frame(messages.PLAN, {"term": list(lease.term)}, [body]))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from meshcee.errors import ProtocolError
+from meshcee.events import Event
 from peers.state.keep import layouts_of
 from peers.state.manifest import CopySet, Manifest, StageCopy
 from peers.state.policy import Keepers
@@ -142,7 +143,7 @@ class Copying:
         self._copies.stay_with(self._links if self._far.chosen else ())
         self._copies.add(made)
         holders, far = [sorted(stage.holders) for stage in made.stages], bool(self._far.chosen)
-        log.debug("copies", next_step=made.next_step, holders=holders, held_by=made.held_by, far=far)
+        log.debug(Event.COPIES_MADE, next_step=made.next_step, holders=holders, held_by=made.held_by, far=far)
         self._far.take_up(made)
 
     def _describe(self, link: Link, frame: Frame, asked: CopySet) -> None:
@@ -176,9 +177,7 @@ class Copying:
             stage.holders.add(link.peer_id)
         elif (missing := need(frame.header, "missing_bytes", int)) > 0:
             del self._keepers[source]
-            log.warning(
-                "a stage has no keeper: the peer has no memory for its copies", peer=link.peer_id, bytes=missing
-            )
+            log.warning(Event.NO_KEEPER, peer=link.peer_id, bytes=missing)
         else:
             log.info("a copy did not reach its keeper", holder=source, keeper=link.peer_id)
 
@@ -246,7 +245,7 @@ class FarCopying:
         self._making = None  # the last ones count on
         if (missing := need(frame.header, "missing_bytes", int)) > 0:
             self.chosen.clear()
-            log.warning("no copies in other regions: the peer has no memory for them", peer=link.peer_id, bytes=missing)
+            log.warning(Event.NO_FAR_COPIES, peer=link.peer_id, bytes=missing)
         else:
             log.info("a copy did not reach its far keeper", holder=source, keeper=link.peer_id)
 
@@ -255,7 +254,7 @@ class FarCopying:
         self._copies.far_cadence.ended(read_s=self._read_s, made_s=0.0)
         self._copies.add(making)
         holders = [sorted(stage.holders) for stage in making.stages]
-        log.debug("far copies", next_step=making.next_step, holders=holders, held_by=making.held_by)
+        log.debug(Event.FAR_COPIES_MADE, next_step=making.next_step, holders=holders, held_by=making.held_by)
 
 
 def _seconds(frame: Frame, name: str) -> float:

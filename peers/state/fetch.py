@@ -23,6 +23,7 @@ import torch
 
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.events import Event
 from meshcee.fields import Count
 from meshcee.files.tensor_files import byte_view
 from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
@@ -185,7 +186,7 @@ class Fetch:
         try:
             await work()
         except (MeshceeError, StreamClosed, TimeoutError) as error:
-            log.info("a source of copies is left out", peer=peer, error=str(error))
+            log.info(Event.SOURCE_LEFT_OUT, peer=peer, error=str(error))
             if (source := self._sources.pop(peer, None)) is not None:
                 source.stream.abort()
 

@@ -17,6 +17,7 @@ import structlog
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
+from meshcee.events import Event
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
 from peers.transport.stream import FramedStream, short
@@ -206,15 +207,15 @@ class Endpoint(ABC):
             await stream.aclose()
         except (StreamClosed, TimeoutError) as error:  # whoever opened it is gone, or paused, or cut off
             why = str(error) or "nothing came in time"
-            log.debug("stream.closed", peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
+            log.debug(Event.STREAM_CLOSED, peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
         except Exception as error:
             about = {"peer": short(stream.peer_id), "purpose": stream.purpose}
             if _foreseen(
                 error
             ):  # what a peer meets by the dozen when it wakes: epochs that are over, streams that are gone
-                log.warning("stream.handler_failed", **about, error=repr(_leaves(error)[0]))
+                log.warning(Event.HANDLER_FAILED, **about, error=repr(_leaves(error)[0]))
             else:
-                log.exception("stream.handler_failed", **about)
+                log.exception(Event.HANDLER_FAILED, **about)
         finally:
             stream.abort()
             self.streams.discard(stream)
@@ -255,7 +256,7 @@ class Endpoint(ABC):
             return
         self._refused_s.append(now_s)
         more = {"untold": self._untold} if self._untold else {}
-        log.warning("stream.refused", peer=short(peer_id), error=str(error), **more)
+        log.warning(Event.STREAM_REFUSED, peer=short(peer_id), error=str(error), **more)
         self._untold = 0
 
     async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:

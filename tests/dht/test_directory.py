@@ -23,6 +23,7 @@ from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, NotPermittedError
+from meshcee.events import Event
 from meshcee.figures.profile import LinkProfile
 from tests.rig.virtual_time import virtual_time
 
@@ -253,7 +254,7 @@ async def test_what_strangers_store_is_set_aside() -> None:
                 memory.entries.setdefault(topic("peers", KEY), {})[stranger.peer_id] = (data, now() + 60)
                 await asyncio.sleep(5)
                 assert set(here.peers) == {a.peer_id}
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["record set aside"]
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [Event.RECORD_SET_ASIDE]
 
 
 @virtual_time
@@ -291,7 +292,7 @@ async def test_of_two_processes_with_one_identity_the_later_one_has_to_go() -> N
             assert caught.group_contains(JoinError, match="'a' elsewhere already runs with this identity")
             await asyncio.sleep(20)
             assert here.peers[a.peer_id].name == "a"
-    assert any("another process uses this peer's identity" in line["event"] for line in logs)
+    assert any(line["event"] == Event.IDENTITY_USED_TWICE for line in logs)
 
 
 @virtual_time

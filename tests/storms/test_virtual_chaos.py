@@ -20,6 +20,7 @@ from benchmarks.virtual_chaos import (
     stormy,
     train,
 )
+from meshcee.events import Event
 from peers.owner.epoch import Report
 from tests.rig.frames import watched_frames
 from tests.rig.virtual_time import Still, quiet, run
@@ -119,7 +120,7 @@ def test_copies_of_a_peer_whose_device_fails_are_used(tmp_path: Path) -> None:
 
     with capture_logs() as logged, quick_planning():
         assert run(story(), inline=True) == "equal"
-    went_on = [entry["with_peers"] for entry in logged if entry["event"] == "the state to go on from"]
+    went_on = [entry["with_peers"] for entry in logged if entry["event"] == Event.STATE_FOUND]
     assert went_on
     assert all(went_on)  # the death and the failure may be one loss or two
 

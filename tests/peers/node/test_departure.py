@@ -15,6 +15,7 @@ import structlog
 from dht.records import PeerRecord
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, NotPermittedError, PlanError, UsageError
+from meshcee.events import Event
 from meshcee.figures.profile import DeviceProfile
 from meshcee.files.home import Home
 from peers.node import assemble
@@ -140,8 +141,8 @@ async def test_the_only_peer_goes_when_its_time_is_over_and_the_user_is_told_why
             result = await train(mesh, hear)
     assert leavers.in_time == {"p0": False}
     assert_undisturbed(result, told, home)
-    assert "a member was lost" in [entry["event"] for entry in logs]
-    (line,) = [entry for entry in logs if "cannot go on without them" in entry["event"]]
+    assert Event.MEMBER_LOST in [entry["event"] for entry in logs]
+    (line,) = [entry for entry in logs if entry["event"] == Event.MEMBERS_NEEDED]
     assert line["who"] == ["p0"]
     assert line["log_level"] == "warning"
 

@@ -36,6 +36,7 @@ from meshcee.adapt.rule import Level
 from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Senses
 from meshcee.capture import capture
 from meshcee.eager import plain
+from meshcee.events import Event
 from meshcee.figures.measured import Measured
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import LinkProfile
@@ -281,10 +282,10 @@ async def test_a_device_that_joins_is_profiled_and_taken_in_where_it_pays() -> N
     assert step_s(fresh(1.0, alone), 1.0) > 1.5 * step_s(fresh(1.0), 1.0), "there is something to gain"
     assert within(played.plans, 1.0) >= 0.95
     assert (len(played.changes), played.profiled) == (1, 1)
-    (change,) = [entry for entry in logged if entry["event"] == "the plan changes"]
+    (change,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
     assert change["cause"] == ("far has joined",)
     assert change["alternatives_s"][0] < change["step_s"]
-    (since,) = [entry for entry in logged if entry["event"] == "since the plan changed"]
+    (since,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGED]
     assert since["gain"] > 1.5
 
 
@@ -293,17 +294,17 @@ async def test_each_decision_is_told_with_its_cause_alternatives_and_gains() -> 
     factors = [1.0] * 15 + [POOR] * 60 + [1.0] * 14
     with capture_logs() as logged:
         played = await rehearse(factors, steps=len(factors))
-    decisions = [entry for entry in logged if entry["event"].startswith("the plan")]
-    kept, changed = "the plan stays", "the plan changes"
-    assert [e["event"] for e in decisions] == [kept, changed, kept, f"{kept}: the job ends before a change would pay"]
+    kept, changed, late = Event.PLAN_STAYS, Event.PLAN_CHANGES, Event.PLAN_STAYS_TO_THE_END
+    decisions = [entry for entry in logged if entry["event"] in (kept, changed, late)]
+    assert [e["event"] for e in decisions] == [kept, changed, kept, late]
     for entry, times in zip(decisions, ("0.25", "0.25", "4.00", "4.00"), strict=True):
         assert all(f"has {times} times its bandwidth" in cause for cause in entry["cause"])
         assert entry["cause"]
         assert entry["alternatives_s"] == sorted(entry["alternatives_s"])
         assert entry["alternatives"] >= len(entry["alternatives_s"]) > 0
-        assert (entry["gain"] > 1.5) == (entry["event"] != kept)
+        assert (entry["gain"] > 1.5) == (entry["event"] is not kept)
         assert entry["takes_s"] >= 0
-    (measured,) = [entry for entry in logged if entry["event"] == "since the plan changed"]
+    (measured,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGED]
     assert measured["gain"] == pytest.approx(decisions[1]["gain"], rel=0.05)
     assert len(played.changes) == 1
 
@@ -314,7 +315,7 @@ async def test_moments_that_held_up_the_first_step_are_part_of_what_a_change_tak
         with capture_logs() as logged:
             played = await rehearse([1.0] * 15 + [POOR] * 60 + [1.0] * 20, late_s=late_s)
         assert len(played.changes) == 2
-        takes_s.append([entry["takes_s"] for entry in logged if entry["event"] == "the plan changes"])
+        takes_s.append([entry["takes_s"] for entry in logged if entry["event"] == Event.PLAN_CHANGES])
     (first, second), (same, later) = takes_s
     assert same == first, "no plan had begun in the place of another"
     assert later == pytest.approx(second + 3.0, abs=0.1)
@@ -324,7 +325,7 @@ async def test_a_device_that_is_no_help_is_told_of_and_left_out() -> None:
     with capture_logs() as logged:
         played = await rehearse([POOR] * 40, comes=("far", 10))
     assert (played.changes, played.searches, played.profiled) == ([], 1, 1)
-    (stays,) = [entry for entry in logged if entry["event"] == "the plan stays"]
+    (stays,) = [entry for entry in logged if entry["event"] == Event.PLAN_STAYS]
     assert stays["cause"] == ("far has joined",)
 
 
@@ -452,6 +453,6 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     assert found is not None
     assert step < 12 + 2 * LASTING_STEPS, "before long"
     assert found.peers[0] != first
-    (entry,) = [entry for entry in logged if entry["event"] == "the plan changes"]
+    (entry,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
     assert entry["cause"] == (f"the owner's link to {first} has 0.10 times its bandwidth",)
     assert entry["gain"] > 3

@@ -19,6 +19,7 @@ from torch import nn
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files import disk
 from meshcee.files.home import Home
 from meshcee.job import Job
@@ -114,7 +115,7 @@ async def struck(job: Job, home: Home) -> Result:
                 told.append(report)
                 if report.step == 9:
                     here.crash(recovery.stage_of(here, mesh, 1))
-    (course,) = [entry for entry in logged if entry["event"] == "the run goes on"]
+    (course,) = [entry for entry in logged if entry["event"] == Event.RUN_GOES_ON]
     assert course["steps_again"] > 0
     assert [r.step for r in told] == list(range(STEPS))
     warnings = [entry["event"] for entry in logged if "is another sample" in entry["event"]]

@@ -20,6 +20,7 @@ import torch
 
 from meshcee.capture import capture
 from meshcee.errors import PlanError, ProtocolError
+from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
@@ -263,7 +264,7 @@ async def test_the_run_goes_on_without_a_member_of_a_pipeline(tmp_path: Path) ->
     with structlog.testing.capture_logs() as told:
         dies = 14, "a0"
         result, names, _ = await train_live(job, dict.fromkeys(HOME, 1e8), HOME, dies=dies, folder=tmp_path, plan=plan)
-    (found,) = [line for line in told if line["event"] == "the state to go on from"]
+    (found,) = [line for line in told if line["event"] == Event.STATE_FOUND]
     assert found["with_peers"]
     assert result.plan is not None
     assert "a0" not in {names[peer] for peer in result.plan.peers}

@@ -18,6 +18,7 @@ from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import PeerLostError, unwrap
+from meshcee.events import Event
 from meshcee.figures.measured import NEXT_TO_NOTHING
 from meshcee.files.home import Home
 from meshcee.job import Job
@@ -105,7 +106,7 @@ async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path,
         assert result.plan is not None
         assert len(result.plan.pipelines[0].stages) == 2
     assert_undisturbed(result, told, home)
-    (course,) = [entry for entry in logged if entry["event"] == "the run goes on"]
+    (course,) = [entry for entry in logged if entry["event"] == Event.RUN_GOES_ON]
     assert list(course["seconds"]) == ["called", "planned", "ready", "first step", "new step"]
     assert 0 < course["seconds"]["called"] <= course["seconds"]["new step"] < 10
     assert 0 <= course["steps_again"] <= 11
@@ -313,4 +314,4 @@ async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeyp
         with capture_logs() as logged:
             result = await train(mesh, told.append)
     assert_undisturbed(result, told, home)
-    assert not [entry for entry in logged if entry["event"] == "a member was lost"]
+    assert not [entry for entry in logged if entry["event"] == Event.MEMBER_LOST]

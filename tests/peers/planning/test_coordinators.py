@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
 from meshcee.eager import plain
 from meshcee.epochs.course import REPLANS
+from meshcee.events import Event
 from meshcee.plan import Plan
 from peers.device.compute import Pace
 from peers.node.agent import Agent
@@ -48,7 +49,7 @@ def played(folder: Path, befall: Callable[[Storm], Awaitable[None]]) -> tuple[Ac
 
 def goes_on_with_peers(logged: list[Mapping[str, Any]]) -> bool:
     """Whether it went back, to copies and never further."""
-    backs = [entry for entry in logged if entry["event"] == "the state to go on from"]
+    backs = [entry for entry in logged if entry["event"] == Event.STATE_FOUND]
     return bool(backs) and all(back["with_peers"] and back["next_step"] > 0 for back in backs)
 
 
@@ -75,7 +76,7 @@ def test_the_running_step_needs_no_coordinator_and_the_next_plan_a_new_one(tmp_p
     activations, logged = played(tmp_path, befall)
     assert len(activations.plans) == 2, "one epoch until a member is lost"
     assert leaders[1] not in (None, leaders[0])
-    assert [entry["term"][1] for entry in logged if entry["event"] == "planned"] == [leaders[2]]
+    assert [entry["term"][1] for entry in logged if entry["event"] == Event.PLANNED] == [leaders[2]]
     assert goes_on_with_peers(logged)
 
 

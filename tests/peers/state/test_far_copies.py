@@ -18,6 +18,7 @@ from benchmarks.going_back import going_back
 from benchmarks.virtual_chaos import LINK, Activations, Storm, job_of, quick_planning, stormy, train
 from meshcee.config import FAR_COPIES, OWN_COPIES
 from meshcee.errors import JoinError, ProtocolError
+from meshcee.events import Event
 from meshcee.figures.measured import Measured
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from peers.device.compute import Pace
@@ -147,12 +148,12 @@ def test_a_whole_region_is_lost_and_the_run_goes_on_from_copies_in_the_other(
                 storm.kill(name)
 
     logged, names, _ = told(tmp_path, 1000, befall)
-    (back,) = of(logged, "the state to go on from")
-    far = [entry["next_step"] for entry in of(logged, "far copies") if entry["next_step"] <= back["done"]]
+    (back,) = of(logged, Event.STATE_FOUND)
+    far = [entry["next_step"] for entry in of(logged, Event.FAR_COPIES_MADE) if entry["next_step"] <= back["done"]]
     assert (back["with_peers"], back["next_step"]) == (True, far[-1])
     assert back["next_step"] > 0
-    assert far_apart(of(logged, "copies")[0], names) == {1}
-    assert far_apart(of(logged, "far copies")[0], names) == {2}
+    assert far_apart(of(logged, Event.COPIES_MADE)[0], names) == {1}
+    assert far_apart(of(logged, Event.FAR_COPIES_MADE)[0], names) == {2}
 
 
 def test_a_far_keeper_dies_with_its_region_while_it_reads_and_the_set_before_counts(
@@ -175,9 +176,9 @@ def test_a_far_keeper_dies_with_its_region_while_it_reads_and_the_set_before_cou
 
     monkeypatch.setattr(Keeper, "_keep", dies)
     logged, _, _ = told(tmp_path, 1000, storms.append, at=0)
-    back = of(logged, "the state to go on from")[0]
+    back = of(logged, Event.STATE_FOUND)[0]
     assert (back["with_peers"], back["next_step"]) == (True, steps[0])
-    assert [entry["next_step"] for entry in of(logged, "far copies")] == steps[:1]
+    assert [entry["next_step"] for entry in of(logged, Event.FAR_COPIES_MADE)] == steps[:1]
 
 
 def test_a_far_keeper_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
@@ -202,8 +203,8 @@ def test_a_far_keeper_dies_alone_with_half_a_copy_and_another_keeps_the_next_set
     monkeypatch.setattr(Fetch, "_take", dies)
     logged, names, _ = told(tmp_path, 1000, storms.append, at=0)
     ((dead, step),) = half
-    (back,) = of(logged, "the state to go on from")
-    before, after = (of(entries, "far copies") for entries in cut(logged, back))
+    (back,) = of(logged, Event.STATE_FOUND)
+    before, after = (of(entries, Event.FAR_COPIES_MADE) for entries in cut(logged, back))
     assert (back["with_peers"], before) == (True, [])
     assert after
     assert after[0]["next_step"] > step
@@ -235,8 +236,8 @@ def test_of_two_regions_that_both_hold_everything_only_that_of_the_owner_goes_on
 
     monkeypatch.setattr(Session, "_link", linked)
     logged, names, activations = told(tmp_path, 1000, befall)
-    (back,) = of(logged, "the state to go on from")
-    assert (back["with_peers"], back["next_step"]) == (True, of(logged, "far copies")[0]["next_step"])
+    (back,) = of(logged, Event.STATE_FOUND)
+    assert (back["with_peers"], back["next_step"]) == (True, of(logged, Event.FAR_COPIES_MADE)[0]["next_step"])
     apart = {REGIONS[names[peer]] for peer, at_s in began if parted[0] < at_s < parted[0] + APART_S}
     assert apart == {"east"}
     assert len(activations.plans) == 2
@@ -282,8 +283,10 @@ async def test_far_copies_count_when_every_stage_has_one_and_until_there_are_oth
         epoch.round(6)
         assert epoch.copies.far_steps == []
         epoch.kept("p1", 4)
-    assert [entry["next_step"] for entry in of(logged, "copies")] == [4, 6]
-    assert [(e["next_step"], e["holders"]) for e in of(logged, "far copies")] == [(4, [["p0", "p1"], ["p0", "p1"]])]
+    assert [entry["next_step"] for entry in of(logged, Event.COPIES_MADE)] == [4, 6]
+    assert [(e["next_step"], e["holders"]) for e in of(logged, Event.FAR_COPIES_MADE)] == [
+        (4, [["p0", "p1"], ["p0", "p1"]])
+    ]
     epoch.copying.forget_before(6, on_disk=0)
     assert (epoch.copies.far_steps, epoch.copying.besides) == ([4], [4])
     epoch.round(8)
@@ -342,7 +345,7 @@ async def test_a_far_copy_that_fails_costs_this_set_and_one_without_memory_all_f
             for source in {4: ("p0", "p1"), 10: ()}.get(step, ("p0",)):
                 epoch.kept(source, step, **more)
     assert told == [[], [4], [4], []]
-    assert [e["bytes"] for e in logged if e["event"].startswith("no copies in other regions")] == [100]
+    assert [e["bytes"] for e in logged if e["event"] == Event.NO_FAR_COPIES] == [100]
     assert len(of(logged, "a copy did not reach its far keeper")) == 1
     with pytest.raises(ProtocolError, match="nobody asked for"):
         epoch.kept("p0", 10)

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
+from meshcee.events import Event
 from meshcee.files.tensor_files import byte_view
 from peers.state.fetch import Fetch, Reader, serve
 from peers.state.policy import CHUNK_BYTES, Cadence
@@ -143,7 +144,7 @@ def test_a_source_that_lies_is_left_out(answer: Callable[[bytes], Frame]) -> Non
         with capture_logs() as logged:
             fetch = await fetch_from(MemoryNetwork(), {"a": lying(wanted, answer), "b": honest(wanted)}, wanted)
         assert_found(fetch, wanted)
-        assert {e["peer"] for e in logged if e["event"] == "a source of copies is left out"} == {"a", "nobody"}
+        assert {e["peer"] for e in logged if e["event"] == Event.SOURCE_LEFT_OUT} == {"a", "nobody"}
 
     run(story())
 

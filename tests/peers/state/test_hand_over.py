@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError
+from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.plan import Plan
 from peers.node.mesh import Mesh
@@ -100,7 +101,7 @@ async def test_moved_blocks_come_from_the_member_that_had_them_and_no_number_cha
     assert again == []
     old, new = moving
     assert result.plan == new
-    (back,) = only(logged, "the state to go on from")
+    (back,) = only(logged, Event.STATE_FOUND)
     assert back["with_peers"]
     assert back["next_step"] == back["done"] > LAST
     graph = captured_job().train
@@ -138,7 +139,7 @@ async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_c
     with capture_logs() as logged:
         result, told = await run(home, hear)
     assert died.is_set()
-    assert only(logged, "a member was lost")
+    assert only(logged, Event.MEMBER_LOST)
     assert result.plan is not None
     assert len(result.plan.peers) == 2
     assert_undisturbed(result, told, home)

@@ -25,6 +25,7 @@ from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.events import Event
 from meshcee.plan import Plan
 from peers.member.service import Member
 from peers.owner.epoch import Report
@@ -173,7 +174,7 @@ async def test_the_run_goes_on_without_a_keeper_that_has_no_memory_and_says_so_o
     with capture_logs() as logged:
         epoch.round(4, kept=False, missing_bytes=100)
         epoch.round(7)
-    assert [e["bytes"] for e in logged if e["event"].startswith("a stage has no keeper")] == [100]
+    assert [e["bytes"] for e in logged if e["event"] == Event.NO_KEEPER] == [100]
     assert [epoch.asked(i) for i in (0, 1)] == [2, 1]
     found = epoch.copies.newest(7)
     assert found is not None
@@ -318,7 +319,7 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
 
 def began_at(logged: Sequence[Mapping[str, Any]]) -> list[int]:
     """The step that each recovery has gone back to."""
-    return [entry["step"] - entry["steps_again"] for entry in logged if entry["event"] == "the run goes on"]
+    return [entry["step"] - entry["steps_again"] for entry in logged if entry["event"] == Event.RUN_GOES_ON]
 
 
 def only_holder(storm: Storm) -> str:
@@ -353,7 +354,7 @@ def told(folder: Path, every: int, befall: Callable[[Storm], None], at: int = 8)
 
 def from_peers(logged: list[Any]) -> list[int]:
     """The steps whose copies with peers were newer than what was on the disk."""
-    told = [entry for entry in logged if entry["event"] == "the state to go on from"]
+    told = [entry for entry in logged if entry["event"] == Event.STATE_FOUND]
     return [entry["next_step"] for entry in told if entry["with_peers"]]
 
 
@@ -369,7 +370,7 @@ def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> 
 def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> None:
     with mock.patch("peers.state.policy.has_room_for_copies", return_value=False):
         logged = told(tmp_path, 5, lambda storm: storm.kill(storm.members()[1]))
-    assert not [entry for entry in logged if entry["event"] == "copies"]
+    assert not [entry for entry in logged if entry["event"] == Event.COPIES_MADE]
     assert began_at(logged) == [5]
 
 
@@ -425,8 +426,8 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     monkeypatch.setattr(virtual_chaos, "TIMES", replace(virtual_chaos.TIMES, regroup_s=3.0))
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
     assert len(refused) >= 2
-    lost = [k for k, entry in enumerate(logged) if entry["event"] == "the run goes on"]
-    copied = [{len(stage) for stage in e["holders"]} for e in logged[lost[0] :] if e["event"] == "copies"]
+    lost = [k for k, entry in enumerate(logged) if entry["event"] == Event.RUN_GOES_ON]
+    copied = [{len(stage) for stage in e["holders"]} for e in logged[lost[0] :] if e["event"] == Event.COPIES_MADE]
     assert copied
     assert all(holders == {2} for holders in copied)
 
@@ -448,4 +449,4 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
     monkeypatch.setattr(Member, "prepare", refuses_for_a_while)
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[1]), at=3)
     assert refusals[-1] > refusals[0] + 5.0
-    assert "the run goes on" in [entry["event"] for entry in logged]
+    assert Event.RUN_GOES_ON in [entry["event"] for entry in logged]

@@ -10,6 +10,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
+from meshcee.events import Event
 from peers.cli.session import configure_logging
 from peers.transport import bundle, direct
 from peers.transport.base import Frame, Stream, StreamClosed
@@ -303,7 +304,7 @@ async def test_a_handlers_error_ends_its_stream_and_nothing_else(kind: str) -> N
                 await bad.recv()
             await good.send(Frame("still here"))
             assert (await good.recv()).kind == "still here"
-        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["stream.handler_failed"]
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == [Event.HANDLER_FAILED]
         again = await a.open(b.peer_id, "echo")
         await again.send(Frame("new"))
         assert (await again.recv()).kind == "new"
@@ -361,7 +362,7 @@ async def test_another_mesh_key_is_refused_on_both_sides(kind: str) -> None:
                 await a.open(b.peer_id, "echo", b.addresses)
             await eventually(lambda: bool(logs))
         assert "another mesh" in logs[0]["error"]
-        assert logs[0]["event"] == "stream.refused"
+        assert logs[0]["event"] == Event.STREAM_REFUSED
         shown = str(caught.value) + str(logs)
         assert KEY.decode() not in shown
         assert KEY.hex() not in shown

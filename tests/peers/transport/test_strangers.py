@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError
+from meshcee.events import Event
 from peers.transport import endpoint, handshake
 from peers.transport.base import Frame, Stream
 from peers.transport.stream import HELLO_BYTES
@@ -126,10 +127,10 @@ async def test_refusals_are_counted_and_do_not_fill_the_log(monkeypatch: pytest.
             for _ in range(endpoint.REFUSALS + 15):
                 with pytest.raises(NotPermittedError):
                     await stranger.open(here.peer_id, "test")
-            told = [line for line in logs if line["event"] == "stream.refused"]
+            told = [line for line in logs if line["event"] == Event.STREAM_REFUSED]
             assert len(told) <= endpoint.REFUSALS + 1
             await asyncio.sleep(0.6)
             with pytest.raises(NotPermittedError):
                 await stranger.open(here.peer_id, "test")
-            told = [line for line in logs if line["event"] == "stream.refused"]
+            told = [line for line in logs if line["event"] == Event.STREAM_REFUSED]
             assert sum(line.get("untold", 0) for line in told) + len(told) == endpoint.REFUSALS + 16

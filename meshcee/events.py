@@ -1,0 +1,34 @@
+"""What a run tells of itself while it goes on: the names of the lines of its log that programs and tests wait for.
+
+The idea: a line of a log is an event with fields. Whoever waits for one compares it with its name here, not with a text.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["Event"]
+
+
+class Event(StrEnum):
+    """Each is the sentence that people read."""
+
+    PLANNED = "planned"
+    PLAN_CHANGES = "the plan changes"
+    PLAN_CHANGED = "since the plan changed"
+    PLAN_STAYS = "the plan stays"
+    PLAN_STAYS_TO_THE_END = "the plan stays: the job ends before a change would pay"
+    MEMBER_LOST = "a member was lost"
+    STATE_FOUND = "the state to go on from"
+    RUN_GOES_ON = "the run goes on"
+    MEMBERS_NEEDED = "members want to leave and the job cannot go on without them: start more peers"
+    COPIES_MADE = "copies"
+    FAR_COPIES_MADE = "far copies"
+    NO_KEEPER = "a stage has no keeper: the peer has no memory for its copies"
+    NO_FAR_COPIES = "no copies in other regions: the peer has no memory for them"
+    SOURCE_LEFT_OUT = "a source of copies is left out"
+    STREAM_CLOSED = "stream.closed"
+    STREAM_REFUSED = "stream.refused"
+    HANDLER_FAILED = "stream.handler_failed"
+    RECORD_SET_ASIDE = "record set aside"
+    IDENTITY_USED_TWICE = "another process uses this peer's identity"
