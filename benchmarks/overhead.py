@@ -44,7 +44,7 @@ from peers.cli.session import load_job
 from peers.device.compute import Compute
 from peers.member.executor import Executor
 from peers.member.inbox import Inbox
-from peers.state.store import Held
+from peers.state.store import CopyStore
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.messages import Round
@@ -167,7 +167,7 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
         outbox = Outbox(owner)  # type: ignore[arg-type]
         tasks = [
             group.create_task(outbox.run()),
-            group.create_task(Executor(runner, place, inbox, compute, outbox, StageFlops(), Held()).run()),
+            group.create_task(Executor(runner, place, inbox, compute, outbox, StageFlops(), CopyStore()).run()),
         ]
         yield OneStage(job, captured, inbox, owner)
         for task in tasks:

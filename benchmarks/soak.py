@@ -41,7 +41,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.transport.memory import MemoryNetwork
 from peers.wire.failures import Failures
 from peers.wire.messages import Round
@@ -87,7 +87,7 @@ def job_of(steps: int, samples: int) -> Job:
 class FakeOwner:
     """An epoch without members: what it feeds is what it hears. It is lost after so many new steps."""
 
-    def __init__(self, job: Job, captured: Capture, plan: Plan, kept: Kept, epoch_steps: int) -> None:
+    def __init__(self, job: Job, captured: Capture, plan: Plan, kept: Supplies, epoch_steps: int) -> None:
         self.plan = plan
         self.failures = Failures()
         self.leaving: set[str] = set()

@@ -27,7 +27,7 @@ from peers.device import Compute
 from peers.member.coding import Coding
 from peers.member.inbox import End, Inbox, TakeCopy
 from peers.member.settlement import Settlement
-from peers.state import Held
+from peers.state import CopyStore
 from peers.transport import Frame
 from peers.wire import (
     OWNER,
@@ -57,7 +57,7 @@ class Executor:
         compute: Compute,
         owner: Outbox,
         flops: StageFlops,
-        held: Held,
+        held: CopyStore,
         boundaries: Boundaries | None = None,
         eval_boundaries: Boundaries | None = None,
         *,
@@ -81,7 +81,7 @@ class Executor:
             limit_bytes=place.limit_bytes,
             spans=self.spans,
         )
-        self.held = held  # copies, for whoever reads them
+        self.copies = held  # copies, for whoever reads them
         self._copied = copied  # told of each copy
         self._boundaries = boundaries or Boundaries.uncut(runner.spec)
         self._eval_boundaries = eval_boundaries or Boundaries.uncut(runner.eval_spec or runner.spec)
@@ -126,7 +126,7 @@ class Executor:
 
     async def _copy(self, wanted: TakeCopy) -> None:
         await self._until_whole()
-        await self._compute.run(self.held.take, wanted.next_step, self._runner, wanted.since, wanted.besides)
+        await self._compute.run(self.copies.take, wanted.next_step, self._runner, wanted.since, wanted.in_use)
         self._copied(wanted.next_step)
 
     # -- one training step ---------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ class End:
 class TakeCopy:
     """The owner wants a copy of the stage as it stands before this step.
 
-    Copies before step `since` are needed no more, but for those of the steps `besides`.
+    Copies before step `since` are needed no more, but for those of the steps `in_use`.
     """
 
     next_step: int
     since: int = 0
-    besides: tuple[int, ...] = ()
+    in_use: tuple[int, ...] = ()
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> TakeCopy:

@@ -23,7 +23,7 @@ from meshcee.stage import StageRunner, tensors
 from peers.device import Compute
 from peers.member.executor import Executor
 from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
-from peers.state import Keeper, Moments, Remains, Taken, by_parameter, restore
+from peers.state import Arrivals, Keeper, Lender, Moments, by_parameter, restore
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import (
     Bandwidth,
@@ -87,7 +87,7 @@ class Session:
             compute,
             self._owner,
             offer.flops,
-            keeper.held,
+            keeper.copies,
             *offer.boundaries,
             copied=keeper.copied,
             crossed=crossed,
@@ -317,7 +317,7 @@ class Member:
         self._job: Stream | None = None  # of the owner that has reserved this peer
         self._run_name = ""  # for which it has
         self._epochs: dict[str, Epoch] = {}  # run -> the newest that was offered
-        self.remains = Remains(transport, timeouts)
+        self.lender = Lender(transport, timeouts)
         self._idle = asyncio.Event()
         self._idle.set()
         self.busy_changed = asyncio.Event()
@@ -368,7 +368,7 @@ class Member:
             await self._serve(stream, frame)
         finally:
             self._reserved, self._job = False, None
-            self.remains.over()
+            self.lender.over()
             self.session = None
             self._idle.set()
             self.busy_changed.set()
@@ -401,7 +401,7 @@ class Member:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 
     async def _serve(self, stream: Stream, frame: Frame) -> None:
-        taken = Taken(stream)
+        taken = Arrivals(stream)
 
         def moved() -> tuple[int, ...]:
             return taken.moved, stream.received_bytes, self._compute.done
@@ -427,7 +427,7 @@ class Member:
             return
         finally:
             if self.session is None:
-                self.remains.keep(taken.tensors)
+                self.lender.keep(taken.tensors)
         if self.is_leaving:  # since the offer came
             self.session.leave()
         offer = self.session.offer
@@ -447,7 +447,7 @@ class Member:
             finally:
                 self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
                 if not self.session.ending:
-                    self.remains.keep(self.session.executor.untouched())
+                    self.lender.keep(self.session.executor.untouched())
                 self.session.close()
 
     async def _abort(self, session: Session) -> None:
@@ -470,7 +470,7 @@ class Member:
     def _step(self) -> int | None:
         return self.session.executor.step if self.session is not None else None
 
-    async def prepare(self, stream: Stream, frame: Frame, taken: Taken) -> Session:
+    async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals) -> Session:
         # Decoding and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, self.peer_id, stream.peer_id, self._limits)
         self.accept(stream.peer_id, offer.term)
@@ -478,7 +478,7 @@ class Member:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")
         await self._compute.use_threads(offer.plan.threads)
-        held = self.remains.for_epoch(offer)
+        held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         held.offered = {}
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)

@@ -31,7 +31,7 @@ from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
-from peers.state import Keeping, Kept, Reader
+from peers.state import Keeping, Reader, Supplies
 from peers.transport import Frame, StreamClosed, Transport
 from peers.wire import (
     LOST_HERE,
@@ -94,7 +94,7 @@ class Owner:
         names: Mapping[str, str],
         timeouts: Timeouts,
         limits: Limits,
-        kept: Kept | None = None,
+        kept: Supplies | None = None,
         trace: Trace | None = None,
         run: str = "",
         stalls: Stalls | None = None,
@@ -109,7 +109,7 @@ class Owner:
         self._names = names
         self._timeouts = timeouts
         self._limits = limits
-        self._kept = kept or Kept()
+        self._kept = kept or Supplies()
         self._trace = trace
         self._run_name = run or f"{transport.peer_id}/{job.name}"[:MOST_RUN_CHARACTERS]
         self._offering = Offering(capture, self._kept, limits, timeouts)

@@ -42,9 +42,9 @@ from peers.state import (
     CopySet,
     Journal,
     Keepers,
-    Kept,
     Ledger,
     Manifest,
+    Supplies,
     check_same,
     description,
     keepers_with_room,
@@ -555,7 +555,7 @@ class Training:
             trace=self._trace,
             run=self._key,
             stalls=self._stalls,
-            kept=Kept(
+            kept=Supplies(
                 self.base,
                 store,
                 self._cadence,

@@ -16,7 +16,7 @@ from meshcee.capture import Capture
 from meshcee.capture.recipes import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, PeerLostError, ProtocolError
-from peers.state import CopySet, Kept, Part, state_for
+from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, Offer, StateSender, messages, names_of, while_alive
 
@@ -28,7 +28,7 @@ HELD_BYTES = 1 << 30  # of frames on their way, before another one is made
 class Offering:
     """The offers of one epoch, over weights as captured or, to go on from it, of a checkpoint or of copies with peers."""
 
-    def __init__(self, captured: Capture, kept: Kept, limits: Limits, timeouts: Timeouts) -> None:
+    def __init__(self, captured: Capture, kept: Supplies, limits: Limits, timeouts: Timeouts) -> None:
         self._captured = captured
         self._kept = kept
         self._limits = limits
@@ -98,7 +98,7 @@ class Offering:
             raise ProtocolError(f"it is ready for another {', '.join(wrong)} than was offered")
         return reply
 
-    def _may_have(self, offer: Offer, part: Part) -> bool:
+    def _may_have(self, offer: Offer, part: Beginning) -> bool:
         """Whether a member may have what it is offered, of another epoch or another try. A recipe costs no bytes anyway."""
         return offer.peer_id in self._kept.holders and not isinstance(part.values, InitialState)
 

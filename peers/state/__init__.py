@@ -7,35 +7,35 @@ from peers.state.checkpoint import Checkpoint, CheckpointStore, check_same, desc
 from peers.state.fetch import Reader
 from peers.state.journal import Found, Journal, Mirror, seek, take
 from peers.state.keep import Keeper
-from peers.state.keeping import Keeping, Kept, Part, state_for
+from peers.state.keeping import Beginning, Keeping, Supplies, state_for
 from peers.state.manifest import CopySet, Ledger, Manifest, noted
 from peers.state.policy import RETRY_S, Cadence, Keepers, keepers_with_room
-from peers.state.restoring import Moments, Remains, Taken, restore
+from peers.state.restoring import Arrivals, Lender, Moments, restore
 from peers.state.shelf import Shelf
-from peers.state.store import Held, by_parameter
+from peers.state.store import CopyStore, by_parameter
 
 __all__ = [
     "RETRY_S",
+    "Arrivals",
+    "Beginning",
     "Cadence",
     "Checkpoint",
     "CheckpointStore",
     "CopySet",
+    "CopyStore",
     "Found",
-    "Held",
     "Journal",
     "Keeper",
     "Keepers",
     "Keeping",
-    "Kept",
     "Ledger",
+    "Lender",
     "Manifest",
     "Mirror",
     "Moments",
-    "Part",
     "Reader",
-    "Remains",
     "Shelf",
-    "Taken",
+    "Supplies",
     "by_parameter",
     "check_same",
     "description",

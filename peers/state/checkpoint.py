@@ -34,7 +34,7 @@ from meshcee.job import Job
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
 
 FORMAT = 1
-KEPT = 2
+MOST_COMPLETE = 2
 MANIFEST = "manifest.json"
 FROZEN = "frozen.safetensors"
 BEFORE = ".before"  # of a checkpoint that is written once more
@@ -233,7 +233,7 @@ class Draft:
         disk.sync_folder(self._store.folder)
         if before.exists():
             _remove(before)
-        for old in self._store.list_complete()[KEPT:]:
+        for old in self._store.list_complete()[MOST_COMPLETE:]:
             _remove(old.folder)
         return Checkpoint(place)
 

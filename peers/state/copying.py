@@ -101,7 +101,7 @@ class Copying:
         self._making.handed = True
 
     @property
-    def besides(self) -> list[int]:
+    def in_use(self) -> list[int]:
         """The steps of those that are under way, and of far ones."""
         return sorted({*self._far.steps, *([] if self._making is None else [self._making.next_step])})
 

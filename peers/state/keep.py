@@ -14,7 +14,7 @@ from meshcee.config import FAR_COPIES, OWN_COPIES, Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.files.tensor_files import nbytes_of
 from peers.state.fetch import Fetch, Reader, Shape
-from peers.state.store import Held
+from peers.state.store import CopyStore
 from peers.transport import Frame, Transport
 from peers.wire import Offer, Outbox, besides_in, digests_in, digests_of, messages, need
 
@@ -32,8 +32,10 @@ def layouts_of(offer: Offer) -> tuple[dict[str, Shape], dict[str, Shape]]:
 class Keeper:
     """Of one session. `copied` and `ask` only note what is to be done; `run` does it, each kind in its order."""
 
-    def __init__(self, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, memory_bytes: int) -> None:
-        self.held = held
+    def __init__(
+        self, offer: Offer, held: CopyStore, transport: Transport, timeouts: Timeouts, memory_bytes: int
+    ) -> None:
+        self.copies = held
         self._offer = offer
         self._reader = Reader(transport, offer.run, offer.addresses, timeouts)
         self._memory_bytes = memory_bytes
@@ -70,7 +72,7 @@ class Keeper:
 
     async def _describe(self, next_step: int) -> Frame:
         weights, optimizer = layouts_of(self._offer)
-        digests, took_s = await asyncio.to_thread(self.held.digest, next_step, weights | optimizer)
+        digests, took_s = await asyncio.to_thread(self.copies.digest, next_step, weights | optimizer)
         payloads = digests_of({n: digests[n] for n in weights}, {n: d for n, d in digests.items() if n in optimizer})
         return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
 
@@ -84,10 +86,10 @@ class Keeper:
             self._layouts[source] = await asyncio.to_thread(layouts_of, replace(self._offer, peer_id=source))
         weights, optimizer = digests_in(frame, self._layouts[source])
         digests, layout = {**weights, **optimizer}, self._layouts[source][0] | self._layouts[source][1]
-        self.held.make_room(source, next_step, need(frame.header, "since", int), besides_in(frame.header), far=far)
+        self.copies.make_room(source, next_step, need(frame.header, "since", int), besides_in(frame.header), far=far)
         size = nbytes_of(layout)
-        missing = max(0, self.held.others_bytes + self._coming_bytes + size - self._spare_bytes(far=far))
-        here = {d: tensor for d in digests.values() if (tensor := self.held.find(d)) is not None}
+        missing = max(0, self.copies.others_bytes + self._coming_bytes + size - self._spare_bytes(far=far))
+        here = {d: tensor for d in digests.values() if (tensor := self.copies.find(d)) is not None}
         fetch = Fetch(
             {digest: layout[name] for name, digest in digests.items() if digest not in here},
             self._reader,
@@ -99,7 +101,7 @@ class Keeper:
             await fetch.run([source])
             self._coming_bytes -= size
         if kept := not missing and not fetch.missing:
-            self.held.keep(source, next_step, digests, here | fetch.found, far=far)
+            self.copies.keep(source, next_step, digests, here | fetch.found, far=far)
         header = {"next_step": next_step, "source": source, "far": far, "kept": kept, "read_s": fetch.read_s}
         return Frame(messages.KEPT, {**header, "missing_bytes": missing})
 

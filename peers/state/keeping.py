@@ -27,11 +27,11 @@ from peers.state.saving import Saving
 from peers.transport import Frame
 from peers.wire import Link, Offer, messages
 
-__all__ = ["Keeping", "Kept", "Part", "state_for"]
+__all__ = ["Beginning", "Keeping", "Supplies", "state_for"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class Supplies:
     """What an epoch begins with, and where it keeps what it does.
 
     `base` is the state to go on from, on the disk or with peers (None: the model as it was captured). `store` is the
@@ -53,7 +53,7 @@ class Kept:
 class Keeping:
     """Of one epoch that begins at step `start`."""
 
-    def __init__(self, kept: Kept, links: Sequence[Link], captured: Capture, start: int, reader: Reader) -> None:
+    def __init__(self, kept: Supplies, links: Sequence[Link], captured: Capture, start: int, reader: Reader) -> None:
         self._links = links
         handed = kept.copies is not None and kept.copies.were_handed
         self._start = 0 if handed else start  # what was handed over dies with any of its makers
@@ -106,7 +106,7 @@ class Keeping:
             return
         since, copying = self._since(next_step), self.copying
         copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
-        header = {"next_step": next_step, "since": since, "besides": sorted({*self.saving.reading, *copying.besides})}
+        header = {"next_step": next_step, "since": since, "besides": sorted({*self.saving.reading, *copying.in_use})}
         if save:
             await self.saving.begin(next_step)
         asks = (copying.hand_over, hand_over), (copying.begin, keep), (copying.ask_last, last), (copying.ask, True)
@@ -151,7 +151,7 @@ def _largest_payload_bytes(offer: Offer) -> int:
     return max(256 + sum(len(n) * 6 + 256 for n in layout) for layout in layouts_of(offer))
 
 
-class Part(NamedTuple):
+class Beginning(NamedTuple):
     """Some of what a member begins with: names, where their values are found, and the digests of those that are with peers."""
 
     names: Iterable[str]
@@ -159,18 +159,18 @@ class Part(NamedTuple):
     digests: Mapping[str, str] = {}
 
 
-def state_for(offer: Offer, captured: Capture, base: Checkpoint | CopySet | None) -> dict[str, Part]:
+def state_for(offer: Offer, captured: Capture, base: Checkpoint | CopySet | None) -> dict[str, Beginning]:
     """The weights that a member begins with, and, where a job goes on, what its optimizer has kept."""
     expected = offer.expected_state
     if base is None:
-        return {"state": Part(expected, captured.state)}
+        return {"state": Beginning(expected, captured.state)}
     trainable = offer.specs[offer.index].trainable
     if isinstance(base, CopySet):
         weights, kept = base.digests(expected, trainable)
-        return {"state": Part(expected, captured.state, weights), "optimizer": Part(kept, {}, kept)}
+        return {"state": Beginning(expected, captured.state, weights), "optimizer": Beginning(kept, {}, kept)}
     weights_on_disk = base.weights(expected)
     optimizer = base.optimizer(trainable)
     return {
-        "state": Part(expected, OnDemand(expected, lambda name: weights_on_disk[name].to(expected[name][0]))),
-        "optimizer": Part(optimizer, optimizer),
+        "state": Beginning(expected, OnDemand(expected, lambda name: weights_on_disk[name].to(expected[name][0]))),
+        "optimizer": Beginning(optimizer, optimizer),
     }

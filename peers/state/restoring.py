@@ -3,7 +3,7 @@
 The idea: the owner says what the bits must be; where they come from does not matter, and only what is nowhere nearer is
 sent. Micro-batches need weights alone, so what the optimizer has kept may come from peers behind those of the first step.
 
-What is left on a member of an epoch that is over (`Remains`) are copies that the next one may begin with.
+Copies that are left of an epoch, with which the next one may begin, are lent by a member's `Lender`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from meshcee.config import Timeouts
 from peers.state.fetch import Fetch, Reader, serve
-from peers.state.store import Held
+from peers.state.store import CopyStore
 from peers.transport import Frame, Stream, Transport
 from peers.wire import Offer, StateReceiver, messages, unless_closed, while_moving
 
-__all__ = ["Moments", "Remains", "Taken", "restore"]
+__all__ = ["Arrivals", "Lender", "Moments", "restore"]
 
 log = structlog.get_logger()
 
 
-class Taken:
+class Arrivals:
     """What has come of an offer: bytes, and tensors that are checked. It grows as long as the offer gets on."""
 
     def __init__(self, stream: Stream) -> None:
@@ -62,7 +62,7 @@ class Taken:
 class Moments:
     """What a stage's optimizer has kept before the first step, with the peers that have what is not here."""
 
-    def __init__(self, receiver: StateReceiver, copies: _Copies, taken: Taken, timeouts: Timeouts) -> None:
+    def __init__(self, receiver: StateReceiver, copies: _Copies, taken: Arrivals, timeouts: Timeouts) -> None:
         self._taken = taken
         self._receiver = receiver
         self._copies = copies
@@ -86,7 +86,7 @@ class Moments:
 
 
 async def restore(
-    stream: Stream, offer: Offer, held: Held, transport: Transport, timeouts: Timeouts, taken: Taken
+    stream: Stream, offer: Offer, held: CopyStore, transport: Transport, timeouts: Timeouts, taken: Arrivals
 ) -> tuple[StateReceiver, Moments]:
     """The weights, whole and checked, and what the optimizer has kept (nothing when the job begins)."""
     copies = _Copies(offer, transport, timeouts, taken)
@@ -112,7 +112,7 @@ async def restore(
 class _Copies:
     """What peers hold of a stage's state."""
 
-    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts, taken: Taken) -> None:
+    def __init__(self, offer: Offer, transport: Transport, timeouts: Timeouts, taken: Arrivals) -> None:
         self._offer = offer
         self._reader = Reader(transport, offer.run, offer.addresses, timeouts, taken.watch)
 
@@ -139,34 +139,34 @@ async def _receive(stream: Stream, receiver: StateReceiver) -> None:
         pass
 
 
-class Remains:
+class Lender:
     """Serves the stream `copies`."""
 
     def __init__(self, transport: Transport, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
-        self.held = Held()
+        self.copies = CopyStore()
         self.of = ""  # the run
         self._keep_s = timeouts.regroup_s  # as the owner of that run says
         self._forgetting: asyncio.TimerHandle | None = None
         self._readers = 0
         transport.serve("copies", self._serve)
 
-    def for_epoch(self, offer: Offer) -> Held:
+    def for_epoch(self, offer: Offer) -> CopyStore:
         """What is left of the last epoch of the same run; anything else is forgotten."""
         if self._forgetting is not None:
             self._forgetting.cancel()
             self._forgetting = None
         if not offer.resumes or self.of != offer.run:
-            offered = self.held.offered if self.of == offer.run else {}
-            self.held = Held()
-            self.held.offered = offered
+            offered = self.copies.offered if self.of == offer.run else {}
+            self.copies = CopyStore()
+            self.copies.offered = offered
         self.of, self._keep_s = offer.run, offer.terms.regroup_s
-        return self.held
+        return self.copies
 
     def keep(self, offered: Mapping[str, torch.Tensor]) -> None:
         """What has come of an offer that led nowhere, in the place of what is kept of an earlier one."""
         if offered:
-            self.held.offered = dict(offered)
+            self.copies.offered = dict(offered)
 
     def over(self) -> None:
         """No epoch is running here; after an offer that was refused nothing changes."""
@@ -178,7 +178,7 @@ class Remains:
         if self._readers:
             self.over()
         else:
-            self.held = Held()
+            self.copies = CopyStore()
 
     async def _serve(self, stream: Stream) -> None:
         """For whoever has a stage of the same run to restore, or to keep."""
@@ -194,4 +194,4 @@ class Remains:
 
     def _find(self, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
         same = self.of == messages.run_of(header)
-        return self.held.find(digest) if same else None
+        return self.copies.find(digest) if same else None

@@ -189,13 +189,13 @@ class _Journal:
 
     def __init__(self) -> None:
         self.run = ""
-        self.whole: dict[str, bytes] = {}  # as their last versions were
+        self.files: dict[str, bytes] = {}  # as their last versions were
         self.reports = _Reports()
         self._coming: dict[str, bytearray] = {}
 
     @property
     def held_bytes(self) -> int:
-        return self.reports.held_bytes + sum(map(len, [*self.whole.values(), *self._coming.values()]))
+        return self.reports.held_bytes + sum(map(len, [*self.files.values(), *self._coming.values()]))
 
     def take(self, frame: Frame, room: int) -> None:
         """`room`: how many bytes more may be held. Raises ProtocolError for what is no next part of a journal."""
@@ -221,7 +221,7 @@ class _Journal:
             raise ProtocolError(f"an owner left out some of {name}")
         coming += data
         if len(coming) == size:
-            self.whole[name] = bytes(self._coming.pop(name))
+            self.files[name] = bytes(self._coming.pop(name))
 
 
 @dataclass
@@ -231,7 +231,7 @@ class KeptJournal:
     seal: Seal
     data: bytes  # the seal as it was signed
     journal: _Journal
-    whole: Mapping[str, bytes]
+    files: Mapping[str, bytes]
     reports: _Reports
     until_s: float = math.inf  # while its owner's stream is open
 
@@ -243,7 +243,7 @@ class KeptJournal:
         size = self.seal.files[name][0]
         if name == REPORTS:
             return self.reports.chunks(size)
-        return (self.whole[name][at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES))
+        return (self.files[name][at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES))
 
 
 class Shelf:
@@ -259,7 +259,7 @@ class Shelf:
         transport.serve("shelf", self._show)
 
     @property
-    def kept(self) -> dict[str, Seal]:
+    def journals(self) -> dict[str, Seal]:
         """By run."""
         self._sweep()
         return {run: kept.seal for run, kept in self.sealed.items()}
@@ -322,7 +322,7 @@ class Shelf:
         return True
 
     def _put(self, seal: Seal, frame: Frame, journal: _Journal) -> None:
-        had = {name: len(data) for name, data in journal.whole.items()} | {REPORTS: journal.reports.size}
+        had = {name: len(data) for name, data in journal.files.items()} | {REPORTS: journal.reports.size}
         if seal.run != journal.run or any(had.get(name, -1) != size for name, (size, _) in seal.files.items()):
             raise ProtocolError("an owner sealed a journal that it has not sent")
         before = self.sealed.get(seal.run)
@@ -337,7 +337,7 @@ class Shelf:
                 next((run for run, kept in self.sealed.items() if not kept.is_live), next(iter(self.sealed)))
             ]
         data = b"".join(map(bytes, frame.payloads))
-        self.sealed[seal.run] = KeptJournal(seal, data, journal, dict(journal.whole), journal.reports)
+        self.sealed[seal.run] = KeptJournal(seal, data, journal, dict(journal.files), journal.reports)
 
     def _forget(self, word: Over, data: bytes) -> None:
         """The run is over, and others than this peer may have missed that."""

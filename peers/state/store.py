@@ -18,7 +18,7 @@ from meshcee.files.tensor_files import Layout
 from meshcee.stage import StageRunner
 from peers.wire import digest_of
 
-__all__ = ["CORES", "Held", "by_parameter"]
+__all__ = ["CORES", "CopyStore", "by_parameter"]
 
 CORES = os.cpu_count() or 1  # of which hashing takes one from the device, where that is the processor
 
@@ -46,7 +46,7 @@ class _Copy:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class Held:
+class CopyStore:
     """The copies that a member holds: of its own stage, and of others whose keeper it is; as many as may be needed again.
 
     They outlive the epoch: when the next one goes on from such a copy, what this member needs of it is here already.

@@ -34,7 +34,7 @@ from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import GRACE_S
@@ -192,7 +192,7 @@ class World:
             names={},
             timeouts=TIMES,
             limits=LIMITS,
-            kept=Kept(base, self._store, Cadence(1), start),
+            kept=Supplies(base, self._store, Cadence(1), start),
         )
         self.told.state = dict(await epoch.train(Feed(self.job, captured_job(), MICRO, start), hear))
 

@@ -20,7 +20,7 @@ from peers.device.compute import Compute
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.transport.memory import MemoryNetwork
 from peers.wire.neighbour_link import Crossed
 
@@ -140,7 +140,7 @@ async def train(
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
     device: str = "cpu",
     captured: Capture | None = None,
-    keep: Callable[[Plan], Kept] = lambda plan: Kept(),
+    keep: Callable[[Plan], Supplies] = lambda plan: Supplies(),
     memory_bytes: int = 1 << 30,
     crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
 ) -> Trained:

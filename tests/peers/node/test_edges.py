@@ -17,7 +17,7 @@ from meshcee.errors import JoinError, ProtocolError
 from meshcee.fields import plain
 from peers.measure.sounding import ASK_S, sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
-from peers.state.restoring import Remains
+from peers.state.restoring import Lender
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
@@ -32,15 +32,15 @@ async def test_what_is_left_of_an_epoch_is_kept_for_as_long_as_its_owner_looks_f
     """`--regroup` is the owner's; members hear of it with the offer."""
     times, digest = Timeouts(), "00" * 32
     async with MemoryNetwork().transport("p0") as here:
-        remains = Remains(here, times)
+        remains = Lender(here, times)
         for regroup_s in (10 * times.regroup_s, 0.1 * times.regroup_s):
             offer: Any = SimpleNamespace(run="run", resumes=True, terms=SimpleNamespace(regroup_s=regroup_s))
             remains.for_epoch(offer).keep("p2", 3, {"weight": digest}, {digest: torch.zeros(1)})
             remains.over()
             await asyncio.sleep(0.9 * regroup_s)
-            assert remains.held.find(digest) is not None
+            assert remains.copies.find(digest) is not None
             await asyncio.sleep(0.2 * regroup_s)
-            assert remains.held.find(digest) is None
+            assert remains.copies.find(digest) is None
 
 
 def test_members_hear_how_long_the_owner_looks_for_peers_and_believe_no_more_than_a_day() -> None:

@@ -23,7 +23,7 @@ from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.offer import Offer
@@ -94,7 +94,7 @@ class World:
             names={},
             timeouts=TIMES,
             limits=LIMITS,
-            kept=Kept(newest[0] if newest else None, store, Cadence(1), start, holders),
+            kept=Supplies(newest[0] if newest else None, store, Cadence(1), start, holders),
         )
         began_s = asyncio.get_running_loop().time()
         try:

@@ -29,7 +29,7 @@ from peers.state.fetch import Fetch
 from peers.state.keep import Keeper, digests_of, layouts_of
 from peers.state.manifest import CopySet, StageCopy
 from peers.state.policy import Cadence, FarCadence, Keepers, Stride, far_keepers, keepers_with_room, near_keepers
-from peers.state.store import Held
+from peers.state.store import CopyStore
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.weights import digest_of
@@ -288,7 +288,7 @@ async def test_far_copies_count_when_every_stage_has_one_and_until_there_are_oth
         (4, [["p0", "p1"], ["p0", "p1"]])
     ]
     epoch.copying.forget_before(6, on_disk=0)
-    assert (epoch.copies.far_steps, epoch.copying.besides) == ([4], [4])
+    assert (epoch.copies.far_steps, epoch.copying.in_use) == ([4], [4])
     epoch.round(8)
     for source in ("p0", "p1"):
         epoch.kept(source, 8)
@@ -375,7 +375,7 @@ def test_a_link_to_another_region_rests_even_if_it_is_fast(latency_s: float, byt
 
 
 async def test_what_a_far_keeper_has_already_is_not_read_again() -> None:
-    held = Held()
+    held = CopyStore()
     weights = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in layouts_of(offers()[0])[0].items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()}
     held.keep("p0", 4, digests, {digests[name]: tensor for name, tensor in weights.items()})
@@ -394,7 +394,7 @@ async def test_far_copies_need_room_for_those_of_their_own_stage_too() -> None:
     memory = offer.state_bytes + (1 + OWN_COPIES) * own + theirs
     missing = []
     for far in (False, True):
-        keeper = Keeper(offer, Held(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
+        keeper = Keeper(offer, CopyStore(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
         said = digests_of(dict.fromkeys(layouts_of(offers()[0])[0], "ab" * 32), {})
         missing.append((await keeper._keep(Frame(messages.KEEP, {**ask, "far": far}, said))).header["missing_bytes"])
     assert missing == [0, FAR_COPIES * own]

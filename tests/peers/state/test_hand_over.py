@@ -23,7 +23,7 @@ from peers.owner.adaptation import Adaptation
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.state.copying import Copying
-from peers.state.keeping import Keeping, Kept
+from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Keepers
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
@@ -201,7 +201,7 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
     nothing: Any = SimpleNamespace(state={}, layout={})
-    assert Keeping(Kept(copies=epoch.copies), epoch.links, nothing, 9, nothing)._since(9) == 4
+    assert Keeping(Supplies(copies=epoch.copies), epoch.links, nothing, 9, nothing)._since(9) == 4
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None
     assert found.next_step == 4, "its keeper has it"

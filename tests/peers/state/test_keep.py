@@ -32,10 +32,10 @@ from peers.owner.epoch import Report
 from peers.state.copying import Copying
 from peers.state.fetch import Fetch
 from peers.state.keep import Keeper, layouts_of
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.state.manifest import Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
-from peers.state.store import Held
+from peers.state.store import CopyStore
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.member_link import Link
@@ -215,7 +215,7 @@ async def test_only_the_keeper_says_that_it_has_kept_a_copy_and_once() -> None:
 
 async def test_a_keeper_without_memory_says_how_much_it_lacks_and_reads_nothing() -> None:
     offer = offers()[1]
-    keeper = Keeper(offer, Held(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
+    keeper = Keeper(offer, CopyStore(), None, TIMES, memory_bytes=offer.state_bytes)  # type: ignore[arg-type]
     ask = Frame(
         messages.KEEP,
         {"next_step": 4, "source": "p0", "since": 0, "far": False, "besides": []},
@@ -233,7 +233,7 @@ def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
     runner = SimpleNamespace(
         spec=SimpleNamespace(trainable=("w",), mutated=()), state_dict=lambda: state, optimizer_state=dict
     )
-    state, held = {"w": torch.zeros(1)}, Held()
+    state, held = {"w": torch.zeros(1)}, CopyStore()
 
     def steps() -> list[int]:
         return [copy.next_step for copy in held._copies]
@@ -266,7 +266,7 @@ def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
 
 
 def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_becomes_of_near_ones() -> None:
-    held = Held()
+    held = CopyStore()
 
     def keep(source: str, step: int, since: int, besides: Sequence[int], *, far: bool = False) -> list[Any]:
         """The copies that are held then: whose, whether far, of which step."""
@@ -292,8 +292,8 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(Cadence, "is_due", lambda *args: True)
     copies = Manifest()
 
-    def keep(plan: Plan) -> Kept:
-        return Kept(copies=copies, keepers=Keepers(near_keepers(plan, {}), {}))
+    def keep(plan: Plan) -> Supplies:
+        return Supplies(copies=copies, keepers=Keepers(near_keepers(plan, {}), {}))
 
     def adapt(plan: Plan) -> Plan:
         return grouped(plan, shares)
@@ -308,7 +308,7 @@ async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shar
     for stage in found.stages:
         assert len(stage.holders) == 2
         for j, member in enumerate(trained.members):
-            own, digests = member.remains.held, {*stage.weights.values(), *stage.optimizer.values()}
+            own, digests = member.lender.copies, {*stage.weights.values(), *stage.optimizer.values()}
             held = {digest for digest in digests if own.find(digest) is not None}
             assert (held == digests) == (f"p{j}" in stage.holders)
             assert len([copy for copy in own._copies if copy.next_step < 15]) <= 2, (
@@ -417,7 +417,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     prepare = Member.prepare
 
     async def refuses_one(member: Member, *args: Any) -> Any:
-        if member.remains.of and member not in refused:
+        if member.lender.of and member not in refused:
             refused.add(member)
             raise StaleTermError("another coordinator is known")
         return await prepare(member, *args)
@@ -440,7 +440,7 @@ def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinato
 
     async def refuses_for_a_while(member: Member, *args: Any) -> Any:
         now_s = asyncio.get_running_loop().time()
-        if member.remains.of:
+        if member.lender.of:
             refusals.append(now_s)
             if now_s < refusals[0] + 5.0:
                 raise StaleTermError("another coordinator is known")

@@ -20,7 +20,7 @@ import torch
 from meshcee.files import disk
 from meshcee.files.disk import Disk
 from meshcee.files.tensor_files import byte_view, head_of
-from peers.state.checkpoint import BEFORE, KEPT, Checkpoint, CheckpointStore, Draft
+from peers.state.checkpoint import BEFORE, MOST_COMPLETE, Checkpoint, CheckpointStore, Draft
 from tests.mutation import breaks, changed
 from tests.peers.state.test_checkpoint import captured_job, job_of
 from tests.rig.disks import Killed, KilledDisk
@@ -110,7 +110,7 @@ def goes_on(folder: Path, newest: Checkpoint) -> None:
     assert len(list(folder.iterdir())) == len(store.complete()), "nothing is left of who was killed"
     check(write(store, newest.next_step + 3))
     assert [c.next_step for c in store.complete()] == [newest.next_step + 3, newest.next_step]
-    assert len(list(folder.iterdir())) == KEPT
+    assert len(list(folder.iterdir())) == MOST_COMPLETE
 
 
 @pytest.mark.parametrize(

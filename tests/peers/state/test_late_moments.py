@@ -24,10 +24,10 @@ from meshcee.stage.runner import StageRunner
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
 from peers.state.fetch import Fetch, Reader
-from peers.state.keeping import Kept
+from peers.state.keeping import Supplies
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
-from peers.state.restoring import Remains
+from peers.state.restoring import Lender
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
@@ -92,7 +92,7 @@ class Epochs:
                 owner.stop(hand_over=True)
 
         near = near_keepers(plan, {}) if base is None else {}
-        kept = Kept(base, holders=frozenset(plan.peers), copies=self.copies, keepers=Keepers(near, {}))
+        kept = Supplies(base, holders=frozenset(plan.peers), copies=self.copies, keepers=Keepers(near, {}))
         order = (1, "p0"), (1, len(self.losses))
         owner = Owner(
             job_of(),
@@ -203,14 +203,14 @@ async def test_moments_of_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch
     async with epochs(monkeypatch) as here:
         handed = await here.hand_over()
         moments = {digest for stage in handed.stages for digest in stage.optimizer.values()}
-        find = Remains._find
+        find = Lender._find
 
-        def other(remains: Remains, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
+        def other(remains: Lender, header: Mapping[str, Any], digest: str) -> torch.Tensor | None:
             found = find(remains, header, digest)
             return found if found is None or digest not in moments else found + 1
 
         with (
-            mock.patch.object(Remains, "_find", other),
+            mock.patch.object(Lender, "_find", other),
             pytest.raises(PeerLostError, match="no peer has all of the state"),
         ):
             await here.run(plan_of("p1", "p2"))
@@ -226,10 +226,10 @@ async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() 
     network, times = MemoryNetwork(), Timeouts()
     async with network.transport("p0") as source, network.transport("p1") as reader:
         network.impair("p0", "p1", Impairment(bandwidth_bytes_per_s=5e3))
-        remains, tensor = Remains(source, times), torch.randn(100_000)
+        remains, tensor = Lender(source, times), torch.randn(100_000)
         digest = digest_of(tensor)
         remains.of = "run"
-        remains.held.keep("p2", 3, {"weight": digest}, {digest: tensor})
+        remains.copies.keep("p2", 3, {"weight": digest}, {digest: tensor})
         remains.over()
         wanted = {digest: (tensor.dtype, tuple(tensor.shape))}
         fetch = Fetch(wanted, Reader(reader, "run", {}, times), gently=True, urgent=True)
@@ -238,6 +238,6 @@ async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() 
         assert fetch.missing == set()
         assert asyncio.get_running_loop().time() - began_s > times.regroup_s
         await asyncio.sleep(times.regroup_s / 2)
-        assert remains.held.find(digest) is not None, "it may read more"
+        assert remains.copies.find(digest) is not None, "it may read more"
         await asyncio.sleep(times.regroup_s)
-        assert remains.held.find(digest) is None
+        assert remains.copies.find(digest) is None

@@ -77,7 +77,7 @@ class Mesh:
     async def keep(self, to: Agent, files: Files, incarnation: int = 1, at: float = 0.0) -> Stream:
         seal = Frame(messages.SEALED, {}, [seal_of(self.owner, files, incarnation, at=at)])
         stream = await self.send(to, [*frames_of(files), seal])
-        assert RUN in to.shelf.kept
+        assert RUN in to.shelf.journals
         return stream
 
     async def sought(self, job: str = JOB) -> list[Found]:
@@ -134,7 +134,7 @@ def test_a_journal_that_is_not_what_its_owner_sealed_is_passed_over_for_an_older
         kept.reports.tail[3:6] = b"999"  # what a peer that lies would send
         await mesh.taken()
         assert mesh.reports() == 5
-        mesh.b.shelf.sealed[RUN].whole = {INFO: b"{}", COPIES: b"{}"}
+        mesh.b.shelf.sealed[RUN].files = {INFO: b"{}", COPIES: b"{}"}
         assert (await mesh.taken())[0] is None
         assert mesh.reports() == 5
         assert [entry.name for entry in mesh.home.folder.iterdir()] == ["runs"]  # nothing is left lying about
@@ -171,15 +171,15 @@ def test_a_run_that_is_over_is_forgotten_and_one_whose_owner_died_is_kept_for_a_
         await asyncio.sleep(1)
         assert [f.is_live for f in await mesh.sought()] == [False]
         await mesh.ended(mesh.a, incarnation=1)  # an owner before that one
-        assert RUN in mesh.a.shelf.kept
+        assert RUN in mesh.a.shelf.journals
         await mesh.ended(mesh.a, incarnation=2)
-        assert RUN not in mesh.a.shelf.kept
+        assert RUN not in mesh.a.shelf.journals
         with mock.patch.object(shelf, "KEPT_S", 60.0):
             (await mesh.keep(mesh.a, files_of(3), incarnation=3)).abort()
             await asyncio.sleep(50)
-            assert RUN in mesh.a.shelf.kept
+            assert RUN in mesh.a.shelf.journals
             await asyncio.sleep(20)
-            assert mesh.a.shelf.kept == {}
+            assert mesh.a.shelf.journals == {}
 
     on_a_mesh(tmp_path, test)
 
@@ -208,7 +208,7 @@ def test_what_no_owner_sends_is_refused_and_not_kept(tmp_path: Path) -> None:
             stream = await mesh.send(mesh.a, frames)
             with pytest.raises(StreamClosed):
                 await stream.recv()
-            assert mesh.a.shelf.kept == {}
+            assert mesh.a.shelf.journals == {}
             assert mesh.a.shelf.arriving == []
 
     on_a_mesh(tmp_path, test)
@@ -223,12 +223,12 @@ def test_an_owner_seals_its_own_journal_and_what_it_has_sent(tmp_path: Path) -> 
             stream = await mesh.send(mesh.a, [*frames_of(files), Frame(messages.SEALED, {}, [seal])], by)
             with pytest.raises(StreamClosed):
                 await stream.recv()
-        assert mesh.a.shelf.kept == {}
+        assert mesh.a.shelf.journals == {}
         await mesh.keep(mesh.a, files_of(3, 2), incarnation=2)
         stream = await mesh.send(mesh.a, [*frames_of(files), Frame(messages.SEALED, {}, [right])])
         with pytest.raises(StreamClosed):  # it has been gone on with since
             await stream.recv()
-        assert mesh.a.shelf.kept[RUN].incarnation == 2
+        assert mesh.a.shelf.journals[RUN].incarnation == 2
 
     on_a_mesh(tmp_path, test)
 
@@ -321,14 +321,14 @@ def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -
             plan = mock.Mock(peers=(shelf_peer.peer_id,))
             journal.begin(JOB, ran, 1, plan, resumed=False)
             await asyncio.sleep(5)
-            assert shelf_peer.shelf.kept[ran.id].standing == (1, len(files_of(4)[REPORTS]))
+            assert shelf_peer.shelf.journals[ran.id].standing == (1, len(files_of(4)[REPORTS]))
         with ran.report_file.open("ab") as file:
             file.write(b'{"step": 4, "loss": 1}\n')
         await asyncio.sleep(5)
-        told = [agent.shelf.kept[ran.id].standing[1] for agent in (mesh.a, mesh.b)]
+        told = [agent.shelf.journals[ran.id].standing[1] for agent in (mesh.a, mesh.b)]
         assert told == [len(files_of(4)[REPORTS]), len(files_of(4)[REPORTS]) + 23]  # the second alone still hears of it
         await journal.end()
-        assert mesh.a.shelf.kept == mesh.b.shelf.kept == {}
+        assert mesh.a.shelf.journals == mesh.b.shelf.journals == {}
 
     on_a_mesh(tmp_path, test)
 
@@ -348,11 +348,11 @@ def test_what_a_keeper_that_was_cut_off_has_of_a_run_that_is_over_is_known_to_be
         mesh.here.crash("owner")
         mesh.here.network.heal()
         await asyncio.sleep(60)
-        assert ran.id in mesh.a.shelf.kept
+        assert ran.id in mesh.a.shelf.journals
         assert await mesh.sought() == []
         gone_on = Seal.read(seal_of(mesh.owner, files_of(4), incarnation=2, run_id=ran.id))
         _, (over, *_) = await seek(mesh.heir, mesh.heir.shelf, JOB)
-        assert over.ends(mesh.a.shelf.kept[ran.id])
+        assert over.ends(mesh.a.shelf.journals[ran.id])
         assert not over.ends(gone_on)
 
     on_a_mesh(tmp_path, test)
@@ -365,7 +365,7 @@ def test_the_end_of_a_run_is_remembered_for_longer_than_its_journal_is_kept(tmp_
             await mesh.ended(mesh.b)
         late = [*frames_of(files_of(3)), Frame(messages.SEALED, {}, [seal_of(mesh.owner, files_of(3))])]
         await mesh.send(mesh.b, late)  # of before the end, on a slow way
-        assert mesh.b.shelf.kept == {}
+        assert mesh.b.shelf.journals == {}
         await asyncio.sleep(40)
         assert len((await seek(mesh.heir, mesh.heir.shelf, JOB))[1]) == 1
         await asyncio.sleep(20)
@@ -392,7 +392,7 @@ def test_only_an_owner_says_in_its_name_that_a_run_is_over(tmp_path: Path) -> No
             [Frame(messages.FOLLOWED, {}, [Over(mesh.owner.peer_id, JOB, RUN, 9).signed(mesh.owner.sign)])],
             by=mesh.b,
         )
-        assert RUN in mesh.a.shelf.kept
+        assert RUN in mesh.a.shelf.journals
 
     on_a_mesh(tmp_path, test)
 
