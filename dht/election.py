@@ -26,6 +26,7 @@ from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
 from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.events import Event
 from meshcee.files import Trouble
 
 __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Unsaved", "Write", "Wrote"]
@@ -130,19 +131,19 @@ class Election:
         self._confirm_s = confirm_s
         self._chance = chance
         self._others: Roster[LeaseRecord] = Roster(ttl_s)
-        self._mine: _Mine | None = None
+        self.own_claim: _Mine | None = None
         self._claim_at_s: float | None = None  # while vacant: when it is our turn
         self._is_anchored = False  # a claim of this mesh has been believed since the start: terms go on from there
         self.leaps: dict[str, int] = {}  # of the last look: whose claims were passed over, and their counters
 
     @property
     def holds(self) -> bool:
-        return self._mine is not None and self._mine.state == "holding"
+        return self.own_claim is not None and self.own_claim.state == "holding"
 
     @property
     def is_settled(self) -> bool:
         """Somebody's lease holds, and we do not claim against it."""
-        return self.lease is not None and (self._mine is None or self.holds)
+        return self.lease is not None and (self.own_claim is None or self.holds)
 
     def handle(self, event: Event) -> list[Command]:
         """The next state, and what is to be done, in this order."""
@@ -169,8 +170,8 @@ class Election:
         seen = max((c.counter for c in (*others.values(), *([own] if own else []))), default=0)
         if seen > self.terms.counter:
             self.terms = replace(self.terms, counter=seen)  # saved with the next claim
-        if self._mine is not None:
-            return self._defend(self._mine, event.mono_s, others)
+        if self.own_claim is not None:
+            return self._defend(self.own_claim, event.mono_s, others)
         return self._follow(event.mono_s, others)
 
     def _without_leaps(self, claims: Mapping[str, LeaseRecord]) -> dict[str, LeaseRecord]:
@@ -213,7 +214,7 @@ class Election:
 
     def _give_up(self, others: Mapping[str, LeaseRecord] | None) -> list[Command]:
         """Withdraw our claim, so that nobody waits for it; follow whoever is there."""
-        mine, self._mine = self._mine, None
+        mine, self.own_claim = self.own_claim, None
         self._claim_at_s = None
         commands: list[Command] = []
         if mine is not None and mine.state != "saving":
@@ -232,7 +233,7 @@ class Election:
             self._claim_at_s = None
             counter = max(self.terms.counter, self.terms.accepted[0]) + 1
             self.terms = replace(self.terms, counter=counter)
-            self._mine = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
+            self.own_claim = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
             commands.append(Save(self.terms))
         return commands
 
@@ -253,25 +254,25 @@ class Election:
     # -- our claim makes its way
 
     def _saved(self) -> list[Command]:
-        if self._mine is None or self._mine.state != "saving":
+        if self.own_claim is None or self.own_claim.state != "saving":
             return []
-        self._mine.state = "writing"
-        return [Write(self._mine.claim)]
+        self.own_claim.state = "writing"
+        return [Write(self.own_claim.claim)]
 
     def _unsaved(self) -> list[Command]:
         """A number that might be forgotten is not claimed with, or it would be claimed twice: others may claim."""
-        if self._mine is not None and self._mine.state == "saving":
-            self.terms = replace(self.terms, counter=self._mine.claim.counter - 1)  # tries do not add up to a leap
-            self._mine = None
+        if self.own_claim is not None and self.own_claim.state == "saving":
+            self.terms = replace(self.terms, counter=self.own_claim.claim.counter - 1)  # tries do not add up to a leap
+            self.own_claim = None
         return []
 
     def _wrote(self, event: Wrote) -> list[Command]:
-        mine = self._mine
+        mine = self.own_claim
         if mine is None:
             return []
         if mine.state == "writing":
             if not event.ok:
-                self._mine = None  # unheard: the next look begins anew, with the next number
+                self.own_claim = None  # unheard: the next look begins anew, with the next number
                 return []
             mine.state = "confirming"
             mine.written_s = mine.renewed_s = event.mono_s
@@ -396,7 +397,7 @@ class Elector:
                     try:
                         ok = await self._directory.write(command.claim, self._ttl_s)
                     except ProtocolError as error:  # others would refuse it; this peer goes on without the lease
-                        log.warning("claim not written", error=str(error))
+                        log.warning(Event.CLAIM_NOT_WRITTEN, error=str(error))
                         ok = False
                     commands += self._core.handle(Wrote(self._monotonic(), ok))
                 case Believe():

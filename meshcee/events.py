@@ -31,4 +31,5 @@ class Event(StrEnum):
     STREAM_REFUSED = "stream.refused"
     HANDLER_FAILED = "stream.handler_failed"
     RECORD_SET_ASIDE = "record set aside"
+    CLAIM_NOT_WRITTEN = "claim not written"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

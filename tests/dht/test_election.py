@@ -33,6 +33,7 @@ from dht.store import MemoryStore, SharedMemory
 from dht.terms import TermFile, Terms
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.events import Event
 from meshcee.files import disk
 from tests.dht.world import CONFIRM_S, EVERY_S, FAULTS, REPLACED_S, TTL_S, World, quiet_world
 from tests.rig.disks import RefusingDisk
@@ -60,7 +61,7 @@ def test_a_lost_holder_is_replaced_in_time_and_a_leaving_one_at_once(count: int,
     core = world.peers[holder].core
     assert core is not None
     if says_so:
-        world._do(world.peers[holder], world.peers[holder].life, list(core.handle(Resigned())))
+        world.do(world.peers[holder], world.peers[holder].life, list(core.handle(Resigned())))
         world.run(world.now + 2 * world.delay_s)
     world.crash(holder)
     lost_at = world.now
@@ -139,7 +140,9 @@ def test_a_claimant_or_holder_that_dies_between_any_two_events_is_replaced_in_ti
             world.start(name)
         for _ in range(n):
             world.one()
-        claims = {p.name: p.core._mine for p in world.alive() if p.core is not None and p.core._mine is not None}
+        claims = {
+            p.name: p.core.own_claim for p in world.alive() if p.core is not None and p.core.own_claim is not None
+        }
         if not claims:
             continue
         states = ("saving", "writing", "confirming", "holding")
@@ -265,7 +268,7 @@ async def test_a_claim_that_others_would_refuse_ends_no_peer() -> None:
         for _ in range(4):
             await poisoned.look()
     assert poisoned.lease is None
-    assert any(line["event"] == "claim not written" for line in logs)
+    assert any(line["event"] == Event.CLAIM_NOT_WRITTEN for line in logs)
 
 
 # -- single decisions, one by one

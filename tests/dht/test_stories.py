@@ -57,9 +57,9 @@ def test_wedge_a_claimant_dies_before_it_confirms(seed: int) -> None:
     world = World(4, seed)
     for name in world.peers:
         world.start(name)
-    while not any(p.core is not None and p.core._mine is not None for p in world.alive()):
+    while not any(p.core is not None and p.core.own_claim is not None for p in world.alive()):
         world.one()
-    claimant = next(p.name for p in world.alive() if p.core is not None and p.core._mine is not None)
+    claimant = next(p.name for p in world.alive() if p.core is not None and p.core.own_claim is not None)
     world.run(world.now + 2 * world.delay_s)  # the claim is in the store
     world.crash(claimant)
     world.run(world.now + REPLACED_S)
@@ -80,7 +80,7 @@ def test_flap_a_claim_is_seen_after_the_election() -> None:
     assert term is not None
     world.start(late)
     world.peers[late].disk = Terms(counter=term[0])
-    world._write(world.peers[late], LeaseRecord(late, 0.0, term[0]))  # as it was written before the election
+    world.write(world.peers[late], LeaseRecord(late, 0.0, term[0]))  # as it was written before the election
     for _ in range(40):
         world.run(world.now + 0.5)
         assert world.holders() == [early]

@@ -198,7 +198,7 @@ class World:
                     found[name] = newest
         pause_s = EVERY_S * (0.8 + 0.4 * self.random.random())
         again = partial(self.after, pause_s, partial(self._look, peer, life))
-        self._do(peer, life, list(peer.core.handle(Looked(self.now, wall, found))), again)
+        self.do(peer, life, list(peer.core.handle(Looked(self.now, wall, found))), again)
 
     def _seen(self, peer: Peer, name: str) -> list[LeaseRecord]:
         """The claims of one peer that have come to this one. As a store does, it drops what is dated ahead of its clock."""
@@ -208,7 +208,7 @@ class World:
                 del entry.visible_at[peer.name]
         return [e.claim for e in come if peer.name in e.visible_at]
 
-    def _do(self, peer: Peer, life: int, commands: list[object], then: Callable[[], None] = lambda: None) -> None:
+    def do(self, peer: Peer, life: int, commands: list[object], then: Callable[[], None] = lambda: None) -> None:
         """As Elector does it: one command after the other, time passing at each write, and `then` the next look."""
         while commands:
             if peer.core is None or peer.life != life:
@@ -220,12 +220,12 @@ class World:
                         peer.disk = max_of(peer.disk, command.terms)
                     commands = [*commands, *peer.core.handle(Unsaved() if peer.full else Saved())]
                 case Write():
-                    self._write(peer, command.claim)
+                    self.write(peer, command.claim)
                     rest, ok = commands, self.random.random() >= self.loss
 
                     def written(rest: list[object] = rest, ok: bool = ok) -> None:
                         if peer.core is not None and peer.life == life:
-                            self._do(peer, life, [*rest, *peer.core.handle(Wrote(self.now, ok))], then)
+                            self.do(peer, life, [*rest, *peer.core.handle(Wrote(self.now, ok))], then)
 
                     self.at(self.now + self._delay(), written)
                     return
@@ -233,7 +233,7 @@ class World:
                     peer.believed.append((self.now, command.lease.term if command.lease else None))
         then()
 
-    def _write(self, peer: Peer, claim: LeaseRecord) -> None:
+    def write(self, peer: Peer, claim: LeaseRecord) -> None:
         assert claim.counter <= peer.disk.counter, "claimed before it was on disk"
         if not claim.released:
             who = self.claimed.setdefault(claim.term, (peer.name, peer.life))
