@@ -25,8 +25,8 @@ from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
 from dht.terms import Term, TermFile, Terms
+from meshcee import events
 from meshcee.errors import ProtocolError, StaleTermError
-from meshcee.events import Event
 from meshcee.files import Trouble
 
 __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Saved", "Unsaved", "Write", "Wrote"]
@@ -397,7 +397,7 @@ class Elector:
                     try:
                         ok = await self._directory.write(command.claim, self._ttl_s)
                     except ProtocolError as error:  # others would refuse it; this peer goes on without the lease
-                        log.warning(Event.CLAIM_NOT_WRITTEN, error=str(error))
+                        log.warning(events.Event.CLAIM_NOT_WRITTEN, error=str(error))
                         ok = False
                     commands += self._core.handle(Wrote(self._monotonic(), ok))
                 case Believe():
