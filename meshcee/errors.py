@@ -116,11 +116,12 @@ class GraphError(ProtocolError):
 
 def unwrap(error: BaseException) -> BaseException:
     """The error inside task groups that a user should see: the first of ours, else the first of all."""
-    errors = _leaves(error)
+    errors = leaves(error)
     return next((e for e in errors if isinstance(e, MeshceeError)), errors[0])
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """All errors inside task groups, the error itself where there is none."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
-    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]

@@ -27,6 +27,7 @@ from peers.owner import (
     Report,
     Result,
     Training,
+    Wanted,
     next_incarnation,
     own,
     stand_by,
@@ -185,15 +186,12 @@ class Mesh:
             tuple(self._lent),
             job,
             captured,
-            stages=stages,
-            plan=plan,
-            resume=resume,
+            Wanted(stages, plan, resume, after),
             on_plan=on_plan,
             reports=reports,
             on_wait=(on_wait or (lambda text: None)) if wait else None,
             on_stall=on_wait,
             trace=trace,
-            after=after,
         )
         self.training, self.result = training, training.result
         task = self._group.create_task(training.run())

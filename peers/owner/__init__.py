@@ -6,7 +6,7 @@ diary, a standby in waiting. Imports everything below; members never import this
 
 from peers.owner.epoch import Report
 from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
-from peers.owner.job_run import Result, Training, next_incarnation, own
+from peers.owner.job_run import Result, Training, Wanted, next_incarnation, own
 from peers.owner.standby import stand_by
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Report",
     "Result",
     "Training",
+    "Wanted",
     "next_incarnation",
     "own",
     "stand_by",

@@ -14,11 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import psutil
+import structlog
 
+from meshcee.errors import MeshceeError
+from meshcee.figures import DeviceProfile, class_of
 from meshcee.files import Run, Trouble, disk, dumps
+from meshcee.plan import Plan
 from peers.state import RETRY_S
 
-__all__ = ["Diary", "Losses"]
+__all__ = ["Diary", "Losses", "Numbers"]
+
+log = structlog.get_logger()
 
 
 class Losses:
@@ -39,6 +45,37 @@ class Losses:
         self._losses[step] = loss
 
 
+class Numbers:
+    """What a run has computed so far, and on what. A step that is computed again must give the same loss."""
+
+    def __init__(self) -> None:
+        self.losses = Losses()  # of every step that has been reported
+        self.kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
+        self.shares = self.coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
+
+    def begin(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
+        """Steps are computed by this plan on these devices from now on."""
+        self.shares |= plan.sums_gradients
+        self.coded |= bool(plan.codecs)
+        classes = {class_of(device, plan.threads) for device in devices.values()}
+        self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
+
+    def compare(self, step: int, loss: float) -> None:
+        """Hold a step that was computed again against what was reported of it; MeshceeError where it is another loss."""
+        before = self.losses[step]
+        if loss == before:
+            return
+        alike = len(self.kinds) == 1 and not self.shares
+        told = f"step {step + 1} had loss {before!r} and has {loss!r} now that it is computed again"
+        if not self.coded and (alike or not math.isclose(loss, before, rel_tol=UNLIKE)):
+            raise MeshceeError(
+                f"{told}: data[i] was not the same when it was read again (docs/models.md), or the state that training went on "
+                "from was not that of the run; if the data is not at fault, please report it"
+            )
+        log.warning(told + ": the peers' devices or codecs round differently")
+
+
+UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 LINES, ABOUT, RESULT = "the run's reports", "the run's description", "the run's result"
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,14 @@ from meshcee.capture import Capture, capture
 from meshcee.epochs import course, moves
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.events import Event
-from meshcee.figures import BlockTimes, DeviceProfile, class_of
+from meshcee.figures import BlockTimes, DeviceProfile
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, Fed, HyperSchedule, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
-from peers.owner.diary import Diary, Losses
+from peers.owner.diary import Diary, Numbers
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed, Stalls
 from peers.owner.recovery import Recovery, Stopwatch
@@ -56,11 +55,9 @@ if TYPE_CHECKING:
     from peers.measure import Trace
     from peers.owner.adaptation import Adaptation, Newcomers
 
-__all__ = ["Result", "Training", "next_incarnation", "own"]
+__all__ = ["Result", "Training", "Wanted", "next_incarnation", "own"]
 
 log = structlog.get_logger()
-
-UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 
 Reports = asyncio.Queue[Report | MeshceeError | None]
 
@@ -111,6 +108,16 @@ def losses(failures: Failures) -> moves.Losses:
     )
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks of one training beyond the job."""
+
+    stages: int | None = None  # exactly so many
+    plan: Plan | None = None  # this one, instead of the coordinator's
+    resume: str | None = None  # the run to go on with
+    after: str = ""  # the owner, gone, whose run that is, if it is another peer
+
+
 class Training:
     """`run` in a task; reports, and then None or the error that ended it, go to `reports`."""
 
@@ -121,15 +128,12 @@ class Training:
         lent: tuple[str, ...],
         job: Job,
         captured: Capture | None,
+        wanted: Wanted,
         *,
-        stages: int | None,
-        plan: Plan | None,
-        resume: str | None,
         on_plan: Callable[[Plan, Mapping[str, str]], None] | None,
         reports: Reports,
         on_wait: Callable[[str], None] | None,
         trace: Trace | None = None,
-        after: str = "",
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
         self.result = Result()
@@ -137,13 +141,12 @@ class Training:
         self._agent = agent
         self._home = home
         self._lent = lent
-        given_threads = plan.threads if plan is not None and plan.threads else None
-        groups = job.groups or (plan is not None and plan.sums_gradients)
+        given = wanted.plan
+        given_threads = given.threads if given is not None and given.threads else None
+        groups = job.groups or (given is not None and given.sums_gradients)
         self._job = replace(job, groups=groups, threads=given_threads or job.threads)
         self._captured = captured
-        self._stages = stages
-        self._given = plan
-        self._resume = resume
+        self._wanted = wanted
         self._trace = trace
         self._on_plan = on_plan
         self._reports = reports
@@ -156,12 +159,9 @@ class Training:
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
-        self._known = Losses()  # the loss of every step that has been reported
-        self._kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
-        self._shares = self._coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
+        self._numbers = Numbers()
         self._incarnation = 0
-        self._turn = Turn(agent, job.name, on_wait, after)
-        self._after = after  # the owner whose run it goes on with, if that is another peer
+        self._turn = Turn(agent, job.name, on_wait, wanted.after)
         self._journal = Journal(agent)
         self._last = 0  # the incarnation of the run's owner before this one
         self._course: course.Course | None = None  # once the run is known
@@ -193,8 +193,8 @@ class Training:
         try:
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
-            if self._resume is not None:
-                await asyncio.to_thread(self._go_on, self._resume, self._captured)
+            if self._wanted.resume is not None:
+                await asyncio.to_thread(self._go_on, self._wanted.resume, self._captured)
             look = partial(repeats, self._job, keeps=self._home is not None)
             reading = asyncio.get_running_loop().run_in_executor(None, look)
             self._repeats = await self._stalls.watch(reading)
@@ -240,17 +240,17 @@ class Training:
             begins, kinds = 0, info["devices"]
         reports = run.reports()
         for line in reports:
-            self._known[line["step"]] = line["loss"]
+            self._numbers.losses[line["step"]] = line["loss"]
         self._key, self._last = str(info.get("key", self._key)), int(info.get("incarnation", 0))
-        told = next(s for s in itertools.count(begins) if s not in self._known)
+        told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
         for line in reports:
             if line.get("metrics") and line["step"] < done:
                 self.result.metrics.append((line["step"], line["metrics"]))
-        self.result.losses = [self._known[s] for s in range(done)]
-        self._kinds = {(k, n, t) for k, n, t in kinds}
-        self._shares, self._coded = info.get("rounds", (False, False))
+        self.result.losses = [self._numbers.losses[s] for s in range(done)]
+        self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
+        self._numbers.shares, self._numbers.coded = info.get("rounds", (False, False))
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
@@ -284,12 +284,12 @@ class Training:
     async def _epochs(self) -> None:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
         members, failed = None, []
-        if self._after and self._diary is not None:  # the owner before this one was another peer
+        if self._wanted.after and self._diary is not None:  # the owner before this one was another peer
             info = self._diary.run.info
             members, failed = Plan.from_json(info["plan"]).peers, [str(peer) for peer in info.get("failed", ())]
         going = self._course = course.Course(
             self._job.steps,
-            told=self._known,
+            told=self._numbers.losses,
             done=len(self.result.losses),
             keeps=self._home is not None,
             blame=Suspects().hear,
@@ -336,7 +336,7 @@ class Training:
                 return moves.Turned(await self._turn.wait())
             case moves.Profile():
                 assert self._captured is not None
-                self._request = await question(agent, self._job, self._captured, self._stages, self._lent)
+                self._request = await question(agent, self._job, self._captured, self._wanted.stages, self._lent)
                 return moves.Profiled()
             case moves.AskPlan():
                 return await self._proposed(self._plan())
@@ -394,7 +394,7 @@ class Training:
         """Carry out what is to be done with a step that has been reported."""
         match command:
             case moves.Compare():
-                self.compare(report)
+                self._numbers.compare(report.step, report.loss)
             case moves.Count():
                 self.result.losses.append(report.loss)
                 if report.metrics:
@@ -476,9 +476,9 @@ class Training:
         return found
 
     async def _plan(self) -> Planned:
-        if self._given is not None:
+        if self._wanted.plan is not None:
             assert self._captured is not None
-            return await given_plan(self._agent, self._given, self._job, self._captured)
+            return await given_plan(self._agent, self._wanted.plan, self._job, self._captured)
         job = replace(
             self._request.job, micro_batch=self._job.micro_batch_size
         )  # that of the first plan, if there was one
@@ -513,14 +513,12 @@ class Training:
         self._job = replace(
             self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None
         )  # from the first plan on
-        self._rounds_as(plan)
-        classes = {class_of(device, plan.threads) for device in devices.values()}
-        self._kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
+        self._numbers.begin(plan, devices)
         self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
         epoch = Epoch(self._incarnation, number)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
         if self._diary is not None:
-            resumed = self._resume is not None
+            resumed = self._wanted.resume is not None
             self._journal.begin(self._job.name, self._diary.run, epoch[0], plan, resumed=resumed)
         start = self.base.next_step if self.base is not None else 0
         if store is None or not self._job.adapt:
@@ -578,11 +576,15 @@ class Training:
         if self._home is None:
             return None
         info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
-        info |= {"rounds": (self._shares, self._coded), "key": self._key, "incarnation": self._incarnation}
+        info |= {
+            "rounds": (self._numbers.shares, self._numbers.coded),
+            "key": self._key,
+            "incarnation": self._incarnation,
+        }
         info |= {
             "job": description(self._job, captured),
             "micro_batch": plan.micro_batch,
-            "devices": sorted(self._kinds),
+            "devices": sorted(self._numbers.kinds),
             "failed": sorted(self._course.missing.failed) if self._course is not None else [],
         }
         try:
@@ -594,7 +596,7 @@ class Training:
             else:
                 self._diary.note(**info)
             self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
-            folder, devices, rely = run.checkpoints, sorted(self._kinds), self._diary.sync
+            folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             if begins and self.base is not None:
                 self._store.forget_after(self.base.next_step)
@@ -603,7 +605,7 @@ class Training:
                 f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
             ) from error
         if self._fed is None and (not self._repeats or (run.folder / FED).exists()):
-            self._fed = Fed(run.folder / FED, self._known.__contains__, self._floor)
+            self._fed = Fed(run.folder / FED, self._numbers.losses.__contains__, self._floor)
         return self._store
 
     def _floor(self) -> int:
@@ -621,20 +623,3 @@ class Training:
         event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self.owner.leaving))
         while event is not None:
             event = await self._do(going, going.handle(event), report)
-
-    def _rounds_as(self, plan: Plan) -> None:
-        self._shares |= plan.sums_gradients
-        self._coded |= bool(plan.codecs)
-
-    def compare(self, report: Report) -> None:
-        before = self._known[report.step]
-        if report.loss == before:
-            return
-        alike = len(self._kinds) == 1 and not self._shares
-        told = f"step {report.step + 1} had loss {before!r} and has {report.loss!r} now that it is computed again"
-        if not self._coded and (alike or not math.isclose(report.loss, before, rel_tol=UNLIKE)):
-            raise MeshceeError(
-                f"{told}: data[i] was not the same when it was read again (docs/models.md), or the state that training went on "
-                "from was not that of the run; if the data is not at fault, please report it"
-            )
-        log.warning(told + ": the peers' devices or codecs round differently")

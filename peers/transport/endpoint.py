@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
+from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError, leaves
 from meshcee.events import Event
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
@@ -35,15 +35,27 @@ REFUSALS = 20  # told of in REFUSALS_S: whoever is refused may come again at onc
 REFUSALS_S = 60.0
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-
-
 def _foreseen(error: BaseException) -> bool:
     """Nothing in it is a bug of ours, so one line is enough."""
-    return all(isinstance(e, MeshceeError | StreamClosed | TimeoutError) for e in _leaves(error))
+    return all(isinstance(e, MeshceeError | StreamClosed | TimeoutError) for e in leaves(error))
+
+
+class Refusals:
+    """In the log, which strangers must not fill."""
+
+    def __init__(self) -> None:
+        self._logged_s: deque[float] = deque(maxlen=REFUSALS)
+        self._more = 0  # that were not logged since
+
+    def log(self, peer_id: str, error: MeshceeError) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if len(self._logged_s) == REFUSALS and now_s - self._logged_s[0] < REFUSALS_S:
+            self._more += 1
+            return
+        self._logged_s.append(now_s)
+        more = {"untold": self._more} if self._more else {}
+        log.warning(Event.STREAM_REFUSED, peer=short(peer_id), error=str(error), **more)
+        self._more = 0
 
 
 class Endpoint(ABC):
@@ -69,8 +81,7 @@ class Endpoint(ABC):
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
         self._proven: dict[str, None] = {}  # peers that have, before; newest last
-        self._refused_s: deque[float] = deque(maxlen=REFUSALS)  # when refusals were told of
-        self._untold = 0  # refusals since
+        self._refusals = Refusals()
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -213,7 +224,7 @@ class Endpoint(ABC):
             if _foreseen(
                 error
             ):  # what a peer meets by the dozen when it wakes: epochs that are over, streams that are gone
-                log.warning(Event.HANDLER_FAILED, **about, error=repr(_leaves(error)[0]))
+                log.warning(Event.HANDLER_FAILED, **about, error=repr(leaves(error)[0]))
             else:
                 log.exception(Event.HANDLER_FAILED, **about)
         finally:
@@ -238,7 +249,7 @@ class Endpoint(ABC):
         try:
             welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:
-            self._tell_refused(stream.peer_id, error)
+            self._refusals.log(stream.peer_id, error)
             return None
         finally:
             self._strangers.pop(stream, None)
@@ -247,17 +258,6 @@ class Endpoint(ABC):
         if len(self._proven) > MAX_PROVEN:
             del self._proven[next(iter(self._proven))]
         return welcome
-
-    def _tell_refused(self, peer_id: str, error: MeshceeError) -> None:
-        """In the log, which strangers must not fill."""
-        now_s = asyncio.get_running_loop().time()
-        if len(self._refused_s) == REFUSALS and now_s - self._refused_s[0] < REFUSALS_S:
-            self._untold += 1
-            return
-        self._refused_s.append(now_s)
-        more = {"untold": self._untold} if self._untold else {}
-        log.warning(Event.STREAM_REFUSED, peer=short(peer_id), error=str(error), **more)
-        self._untold = 0
 
     async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:
         """Run one side of a handshake under its time-out; JoinError or NotPermittedError mean that it is closed.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from meshcee.errors import MeshceeError, PeerLostError
+from meshcee.errors import MeshceeError, PeerLostError, leaves
 from peers.wire import messages
 from peers.wire.suspects import Fault
 
@@ -84,12 +84,4 @@ def reported(
 
 def most_telling(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of all that ended a member's session: anything before a lost peer, which is often only the consequence."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [failures]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            leaves.append(error)
-    return min(leaves, key=lambda e: isinstance(e, PeerLostError))
+    return min(reversed(leaves(failures)), key=lambda e: isinstance(e, PeerLostError))

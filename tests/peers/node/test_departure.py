@@ -23,8 +23,9 @@ from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.departure import Departure, ask_to_leave, find_peer
 from peers.node.mesh import Mesh
+from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
-from peers.owner.job_run import Result, Training
+from peers.owner.job_run import Result
 from tests.peers.owner.test_recovery import FAST, a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
 
 
@@ -32,13 +33,13 @@ from tests.peers.owner.test_recovery import FAST, a_mesh, assert_undisturbed, ca
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that were computed more than once."""
     found: list[int] = []
-    compare = Training.compare
+    compare = Numbers.compare
 
-    def note(self: Training, report: Report, *more: object) -> None:
-        found.append(report.step)
-        compare(self, report, *more)
+    def note(self: Numbers, step: int, loss: float) -> None:
+        found.append(step)
+        compare(self, step, loss)
 
-    monkeypatch.setattr(Training, "compare", note)
+    monkeypatch.setattr(Numbers, "compare", note)
     return found
 
 

@@ -20,8 +20,8 @@ from meshcee.files.home import Home
 from meshcee.plan import Plan
 from peers.node.mesh import Mesh
 from peers.owner.adaptation import Adaptation
+from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
-from peers.owner.job_run import Training
 from peers.state.copying import Copying
 from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest
@@ -37,13 +37,13 @@ LAST = 10  # the step at whose end another plan is chosen; the one after it is f
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that were computed more than once."""
     found: list[int] = []
-    compare = Training.compare
+    compare = Numbers.compare
 
-    def note(self: Training, report: Report) -> None:
-        found.append(report.step)
-        compare(self, report)
+    def note(self: Numbers, step: int, loss: float) -> None:
+        found.append(step)
+        compare(self, step, loss)
 
-    monkeypatch.setattr(Training, "compare", note)
+    monkeypatch.setattr(Numbers, "compare", note)
     return found
 
 
