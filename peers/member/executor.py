@@ -111,7 +111,7 @@ class Executor:
             with self._waiting(lambda: (OWNER,)):
                 round = await self._inbox.rounds.get()
             if isinstance(round, End):
-                await self._owner.put(Frame(messages.ENDED))
+                await self._owner.put(Frame(messages.END))
             elif isinstance(round, TakeCopy):
                 await self._copy(round)
             elif round.forward_only:

@@ -369,7 +369,7 @@ class Owner:
                     continue
                 if frame.kind == messages.PONG:
                     self._watch.hear(link.peer_id, frame.header)
-                elif frame.kind == messages.ENDED:
+                elif frame.kind == messages.END:
                     link.ended.set()
                 else:
                     await self._take(link, frame)

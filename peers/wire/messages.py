@@ -23,7 +23,7 @@ Purposes of streams, and the frames on them:
                                         CLOCK  ->  CLOCK               before steps that are traced
                                         PING, and PONG unasked         as long as the other side is heard; a member's PONG
                                                                        says what it does, and whom it waits for
-                                        END  ->  ENDED when all before it is applied
+                                        END  ->  END when all before it is applied
                                         FAILED, LEAVING or, when what the optimizer has kept was not found, AGAIN at any time
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
@@ -74,7 +74,7 @@ PLAN_REQUEST, PLAN, REFUSED = "plan?", "plan", "refused"
 OFFER, STATE, RECIPES, STATE_END, AGAIN, READY = "offer", "state", "recipes", "state_end", "again", "ready"
 STEP, EVALUATE, INPUT = "step", "evaluate", "input"
 ANSWERS = LOSS, OUTPUT, APPLIED = "loss", "output", "applied"
-END, ENDED, FAILED = "end", "ended", "failed"
+END, FAILED = "end", "failed"
 LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
 COPY, COPIED, KEEP, KEPT = "copy", "copied", "keep", "kept"
