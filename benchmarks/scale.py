@@ -120,7 +120,7 @@ class Peer:
     def __init__(self, mesh: Mesh, name: str, compute: Compute | None) -> None:
         identity = Identity.generate()
         self.tally = Tally()
-        self.transport = CountedTransport(mesh.network, identity.peer_id, KEY.secret, clock=_now)
+        self.transport = CountedTransport(mesh.network, identity.peer_id, KEY.secret)
         self.transport.tally = self.tally
         self.store = CountedStore(mesh.memory, self.tally)
         self.agent = Agent(

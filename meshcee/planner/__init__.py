@@ -4,12 +4,13 @@ Dynamic programs propose (cut, rows, proposals), the simulator judges, small mov
 proposed, trust what figures count for, regions and probing what is near. Effort is counted, never timed. No torch.
 """
 
-from meshcee.planner.live import choose, has_room_for_copies, plan_job, regions_of, situation
+from meshcee.planner.live import HURRIED, choose, has_room_for_copies, plan_job, regions_of, situation
 from meshcee.planner.probing import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
 from meshcee.planner.search import Effort, plans
 
 __all__ = [
+    "HURRIED",
     "Effort",
     "choose",
     "has_room_for_copies",

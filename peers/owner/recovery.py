@@ -140,7 +140,7 @@ class Recovery:
         return await self._ask(replace(request, stages=None))
 
     async def _ask(self, request: PlanRequest) -> Planned:
-        request = replace(request, parted=self._agent.parted())
+        request = replace(request, parted=self._agent.parted(), hurried=True)
         lease = self._agent.lease
         if lease is not None and lease.peer_id not in request.without:
             with contextlib.suppress(TimeoutError, JoinError):

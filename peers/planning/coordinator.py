@@ -71,6 +71,8 @@ class PlanRequest:
         default_factory=dict
     )  # the owner's own links, as it measured
 
+    hurried: bool = False  # a member was lost and the run stands still
+
     def frame(self) -> Frame:
         blocks = [replace(cost, parameters=()) for cost in self.job.blocks]
         body = plain(replace(self, job=replace(self.job, blocks=blocks)))
@@ -90,12 +92,12 @@ class PlanRequest:
 
     def plan(self, measured: Measured, busy: tuple[str, ...] = ()) -> tuple[Plan, tuple[str, ...]]:
         """The best plan and notes on its figures. Raises PlanError in a sentence."""
-        from meshcee.planner import plan_job
+        from meshcee.planner import HURRIED, plan_job
 
         known = [pair for pair in self.parted if measured.devices.keys() >= {*pair}]
         times = {p: t for p, t in self.times.items() if p in measured.devices}
         measured = replace(measured, times=times, links=without_links(measured.links, known), feeds=self.feeds)
-        plan, notes = plan_job(measured, self.job, self.stages)
+        plan, notes = plan_job(measured, self.job, self.stages, HURRIED if self.hurried else None)
         left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
         return replace(plan, left_out=left_out), tuple(notes)
 

@@ -47,7 +47,7 @@ class Cadence:
     every: int = 0
     SHARE = 0.05
     MAKING = 0.5
-    LEAST_S = 1.0
+    LEAST_S = 0.25
     _began_s: float = float("-inf")
     _made_s: float = 0.0
     _read_s: float = 0.0

@@ -54,7 +54,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, greeting_bytes: int, greeted: Callable[[Connection, bytes], None]) -> None:
         self.lost = False
         self._greeted = greeted
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._bundle: Bundle | None = None
         self._blocked = False  # the kernel has not taken all of what was written
         self._memory = memoryview(bytearray(greeting_bytes))
@@ -65,25 +65,25 @@ class Connection(asyncio.BufferedProtocol):
     # -- before and after the bundle
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        if self.transport is not None:
+            self.transport.write(data)
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def join(self, bundle: Bundle, unsent_bytes: int) -> None:
-        assert self._transport is not None
+        assert self.transport is not None
         self._bundle = bundle
         self._memory, self._end = memoryview(bytearray(_MEMORY_BYTES)), 0
         self._outgoing = memoryview(bytearray(_MEMORY_BYTES))
-        if not self._transport.is_closing():
-            _configure(self._transport.get_extra_info("socket"), unsent_bytes)
-            self._transport.resume_reading()
+        if not self.transport.is_closing():
+            _configure(self.transport.get_extra_info("socket"), unsent_bytes)
+            self.transport.resume_reading()
 
     # -- records
 
@@ -94,30 +94,30 @@ class Connection(asyncio.BufferedProtocol):
 
     def under_way(self) -> int | None:
         """Bytes that were written and not yet acknowledged; None where the system does not tell."""
-        if self._transport is None:
+        if self.transport is None:
             return None
         try:
-            fd = self._transport.get_extra_info("socket").fileno()
+            fd = self.transport.get_extra_info("socket").fileno()
             (unacknowledged,) = _INT.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(_INT.size)))
         except (OSError, ValueError):  # closed, or not TCP as we know it
             return None
-        return int(unacknowledged) + self._transport.get_write_buffer_size()
+        return int(unacknowledged) + self.transport.get_write_buffer_size()
 
     def throttle(self, bytes_per_s: float) -> None:
-        if self._transport is not None and _SO_MAX_PACING_RATE is not None:
+        if self.transport is not None and _SO_MAX_PACING_RATE is not None:
             most = struct.pack("=I", int(min(max(bytes_per_s, 1), _NO_LIMIT)))
             with contextlib.suppress(OSError):
-                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, most)
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, most)
 
     @property
     def free(self) -> bool:
-        return not self._blocked and self._transport is not None
+        return not self._blocked and self.transport is not None
 
     @property
     def is_full(self) -> bool:
         """So much is under way that the window may be what holds it up; True where the system does not tell."""
-        assert self._transport is not None
-        connection = self._transport.get_extra_info("socket")
+        assert self.transport is not None
+        connection = self.transport.get_extra_info("socket")
         if not hasattr(socket, "TCP_INFO"):
             return True
         try:
@@ -129,12 +129,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def seal(self, number: int, part: memoryview, key: AESGCM) -> None:
         """Send a record; only when `free`, since then the last one's memory is."""
-        assert self._transport is not None
+        assert self.transport is not None
         size = len(part) + _TAG_BYTES
         record = self._outgoing[: HEADER.size + size]
         HEADER.pack_into(record, 0, number, size)
         key.encrypt_into(number.to_bytes(12, "big"), part, None, record[HEADER.size :])
-        self._transport.write(record)
+        self.transport.write(record)
 
     def head(self, start: int) -> tuple[int, int] | None:
         """(number, bytes) of the record that begins at `start`, once its header has come."""
@@ -151,15 +151,15 @@ class Connection(asyncio.BufferedProtocol):
         if start and rest:
             self._memory[:rest] = self._memory[start : self._end]
         self._end = rest
-        if early != self._stopped and self._transport is not None and not self._transport.is_closing():
+        if early != self._stopped and self.transport is not None and not self.transport.is_closing():
             self._stopped = early
-            (self._transport.pause_reading if early else self._transport.resume_reading)()
+            (self.transport.pause_reading if early else self.transport.resume_reading)()
 
     # -- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # with this, uvloop writes at once
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)  # with this, uvloop writes at once
 
     def get_buffer(self, sizehint: int) -> memoryview:
         # Up to the end of the record and the next one's header: then hardly a byte is moved.
@@ -172,15 +172,15 @@ class Connection(asyncio.BufferedProtocol):
         if self._bundle is not None:
             self._bundle.arrived(self, nbytes)
         elif self._end == len(self._memory):
-            assert self._transport is not None
-            self._transport.pause_reading()
+            assert self.transport is not None
+            self.transport.pause_reading()
             self._greeted(self, bytes(self._memory))
 
     def eof_received(self) -> bool:
         return False  # close
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost, self._transport = True, None
+        self.lost, self.transport = True, None
         if self._bundle is not None:
             self._bundle.lost(exc)
         elif self._end < len(self._memory):

@@ -173,7 +173,9 @@ def test_each_field_of_a_request_is_checked() -> None:
         data_s=0.1,
         versions=Versions("0.1", "2.13.0", "3.11"),
     )
-    request = PlanRequest(costs, {"p": times}, 2, ("p",), ("q",), ("r",), (("p", "q"),), {"p": LinkProfile(0.1, 1e6)})
+    request = PlanRequest(
+        costs, {"p": times}, 2, ("p",), ("q",), ("r",), (("p", "q"),), {"p": LinkProfile(0.1, 1e6)}, True
+    )
     frame = request.frame()
     assert PlanRequest.from_frame(frame) == request
     check_every_field(

@@ -368,7 +368,7 @@ def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> 
 
 
 def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> None:
-    with mock.patch("peers.state.policy.has_room_for_copies", return_value=False):
+    with mock.patch("meshcee.planner.has_room_for_copies", return_value=False):
         logged = told(tmp_path, 5, lambda storm: storm.kill(storm.members()[1]))
     assert not [entry for entry in logged if entry["event"] == Event.COPIES_MADE]
     assert began_at(logged) == [5]
