@@ -363,7 +363,7 @@ def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> 
     """There is no checkpoint at all yet: without keepers the run would begin anew."""
     logged = told(tmp_path, 1000, lambda storm: storm.kill(storm.members()[stage]))
     (base,) = began_at(logged)
-    assert base >= 6
+    assert base >= 5  # copies are a few steps apart
     assert from_peers(logged) == [base]
 
 
