@@ -20,7 +20,7 @@ from peers.state.manifest import CopySet, noted
 from peers.state.shelf import COPIES
 from tests.rig.virtual_time import quiet, run
 
-DURABLE, DIES_AT = 5, 8
+DURABLE, DIES_AT = 4, 6  # between them a copy is complete
 
 
 @pytest.mark.parametrize("bereft", [False, pytest.param(True, marks=pytest.mark.slow)])
