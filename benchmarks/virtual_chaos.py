@@ -36,7 +36,7 @@ from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
 from meshcee.config import Timeouts
-from meshcee.errors import MeshceeError
+from meshcee.errors import ClockError, MeshceeError
 from meshcee.files import disk
 from meshcee.files.home import Home
 from meshcee.job import Job
@@ -204,6 +204,10 @@ class Storm:
         """What is started inside is that of this peer from now on, until it is started anew."""
         self._lives[name] = f"{name}, life {next(self._numbers)}"
         return self.still.of(self._lives[name])
+
+    async def clocks_right(self) -> None:
+        while self._ahead_s:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(1)
 
     def in_life(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.still.of(self._lives[name])
@@ -525,7 +529,15 @@ async def train(
                     told[name].append(report)
                     hear(report)
 
-    owning = own("owner", storm.mesh, stages=min(STAGES, len(storm.mesh.agent.devices())))
+    async def begin() -> None:
+        try:
+            await own("owner", storm.mesh, stages=min(STAGES, len(storm.mesh.agent.devices())))
+        except ClockError as error:  # refused before the first step; the user sets the clock right, and types it again
+            storm.done.append(f"{now() - 1000:.2f} s: {error}")
+            await storm.clocks_right()
+            await own("owner", storm.mesh, stages=STAGES)
+
+    owning = begin()
     if storm.heir_mesh is None:
         await owning
     else:

@@ -34,7 +34,7 @@ from dht.roster import Change, Roster, differences
 from dht.signing import Identity, MeshKey
 from dht.store import Store
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.errors import ClockError, JoinError, MeshceeError, ProtocolError
 from meshcee.events import Event
 
 __all__ = ["Change", "Directory"]
@@ -92,6 +92,7 @@ class Directory:
             kind: Roster(self.ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
         }
         self._suspects: set[tuple[str, str]] = set()
+        self.off = ""  # whose clock is ahead of this machine's, as their records say that were read last
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
         self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
         self._calls: dict[str, tuple[float, float]] = {}  # next call of a peer, and the pause after it
@@ -166,14 +167,16 @@ class Directory:
     async def read(self, kind: type[R], *, quick: bool = False) -> dict[str, R]:
         """Every valid record of this kind, by peer id; invalid ones are logged once each and set aside."""
         found: dict[str, R] = {}
-        now = self._clock()
+        now, off = self._clock(), ""
         for subkey, (data, _) in (await self._store.get(topic(kind.kind, self._mesh_key), quick=quick)).items():
             try:
                 found[subkey] = open_sealed(kind, subkey, data, self._mesh_key, self._limits, now=now)
             except MeshceeError as error:
+                off = str(error) if isinstance(error, ClockError) else off
                 if (kind.kind, subkey) not in self._suspects and len(self._suspects) < 1024:
                     self._suspects.add((kind.kind, subkey))
                     log.warning(Event.RECORD_SET_ASIDE, kind=kind.kind, peer=subkey[:64], error=str(error))
+        self.off = off if kind is PeerRecord else self.off
         return found
 
     async def poll_forever(self) -> None:

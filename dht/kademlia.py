@@ -27,7 +27,7 @@ from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
 from dht.signing import MeshKey
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError
+from meshcee.errors import ClockError, JoinError, MeshceeError
 from meshcee.events import Event
 
 with warnings.catch_warnings():
@@ -176,7 +176,7 @@ class KademliaStore:
             ) from error
         worst = max((self.skew_s[peer] for peer in met), key=abs)
         if abs(worst) > CLOCK_SKEW_S:
-            raise JoinError(
+            raise ClockError(
                 f"this machine's clock is {abs(worst):.0f} s {'behind' if worst > 0 else 'ahead of'} the mesh's: "
                 "set it by a time server (NTP)"
             )

@@ -20,7 +20,7 @@ from msgspec import Meta
 from dht.addresses import MAX_ADDRESSES, checked
 from dht.signing import Identity, MeshKey, public_key_of, verify
 from meshcee.config import Limits
-from meshcee.errors import NotPermittedError, ProtocolError
+from meshcee.errors import ClockError, NotPermittedError, ProtocolError
 from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
 from meshcee.figures import DeviceProfile, LinkProfile
 from meshcee.files import loads
@@ -345,8 +345,8 @@ def open_sealed(
 ) -> R:
     """The record stored under the subkey of this kind's key, checked in every respect.
 
-    NotPermittedError: forged, of another mesh, replayed under another name or key, or its writer's clock is off.
-    ProtocolError: malformed. With `now` None no clock is consulted.
+    NotPermittedError: forged, of another mesh, expired, or replayed under another name or key.
+    ClockError: dated ahead. ProtocolError: malformed. With `now` None no clock is consulted.
     """
     envelope = check(data, mesh_key, limits)
     if envelope.kind != kind.kind:
@@ -358,7 +358,7 @@ def open_sealed(
     if not 0 < envelope.expires_at - record.sent_at <= MAX_TTL_S:
         raise ProtocolError(f"{what} is not valid at all, or for longer than {MAX_TTL_S:g} s")
     if now is not None and is_ahead(record.sent_at, now):
-        raise NotPermittedError(told_ahead(subkey, record.sent_at, now))
+        raise ClockError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:
         raise NotPermittedError(f"{what} has expired; if that peer runs, its clock is behind: use NTP")
     return record

@@ -6,6 +6,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
     MeshceeError                    1  bug
     |-- UsageError                  2  a wrong flag, job file or argument
     |-- JoinError                   3  nobody answers, another protocol version, a second peer with our identity
+    |   `-- ClockError              3  this machine's clock and the mesh's are too far apart
     |-- CaptureError                4  the model cannot be captured
     |   `-- UnequalError           10  what would train, or has trained, is not equal to the plain loop
     |-- PlanError                   5  no feasible plan: the peers cannot hold the job
@@ -21,6 +22,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
 __all__ = [  # the kinds of errors, which peers name to one another
     "CaptureError",
     "CheckpointError",
+    "ClockError",
     "GraphError",
     "JoinError",
     "MeshceeError",
@@ -51,6 +53,10 @@ class JoinError(MeshceeError):
     """The mesh could not be joined."""
 
     exit_code = 3
+
+
+class ClockError(JoinError):
+    """This machine's clock and those of the mesh differ by too much to tell new records from old ones."""
 
 
 class CaptureError(MeshceeError):

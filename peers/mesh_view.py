@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dht import Directory, Elector, Identity, LeaseRecord, MeshKey, Store, Term, TermFile
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, PeerLostError
+from meshcee.errors import ClockError, JoinError, PeerLostError
 from meshcee.figures import FEW, DeviceProfile, LinkProfile, Measured, class_of, without_links
 from peers.transport import Transport
 from peers.wire import unless_late
@@ -200,6 +200,9 @@ class MeshView:
         try:
             await self._in_time(self.coordinator)
         except TimeoutError as error:
+            await self.directory.refresh(everything=False)
+            if self.directory.off:
+                raise ClockError(f"{self.directory.off}, then try again") from error
             raise JoinError(
                 f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "
                 "lends a device runs there, then try again"

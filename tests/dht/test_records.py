@@ -27,7 +27,7 @@ from dht.records import (
 )
 from dht.signing import Identity, MeshKey
 from meshcee.config import Limits
-from meshcee.errors import NotPermittedError, ProtocolError
+from meshcee.errors import ClockError, NotPermittedError, ProtocolError
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.figures.versions import Versions
 from tests.rig.mutations import check_every_field
@@ -82,7 +82,7 @@ def test_whom_and_what_an_envelope_is_not_for() -> None:
 def test_times() -> None:
     data = seal(RECORDS[0], ME, KEY, UNTIL)
     open_sealed(PeerRecord, ME.peer_id, data, KEY, now=NOW - CLOCK_SKEW_S)
-    with pytest.raises(NotPermittedError, match=r"is 21 s ahead of this machine's: set both by a time server"):
+    with pytest.raises(ClockError, match=r"is 21 s ahead of this machine's: set both by a time server"):
         open_sealed(PeerRecord, ME.peer_id, data, KEY, now=NOW - 21)
     with pytest.raises(NotPermittedError, match="has expired"):
         open_sealed(PeerRecord, ME.peer_id, data, KEY, now=UNTIL)

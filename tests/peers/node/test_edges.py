@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.virtual_chaos import captured_job, job_of
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, ProtocolError
+from meshcee.errors import ClockError, JoinError, ProtocolError
 from meshcee.fields import plain
 from peers.measure.sounding import ASK_S, sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
@@ -73,6 +74,15 @@ async def test_a_mesh_that_nobody_coordinates_cannot_be_joined_and_says_so() -> 
         alone = await here.start("alone", lends=False)
         with pytest.raises(JoinError, match=r"nobody has coordinated this mesh .* `meshcee status`"):
             await alone.see_the_mesh()
+
+
+async def test_a_machine_whose_clock_is_behind_is_told_so_and_not_that_nobody_is_there() -> None:
+    """Storm 65042: the owner's clock was set back before its first plan."""
+    async with InProcess(JoinOptions(), timeouts=replace(QUICK, join_s=0.5)) as here:
+        await here.start("right")
+        late = await here.start("late", lends=False, clock=lambda: time.time() - 46.0)
+        with pytest.raises(ClockError, match=r"is 4\d s ahead of this machine's: set both by .* then try again"):
+            await late.see_the_mesh()
 
 
 async def test_the_very_first_epoch_is_answered_in_words() -> None:
