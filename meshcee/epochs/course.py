@@ -38,7 +38,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     epoch         Failed    lost, or one member's own: call the roll, after a pause if in vain       calling
     epoch         Failed    taken: wait for our turn; after a recovery, as for lost                  turn, calling
     epoch         Failed    the sixth in vain, or a fault that peers share, or any other: the end    over
-    calling       Called    leave out who is missed, shun who failed, part who lost each other       finding
+    calling       Called    leave out who is missed or got no copies, shun who failed, part who lost each other  finding
     finding       Changed   the newer term is known: find the newest state                           finding
     finding       States    go on from copies where they are newer than the disk                     searching, meeting
     searching     Around    welcome who is back; ask for a plan                                      searching
@@ -515,9 +515,11 @@ class Course:
         parted = losses.parted if not missed else frozenset()  # who is missed explains what others have lost
         if self._counts.losses and not missed and losses.blamed is not None:
             missed = frozenset({losses.blamed})  # that peer answers us, but others keep losing it
-        self.missing.answering = (self.missing.answering | (failed & event.here)) - (missed - failed)
-        self.missing.gone.update(dict.fromkeys(missed | failed, event.at))
-        self.missing.free = left = tuple(sorted(members - missed - failed))
+        # Two members that do not reach each other can both give to others what they hold: they have no part in the next plan.
+        aside = failed | (losses.apart & event.here if not missed else frozenset())
+        self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed)
+        self.missing.gone.update(dict.fromkeys(missed | aside, event.at))
+        self.missing.free = left = tuple(sorted(members - missed - aside))
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
         told = TellLost(self._setback.lost, tuple(sorted(missed - failed)), tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]

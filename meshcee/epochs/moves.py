@@ -40,6 +40,7 @@ class Losses:
     faults: tuple[Fault, ...] = ()
     parted: Pairs = frozenset()  # links that nothing crosses any more, both ways
     blamed: str | None = None  # who was lost by most others
+    apart: frozenset[str] = frozenset()  # members that did not get copies, and members that hold these
 
 
 # -- what happens to the machine. `at` is the time by the clock of records

@@ -408,7 +408,7 @@ class Owner:
             self.leaving.add(link.peer_id)
             return
         if frame.kind == messages.AGAIN:
-            self.failures.add(LOST_HERE, self._offering.missed())
+            self.failures.add(LOST_HERE, self._offering.missed(link.peer_id))
             return
         if frame.kind not in messages.ANSWERS:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")

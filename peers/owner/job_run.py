@@ -104,7 +104,12 @@ def losses(failures: Failures) -> moves.Losses:
     """What an epoch's failures say of its members."""
     blamed = next((peer for peer, _ in failures.blamed.most_common(1)), None)
     return moves.Losses(
-        failures.noticed_s, frozenset(failures.stuck), tuple(failures.faults), frozenset(failures.parted), blamed
+        failures.noticed_s,
+        frozenset(failures.stuck),
+        tuple(failures.faults),
+        frozenset(failures.parted),
+        blamed,
+        frozenset(failures.apart),
     )
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from meshcee.capture import Capture
 from meshcee.capture.recipes import InitialState
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import CaptureError, PeerLostError, ProtocolError
+from meshcee.errors import CaptureError, ProtocolError
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
-from peers.wire import SLACK_BYTES, Offer, StateSender, messages, names_of, while_alive
+from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
 
 __all__ = ["Offering"]
 
@@ -41,13 +41,19 @@ class Offering:
         self._awaited: set[Stream] = set()  # whose member has to do something now
         self._told: dict[Stream, object] = {}  # what a member said last of how far it is
 
-    def missed(self) -> PeerLostError:
-        """A member has not found all of the copies that this epoch begins with. ProtocolError where it begins with none."""
+    def missed(self, peer: str, names: Collection[str] = ()) -> NotFoundError:
+        """A member has not found all of the copies that this epoch begins with, of these weights or of what the optimizer keeps.
+
+        ProtocolError where the epoch begins with none.
+        """
         base = self._kept.base
         if not isinstance(base, CopySet):
             raise ProtocolError("it asked again for what no peer was to give it")
         base.missed = self._missed
-        return PeerLostError(f"no peer has all of the state after {base.next_step} steps any more")
+        return NotFoundError(
+            f"not all of the state after {base.next_step} steps has reached {peer}: a link to who holds it may have failed",
+            (peer, *base.sources(names)),
+        )
 
     async def send(self, stream: Stream, offer: Offer) -> Frame:
         """Offer; returns READY, which has been held against what was sent, or REFUSED. Raises StreamClosed."""
@@ -88,7 +94,7 @@ class Offering:
         if reply.kind == messages.AGAIN:
             asked = {kind: names_of(reply, i, set(part.names)) for i, (kind, part) in enumerate(begin.items())}
             if isinstance(base, CopySet) and any(begin[kind].digests.keys() & names for kind, names in asked.items()):
-                raise self.missed()
+                raise self.missed(offer.peer_id, set[str]().union(*asked.values()))
             for kind, names in asked.items():
                 await self._send_all(stream, senders[kind].frames(names))
             stream.max_payload_bytes = 0

@@ -4,7 +4,7 @@
 whose fault a silence is.
 """
 
-from peers.wire.failures import LOST_HERE, Failures, most_telling, reported
+from peers.wire.failures import LOST_HERE, Failures, NotFoundError, most_telling, reported
 from peers.wire.member_link import Link, check_replicas
 from peers.wire.messages import MOST_RUN_CHARACTERS, Round, besides_in, need
 from peers.wire.neighbour_link import Bandwidth, Crossed, Links
@@ -42,6 +42,7 @@ __all__ = [
     "Fault",
     "Link",
     "Links",
+    "NotFoundError",
     "Offer",
     "Outbox",
     "Round",

@@ -16,10 +16,18 @@ from meshcee.errors import MeshceeError, PeerLostError, leaves
 from peers.wire import messages
 from peers.wire.suspects import Fault
 
-__all__ = ["LOST_HERE", "Failures", "most_telling", "reported"]
+__all__ = ["LOST_HERE", "Failures", "NotFoundError", "most_telling", "reported"]
 
 LOST_HERE = 1  # the rank of a peer that the owner itself has lost: what others say of it will be a consequence
 GRACE_S = 0.5  # after word of a peer that another one has lost, for the cause to arrive
+
+
+class NotFoundError(PeerLostError):
+    """A member has not found all of the copies that it is to begin with. `apart`: that member, and who holds what it lacks."""
+
+    def __init__(self, message: str, apart: Iterable[str]) -> None:
+        super().__init__(message)
+        self.apart = frozenset(apart)
 
 
 class Failures:
@@ -31,6 +39,7 @@ class Failures:
         self.missed: set[str] = set()  # members that the owner itself has lost
         self.stuck: set[str] = set()  # members that answer and do not do what is theirs to do
         self.faults: list[Fault] = []  # errors that members have met by themselves
+        self.apart: set[str] = set()  # members that have not found copies, and members that hold them
         self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []
         self._first, self._explained = asyncio.Event(), asyncio.Event()
@@ -39,6 +48,8 @@ class Failures:
         if self.noticed_s is None:
             self.noticed_s = asyncio.get_running_loop().time()
         self._found.append((rank, error))
+        if isinstance(error, NotFoundError):
+            self.apart |= error.apart
         self._first.set()
         if rank <= LOST_HERE:
             self._explained.set()

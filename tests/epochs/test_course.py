@@ -57,6 +57,9 @@ class World:
         self.leaving: frozenset[str] = frozenset()  # members that have asked to be left out of the running epoch
         self.faults = 0  # so far: no two are alike
         self.running: moves.Offer | None = None
+        self.apart = self.aside = frozenset[
+            str
+        ]()  # members that lost each other's copies; of these, who is left out now
         self.start = self.step = 0  # of the next epoch; that the running one does next
         self.epochs = 0
         self.reported = list(self.told)
@@ -75,6 +78,8 @@ class World:
             return
         if isinstance(event, moves.Ended | moves.Failed):
             self.running = None
+        if isinstance(event, moves.Failed):
+            self.apart = event.losses.apart
         self.transitions.add((before.value, type(event).__name__, self.course.state.value))
         if isinstance(event, moves.Stopped):  # what was asked is still to be answered
             assert all(isinstance(command, moves.Stop) for command in commands)
@@ -164,11 +169,15 @@ class World:
             case moves.CallRoll(members):
                 here = self.some(frozenset(members))
                 if self.course.state is State.CALLING:
-                    self.out |= {*members} - here
+                    missed = {*members} - here
+                    self.aside = frozenset() if missed else self.apart
+                    self.out |= missed | self.aside
                 else:
                     self.out -= here
                 return moves.Called(here, self.now)
-            case moves.FindStates(done, _):
+            case moves.FindStates(done, mute):
+                assert not self.aside & mute, "who is only cut off from another one can give what it holds"
+                self.aside = frozenset()
                 older, newer = sorted(self.chance.randrange(done + 1) for _ in range(2))
                 return moves.States(older, self.chance.choice((None, newer)))
             case moves.LookAround(missed):
@@ -221,6 +230,9 @@ class World:
                 return moves.Failed(PeerLostError("is stuck"), moves.Losses(1.0, stuck=frozenset({one})))
         other = self.chance.choice(sorted(members))  # LOST
         parted = frozenset({(one, other), (other, one)} if one != other else ())
+        if self.chance.random() < 0.3:
+            apart = frozenset({one, other})
+            return moves.Failed(PeerLostError("not all has reached it"), moves.Losses(1.0, apart=apart))
         return moves.Failed(PeerLostError("is lost"), moves.Losses(1.0, parted=parted, blamed=one))
 
     def go_on(self, events: int) -> None:
@@ -331,7 +343,9 @@ def goes_on(seed: int) -> None:
         (goes_on, Course, " or self.is_known(step.step)", ""),
         (goes_on, Course, "if late:", "if False:"),
         (goes_on, Course, "self._step = self.following = None", "self._step = None"),
-        (goes_on, Course, "missed | failed, event.at", "missed, event.at"),
+        (goes_on, Course, "missed | aside, event.at", "missed, event.at"),
+        (goes_on, Course, "losses.apart & event.here", "frozenset()"),
+        (goes_on, Course, "(aside & event.here)", "(failed & event.here)"),
         (goes_on, Course, "self.missing.gone.pop(peer, None)", "self.missing.gone.clear()"),
         (always_fails, Course, "self._counts.refused(self.done) > REPLANS", "False"),
         (always_fails, Course, "in_vain >= FRUITLESS", "False"),

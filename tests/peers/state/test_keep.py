@@ -36,7 +36,7 @@ from peers.state.keeping import Supplies
 from peers.state.manifest import Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
 from peers.state.store import CopyStore
-from peers.transport.base import Frame
+from peers.transport.base import Frame, StreamClosed
 from peers.wire import messages
 from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
@@ -332,11 +332,13 @@ def only_holder(storm: Storm) -> str:
     return next(name for name in reversed(storm.members()) if {name, storm.keeper_of(name)} in pairs)
 
 
-def told(folder: Path, every: int, befall: Callable[[Storm], None], at: int = 8) -> list[Mapping[str, Any]]:
+def told(
+    folder: Path, every: int, befall: Callable[[Storm], None], at: int = 8, seed: int = 0
+) -> list[Mapping[str, Any]]:
     """The log of a run that something befalls once this step is reported; it ends equal to an undisturbed one."""
 
     async def story() -> dict[str, str]:
-        async with stormy(0, folder) as storm:
+        async with stormy(seed, folder) as storm:
 
             def hear(report: Report) -> None:
                 if report.step == at:
@@ -408,6 +410,42 @@ def test_a_keeper_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_
     logged = next(log for log in attempts if not keepers)  # a keeper that takes the stage over itself gives nothing
     assert from_peers(logged) != []
     assert began_at(logged) == [4]
+
+
+def test_a_member_that_does_not_reach_a_keeper_leaves_its_stage_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real storm: two members were cut off from each other as one was to read what the other held."""
+    keepers: list[str] = []
+    cut: list[str] = []
+    storms: list[Storm] = []
+    greet = Fetch._greet
+
+    async def greets(fetch: Fetch, peer: str) -> None:
+        reader = fetch._reader._transport.peer_id
+        if fetch._urgent.is_set() and [storms[-1].name_of(peer)] == keepers:
+            cut.extend([] if cut else [reader])
+            if reader in cut:
+                raise StreamClosed("the link is down")
+        await greet(fetch, peer)
+
+    def befall(storm: Storm) -> None:
+        victim = only_holder(storm)
+        storms.append(storm)
+        keepers[:] = [storm.keeper_of(victim)]
+        storm.kill(victim)
+
+    monkeypatch.setattr(Fetch, "_greet", greets)
+    for seed in range(12):  # another one than the keeper is to have the stage, and has to read it from there
+        cut.clear()
+        logged = told(tmp_path / str(seed), 4, befall, at=6, seed=seed)
+        lost = [entry["error"] for entry in logged if entry["event"] == Event.MEMBER_LOST]
+        if unread := [error for error in lost if error.startswith("not all of the state")]:
+            break
+    assert len(unread) == 1
+    (base,) = began_at(logged)
+    assert base > 4
+    assert from_peers(logged) == [base, base]
 
 
 def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
