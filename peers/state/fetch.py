@@ -113,12 +113,12 @@ class Reader:
     ) -> None:
         self.about = {"run": run}
         self.timeouts = timeouts
-        self._transport = transport
+        self.transport = transport
         self._addresses = addresses
         self._watch = watch  # told of each stream
 
     async def open(self, peer: str) -> Stream:
-        return self._watch(await self._transport.open(peer, "copies", self._addresses.get(peer, ())))
+        return self._watch(await self.transport.open(peer, "copies", self._addresses.get(peer, ())))
 
 
 class Fetch:

@@ -30,13 +30,13 @@ from meshcee.plan import Plan
 from peers.member.service import Member
 from peers.owner.epoch import Report
 from peers.state.copying import Copying
-from peers.state.fetch import Fetch
+from peers.state.fetch import Fetch, Reader
 from peers.state.keep import Keeper, layouts_of
 from peers.state.keeping import Supplies
 from peers.state.manifest import Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
 from peers.state.store import CopyStore
-from peers.transport.base import Frame, StreamClosed
+from peers.transport.base import Frame, Stream, StreamClosed
 from peers.wire import messages
 from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
@@ -419,15 +419,14 @@ def test_a_member_that_does_not_reach_a_keeper_leaves_its_stage_to_another(
     keepers: list[str] = []
     cut: list[str] = []
     storms: list[Storm] = []
-    greet = Fetch._greet
+    opens = Reader.open
 
-    async def greets(fetch: Fetch, peer: str) -> None:
-        reader = fetch._reader._transport.peer_id
-        if fetch._urgent.is_set() and [storms[-1].name_of(peer)] == keepers:
-            cut.extend([] if cut else [reader])
-            if reader in cut:
+    async def opened(reader: Reader, peer: str) -> Stream:
+        if keepers and storms[-1].name_of(peer) in keepers:
+            cut.extend([] if cut else [reader.transport.peer_id])
+            if reader.transport.peer_id in cut:
                 raise StreamClosed("the link is down")
-        await greet(fetch, peer)
+        return await opens(reader, peer)
 
     def befall(storm: Storm) -> None:
         victim = only_holder(storm)
@@ -435,9 +434,10 @@ def test_a_member_that_does_not_reach_a_keeper_leaves_its_stage_to_another(
         keepers[:] = [storm.keeper_of(victim)]
         storm.kill(victim)
 
-    monkeypatch.setattr(Fetch, "_greet", greets)
+    monkeypatch.setattr(Reader, "open", opened)
     for seed in range(12):  # another one than the keeper is to have the stage, and has to read it from there
         cut.clear()
+        keepers.clear()
         logged = told(tmp_path / str(seed), 4, befall, at=6, seed=seed)
         lost = [entry["error"] for entry in logged if entry["event"] == Event.MEMBER_LOST]
         if unread := [error for error in lost if error.startswith("not all of the state")]:
