@@ -490,7 +490,9 @@ class Course:
             return self._give_up(lost)
         self.state, self._setback.failed = State.CALLING, failed
         pause = [Pause(min(0.5 * 2**in_vain, LONGEST_PAUSE_S))] if in_vain > 1 else []
-        return [Notice(losses.noticed_s), *pause, CallRoll(tuple(sorted(set(self.plan.members))))]
+        # Who has no part in the plan may hold copies that the next one begins with: whether that peer still answers counts, too.
+        asked = tuple(sorted({*self.plan.members, *self.missing.answering}))
+        return [Notice(losses.noticed_s), *pause, CallRoll(asked)]
 
     def _called(self, event: Called) -> list[Command]:
         match self.state:
@@ -511,17 +513,19 @@ class Course:
         assert self.plan is not None
         assert self._setback.lost is not None
         members, losses, failed = frozenset(self.plan.members), self._setback.losses, self._setback.failed
+        silent = self.missing.answering - event.here
         missed = members - event.here
         parted = losses.parted if not missed else frozenset()  # who is missed explains what others have lost
         if self._counts.losses and not missed and losses.blamed is not None:
             missed = frozenset({losses.blamed})  # that peer answers us, but others keep losing it
         # Two members that do not reach each other can both give to others what they hold: they have no part in the next plan.
         aside = failed | (losses.apart & event.here if not missed else frozenset())
-        self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed)
-        self.missing.gone.update(dict.fromkeys(missed | aside, event.at))
+        self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed) - silent
+        self.missing.gone.update(dict.fromkeys(missed | aside | silent, event.at))
         self.missing.free = left = tuple(sorted(members - missed - aside))
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
-        told = TellLost(self._setback.lost, tuple(sorted(missed - failed)), tuple(sorted(failed)), left, ways)
+        gone = tuple(sorted((missed | silent) - failed))
+        told = TellLost(self._setback.lost, gone, tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]
 
     def _find_states(self) -> list[Command]:

@@ -57,9 +57,9 @@ class World:
         self.leaving: frozenset[str] = frozenset()  # members that have asked to be left out of the running epoch
         self.faults = 0  # so far: no two are alike
         self.running: moves.Offer | None = None
-        self.apart = self.aside = frozenset[
-            str
-        ]()  # members that lost each other's copies; of these, who is left out now
+        self.apart: frozenset[str] = frozenset()  # members that lost each other's copies
+        self.aside: frozenset[str] = frozenset()  # of these, who is left out now
+        self.silent: frozenset[str] = frozenset()  # who has not answered the last roll call
         self.start = self.step = 0  # of the next epoch; that the running one does next
         self.epochs = 0
         self.reported = list(self.told)
@@ -170,14 +170,18 @@ class World:
                 here = self.some(frozenset(members))
                 if self.course.state is State.CALLING:
                     missed = {*members} - here
+                    self.silent = frozenset(missed)
+                    assert self.course.plan is not None
+                    missed &= {*self.course.plan.members}
                     self.aside = frozenset() if missed else self.apart
-                    self.out |= missed | self.aside
+                    self.out |= self.silent | self.aside
                 else:
                     self.out -= here
                 return moves.Called(here, self.now)
             case moves.FindStates(done, mute):
                 assert not self.aside & mute, "who is only cut off from another one can give what it holds"
-                self.aside = frozenset()
+                assert self.silent <= mute, "who does not answer gives nothing"
+                self.aside = self.silent = frozenset()
                 older, newer = sorted(self.chance.randrange(done + 1) for _ in range(2))
                 return moves.States(older, self.chance.choice((None, newer)))
             case moves.LookAround(missed):
@@ -343,9 +347,10 @@ def goes_on(seed: int) -> None:
         (goes_on, Course, " or self.is_known(step.step)", ""),
         (goes_on, Course, "if late:", "if False:"),
         (goes_on, Course, "self._step = self.following = None", "self._step = None"),
-        (goes_on, Course, "missed | aside, event.at", "missed, event.at"),
+        (goes_on, Course, "missed | aside | silent, event.at", "missed, event.at"),
         (goes_on, Course, "losses.apart & event.here", "frozenset()"),
         (goes_on, Course, "(aside & event.here)", "(failed & event.here)"),
+        (goes_on, Course, " - silent", ""),
         (goes_on, Course, "self.missing.gone.pop(peer, None)", "self.missing.gone.clear()"),
         (always_fails, Course, "self._counts.refused(self.done) > REPLANS", "False"),
         (always_fails, Course, "in_vain >= FRUITLESS", "False"),
