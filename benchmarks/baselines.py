@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 
 from meshcee.errors import PlanError
@@ -39,9 +39,18 @@ def priced(
 ) -> Result:
     if plan is None or shortages(plan, cluster, workload):
         return Result(None, 0.0)
-    timeline = simulate(plan, cluster, workload, fused=fused, forward_first=gpipe)
+    timeline = simulate(fused_plan(plan) if fused else plan, cluster, workload, forward_first=gpipe)
     busy = sum(timeline.utilisation().values()) / len(cluster.devices)
     return Result(workload.global_batch / timeline.period_s, busy)
+
+
+def fused_plan(plan: Plan) -> Plan:
+    """Every stage runs B and W as one, so that no micro-batch awaits its W: 1F1B and GPipe."""
+    pipelines = (
+        replace(p, stages=tuple(replace(s, fused=True, live_cap=p.num_micro + 1) for s in p.stages))
+        for p in plan.pipelines
+    )
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 # -- from a row and its cuts to a plan ---------------------------------------------------------------------------------

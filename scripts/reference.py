@@ -30,7 +30,7 @@ def commands() -> Iterator[tuple[str, Any]]:
     while pending:
         name, command = pending.pop(0)
         if hasattr(command, "commands"):
-            pending[:0] = [(f"{name} {key}", found) for key, found in command.commands.items()]
+            pending[:0] = [(f"{name} {key}", found) for key, found in command.commands.items() if not found.hidden]
         else:
             yield name, command
 

@@ -81,8 +81,6 @@ def run(
     micros = [num_micro or n.num_micro for n in nodes]
     f_s, b_s, w_s = [n.f_s for n in nodes], [n.b_s for n in nodes], [n.w_s for n in nodes]
     window, cap = [n.window for n in nodes], [n.live_cap for n in nodes]
-    if instance.fused:
-        cap = [m + 1 for m in micros]
     flush = instance.forward_first
     is_last = [n.is_last for n in nodes]
     is_first = [n.inputs == 0 for n in nodes]

@@ -76,31 +76,28 @@ class Instance:
     rings: list[Ring]
     lines: list[tuple[str, str]]
     bandwidths: list[float]
-    fused: bool
     forward_first: bool
     votes: bool = False  # the commit waits for word from every node
     hosts: int = 0  # that several nodes share
     feed_s: float = 0.0  # of a step, that the owner reads or sends
 
 
-def build(
-    plan: Plan, cluster: Cluster, workload: Workload, *, fused: bool = False, forward_first: bool = False
-) -> Instance:
+def build(plan: Plan, cluster: Cluster, workload: Workload, *, forward_first: bool = False) -> Instance:
     """Raises PlanError when the plan names an unknown device, an unlinked pair or a size that was not profiled."""
     if plan.num_blocks != workload.num_blocks:
         raise PlanError(f"the plan has {plan.num_blocks} blocks and the job {workload.num_blocks}; plan it again")
-    build = _Builder(plan, cluster, workload, fused, forward_first)
+    build = _Builder(plan, cluster, workload, forward_first)
     for p, pipeline in enumerate(plan.pipelines):
         build.pipeline(p, pipeline)
     return build.finish()
 
 
 class _Builder:
-    def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, fused: bool, forward_first: bool) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, workload: Workload, forward_first: bool) -> None:
         if len(plan.pipelines) > 1 and workload.group_sum == "process group":
             workload = replace(workload, group_sum="streams")  # as the executor does it
         self.plan, self.cluster, self.workload = plan, cluster, workload
-        self.fused, self.forward_first = fused, forward_first
+        self.forward_first = forward_first
         self.votes = workload.clips or (plan.sums_gradients and workload.group_sum != "ring")
         self.nodes: list[Node] = []
         self.heads: list[int] = []
@@ -126,8 +123,8 @@ class _Builder:
         w = kind.cumulated(samples)[2]
         blocks = range(stage.end - 1, stage.first - 1, -1)
         is_last = j == len(pipeline.stages) - 1
-        fused = self.fused or self._runs_fused(j, stage)
-        visits = is_last + (fused and not self.fused)  # to the device's thread, that are saved
+        fused = self._runs_fused(j, stage)
+        visits = is_last + fused  # to the device's thread, that are saved
         return Node(
             peer, p, j, pipeline.num_micro,
             f_s=times.f_s,
@@ -275,7 +272,7 @@ class _Builder:
         lines = list(self.line_of)
         return Instance(
             self.nodes, self.heads, latency, rings, lines, [self.cluster.bandwidth(e) for e in lines],
-            self.fused, self.forward_first, self.votes, len(self.host_of), self.feed_s(),
+            self.forward_first, self.votes, len(self.host_of), self.feed_s(),
         )  # fmt: skip
 
     def feed_s(self) -> float:

@@ -61,26 +61,22 @@ def simulate(
     record: bool = False,
     trace: Sequence[LinkChange] = (),
     failures: Mapping[str, float] | None = None,
-    fused: bool = False,
     forward_first: bool = False,
 ) -> Timeline:
     """Run `steps` steps of the plan.
 
     failures       peer -> second of its death; what waits for it then waits for ever, and fewer steps are in the result
-    fused          B and W in one, and the gradient leaves at its end (1F1B, GPipe); windows still count
     forward_first  every F of a step before its first B (GPipe)
     """
-    instance = build(plan, cluster, workload, fused=fused, forward_first=forward_first)
+    instance = build(plan, cluster, workload, forward_first=forward_first)
     weather = Weather(trace, instance.lines, instance.bandwidths) if trace else None
     dead = {n: at for n, node in enumerate(instance.nodes) if (at := (failures or {}).get(node.peer)) is not None}
     return Timeline(instance, run(instance, steps, record=record, weather=weather, dead_at_s=dead))
 
 
-def period_s(
-    plan: Plan, cluster: Cluster, workload: Workload, *, fused: bool = False, forward_first: bool = False
-) -> float:
+def period_s(plan: Plan, cluster: Cluster, workload: Workload, *, forward_first: bool = False) -> float:
     """The period of three consecutive steps, simulated whole; of one step where the next ones must repeat it."""
-    instance = build(plan, cluster, workload, fused=fused, forward_first=forward_first)
+    instance = build(plan, cluster, workload, forward_first=forward_first)
     outcome = run(instance, 3, steady=True)
     return max(_period(outcome) if outcome.period_s is None else outcome.period_s, instance.feed_s)
 

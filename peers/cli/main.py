@@ -1,7 +1,7 @@
 """The command line: options become values, errors become one sentence and an exit code.
 
-The idea: each command is a thin function over the Python API; this file knows flags, the modules in commands/ know
-what to do with them.
+The idea: each command is a thin function over the Python API. This file alone knows flags, each declared once; the other
+files of this room know what to do with them, and are imported when their command is.
 
 Exit codes:
 
@@ -23,7 +23,6 @@ import typer
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk, dumps
-from peers.cli import plan as planning
 from peers.cli.session import printable, read_token, spin_briefly
 
 __all__ = ["app", "main"]
@@ -39,8 +38,6 @@ run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_
 app.add_typer(run_app, name="run")
 checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
-app.command()(planning.plan)
-app.command()(planning.simulate)
 
 Join = Annotated[
     str | None,
@@ -53,6 +50,14 @@ Join = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
+JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
+RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")]
+Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
+Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
+Testbed = Annotated[str | None, typer.Option(help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")]
+Profiles = Annotated[
+    Path | None, typer.Option(help="A file of device profiles; default: the one that ships with meshcee.")
+]
 Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
 Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
 Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
@@ -105,7 +110,7 @@ def peer(
     open_: Annotated[
         bool, typer.Option("--open", help="A mesh without a key: any address of it lets anyone join.")
     ] = False,
-    valid: Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")] = "7d",
+    valid: Valid = "7d",
     shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
     shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
     jitter_ms: Annotated[float, typer.Option(min=0.0, help="Emulate: how late a message may be.")] = 0.0,
@@ -126,23 +131,23 @@ def peer(
 
     run_peer(
         PeerOptions(
-            join,
-            name,
-            device,
-            memory,
-            region,
-            threads,
-            listen,
-            announce,
-            direct_port,
-            identity,
-            open_,
-            valid,
-            shape,
-            shape_device,
-            jitter_ms,
-            pace_gflops,
-            leave_within,
+            join=join,
+            name=name,
+            device=device,
+            memory=memory,
+            region=region,
+            threads=threads,
+            listen=listen,
+            announce=announce,
+            direct_port=direct_port,
+            identity=identity,
+            open=open_,
+            valid=valid,
+            shape=shape,
+            shape_device=shape_device,
+            jitter_ms=jitter_ms,
+            pace_gflops=pace_gflops,
+            leave_within=leave_within,
         ),
         as_json=as_json,
     )
@@ -150,15 +155,13 @@ def peer(
 
 @app.command()
 def train(
-    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    job: JobFile,
     join: Join = None,
     local: Annotated[int | None, typer.Option(min=1, help="No mesh: this many peers inside this process.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
     compute: Annotated[bool, typer.Option("--compute", help="Let this machine hold a stage too.")] = False,
-    stages: Annotated[
-        int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")
-    ] = None,
+    stages: Stages = None,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -189,7 +192,7 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Go on with a run of this machine: RUN, RUN@STEP (from the state after that many steps) or last; `meshcee runs`."
+            help="Go on with a run of this machine: RUN, RUN@STEP (after that many steps) or last; see `meshcee run list`."
         ),
     ] = None,
     standby: Annotated[
@@ -215,26 +218,26 @@ def train(
 
     run_train(
         TrainOptions(
-            job,
-            join,
-            local,
-            out,
-            dry_run,
-            compute,
-            stages,
-            device,
-            threads,
-            resume,
-            checkpoint_every,
-            codec,
-            regroup,
-            plan,
-            trace,
-            wait,
-            groups,
-            standby,
-            verify,
-            mix,
+            job=job,
+            join=join,
+            local=local,
+            out=out,
+            dry_run=dry_run,
+            compute=compute,
+            stages=stages,
+            device=device,
+            threads=threads,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            codec=codec,
+            regroup=regroup,
+            plan=plan,
+            trace=trace,
+            wait=wait,
+            groups=groups,
+            standby=standby,
+            verify=verify,
+            mix=mix,
         ),
         as_json=as_json,
     )
@@ -242,7 +245,7 @@ def train(
 
 @app.command()
 def capture(
-    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    job: JobFile,
     html: Annotated[Path | None, typer.Option(help="Draw the blocks and cuts on this page.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -253,8 +256,46 @@ def capture(
 
 
 @app.command()
+def plan(
+    job: Annotated[Path | None, typer.Argument(help="With --join: a Python file that defines `job`.")] = None,
+    join: Join = None,
+    testbed: Testbed = None,
+    profiles: Profiles = None,
+    stages: Stages = None,
+    codecs: Annotated[str, typer.Option(help="Of a testbed: what boundaries may travel as: bf16,int8,int4.")] = "bf16",
+    effort: Annotated[float, typer.Option(min=0.01, help="Of a testbed: how long to search; 1 takes about 1 s.")] = 1.0,
+    start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
+    as_json: Json = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
+) -> None:
+    """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
+    from peers.cli.plan import run_plan
+
+    run_plan(job, join, testbed, profiles, stages, codecs, effort, start, as_json=as_json, in_full=explain, html=html)
+
+
+@app.command()
+def simulate(
+    file: Annotated[Path, typer.Argument(help="A plan as plan --json prints it; with --join a job, which is planned.")],
+    join: Join = None,
+    testbed: Testbed = None,
+    profiles: Profiles = None,
+    stages: Stages = None,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 3,
+    trace: Annotated[bool, typer.Option("--trace", help="Apply the link changes of the testbed's trace.")] = False,
+    fail: Annotated[list[str] | None, typer.Option(help="PEER@SECONDS: this device dies then.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a plan on a testbed, or a job on a live mesh: when each step ends, and how busy every device is."""
+    from peers.cli.plan import run_simulate
+
+    run_simulate(file, join, testbed, profiles, stages, steps, trace=trace, fail=fail or (), as_json=as_json)
+
+
+@app.command()
 def check(
-    job: Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")],
+    job: JobFile,
     stages: Annotated[
         str | None, typer.Option(help="Numbers of stages to compare, e.g. 1,2,3,5 (the default).")
     ] = None,
@@ -289,10 +330,7 @@ def drain(
 
 
 @app.command()
-def token(
-    join: Join = None,
-    valid: Annotated[str, typer.Option(help="How long it admits peers, e.g. 12h, 7d.")] = "7d",
-) -> None:
+def token(join: Join = None, valid: Valid = "7d") -> None:
     """Print a fresh invite token for the mesh, with the addresses of the peers that are there now."""
     from peers.cli.status import print_token
 
@@ -318,7 +356,7 @@ def local(
 
 @app.command()
 def demo(
-    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers.")] = 4,
+    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers train the demo.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -343,24 +381,21 @@ def checkpoint_export(
     export(run, hf, out, as_json=as_json)
 
 
-@app.command()
-def runs(as_json: Json = False) -> None:
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def runs() -> None:
+    raise UsageError("`meshcee runs` is called `meshcee run list`: type that")
+
+
+@run_app.command("list")
+def run_list(as_json: Json = False) -> None:
     """List the runs of this machine, newest first, with the checkpoints that each can go on from."""
     from peers.cli.runs import list_runs
 
     list_runs(as_json=as_json)
 
 
-@run_app.command("list")
-def run_list(as_json: Json = False) -> None:
-    """List the runs of this machine, newest first."""
-    from peers.cli.runs import list_runs
-
-    list_runs(as_json=as_json)
-
-
 @run_app.command("stop")
-def run_stop(run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last") -> None:
+def run_stop(run: RunName = "last") -> None:
     """Finish the running step, save, and end the run."""
     from peers.cli.runs import stop_run
 
@@ -368,9 +403,7 @@ def run_stop(run: Annotated[str, typer.Argument(help="A run's id, its beginning,
 
 
 @run_app.command("logs")
-def run_logs(
-    run: Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")] = "last", as_json: Json = False
-) -> None:
+def run_logs(run: RunName = "last", as_json: Json = False) -> None:
     """Print the reports of a run."""
     from peers.cli.runs import show_logs
 

@@ -10,37 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from meshcee.errors import UsageError
 from meshcee.figures import CODECS, LinkChange, Scenario, load_scenario, packaged
 from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan
-from peers.cli.session import read_token
 
 if TYPE_CHECKING:
     from peers.cli.live_plan import LivePlan
 
-__all__ = ["plan", "read_scenario", "simulate"]
-
-Testbed = Annotated[
-    str | None, typer.Option("--testbed", help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")
-]
-Join = Annotated[
-    str | None,
-    typer.Option(
-        "--join",
-        "-j",
-        envvar="MESHCEE_JOIN",
-        callback=read_token,
-        help="The invite token of a mesh, @FILE with one, or - for standard input.",
-    ),
-]
-Profiles = Annotated[
-    Path | None, typer.Option("--profiles", help="A file of device profiles; default: the one that ships with meshcee.")
-]
+__all__ = ["read_plan", "read_scenario", "run_plan", "run_simulate"]
 
 
 def read_scenario(testbed: str, profiles: Path | None) -> Scenario:
@@ -58,23 +38,22 @@ def _codecs(text: str) -> tuple[str, ...]:
     return names
 
 
-def plan(
-    job: Annotated[Path | None, typer.Argument(help="With --join: a Python file that defines `job`.")] = None,
-    join: Join = None,
-    testbed: Testbed = None,
-    profiles: Profiles = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
-    codecs: Annotated[str, typer.Option(help="Of a testbed: what boundaries may travel as: bf16,int8,int4.")] = "bf16",
-    effort: Annotated[float, typer.Option(min=0.01, help="Of a testbed: how long to search; 1 takes about 1 s.")] = 1.0,
-    start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
+def run_plan(
+    job: Path | None,
+    join: str | None,
+    testbed: str | None,
+    profiles: Path | None,
+    stages: int | None,
+    codecs: str = "bf16",
+    effort: float = 1.0,
+    start: Path | None = None,
+    *,
+    as_json: bool,
+    in_full: bool = False,
+    html: Path | None = None,
 ) -> None:
-    """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
     from meshcee.planner import Effort, plans, remarks
-    from meshcee.show import explain as explained
-    from meshcee.show import plan_page
+    from meshcee.show import explain, plan_page
 
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
@@ -82,7 +61,7 @@ def plan(
     if testbed is not None and job is None:
         scenario = read_scenario(testbed, profiles)
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
-        old = None if start is None else _read_plan(start)
+        old = None if start is None else read_plan(start)
         chosen = plans(cluster, workload, codecs=_codecs(codecs), start=old, effort=Effort().times(effort))
         best, single = chosen.best, chosen.single
     else:
@@ -91,7 +70,7 @@ def plan(
         best, single, names = live.plan, live.single, live.names
         said = remarks(best)
         extra = {"names": dict(names), "notes": [*said, *live.notes]}
-    text = explained(best, cluster, workload, single) if explain or html is not None or not as_json else ""
+    text = explain(best, cluster, workload, single) if in_full or html is not None or not as_json else ""
     if html is not None:
         page = plan_page(best, cluster, workload, text, f"meshcee plan: {title}")
         shown = _named(page, {peer: escape(name) for peer, name in names.items()})
@@ -99,7 +78,7 @@ def plan(
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:
-        print(_named(text if explain else _short(best, text), names))
+        print(_named(text if in_full else _short(best, text), names))
         for note in said:
             print(f"note: {note}")
 
@@ -133,36 +112,51 @@ def _short(best: Plan, text: str) -> str:
     return "\n".join(head)
 
 
-def _read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
+    """The plan in a JSON file, alone, under the key "plan", or among the lines that a command prints.
+
+    Raises UsageError or PlanError.
+    """
+    printed = "`meshcee plan --json` and `meshcee train --dry-run --json` print one"
     try:
-        data: Any = loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; name a file with the output of plan --json") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}; name a file with a plan: {printed}") from error
+    try:
+        try:
+            data = loads(text)
+        except ValueError:  # as a command prints: an object a line
+            lines = map(loads, text.splitlines())
+            data = next((found for found in lines if isinstance(found, dict) and "plan" in found), None)
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON: {error}; {printed}") from error
+    if isinstance(data, dict) and "pipelines" not in data and isinstance(data.get("plan"), dict):
+        data = data["plan"]
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no plan; {printed}")
     return Plan.from_json(data)
 
 
-def simulate(
-    file: Annotated[Path, typer.Argument(help="A plan as plan --json prints it; with --join a job, which is planned.")],
-    join: Join = None,
-    testbed: Testbed = None,
-    profiles: Profiles = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="With --join: exactly so many stages.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Steps to simulate.")] = 3,
-    trace: Annotated[bool, typer.Option("--trace", help="Apply the link changes of the testbed's trace.")] = False,
-    fail: Annotated[list[str] | None, typer.Option(help="PEER@SECONDS: this device dies then.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+def run_simulate(
+    file: Path,
+    join: str | None,
+    testbed: str | None,
+    profiles: Path | None,
+    stages: int | None,
+    steps: int,
+    *,
+    trace: bool,
+    fail: Sequence[str],
+    as_json: bool,
 ) -> None:
-    """Simulate a plan on a testbed, or a job on a live mesh: when each step ends, and how busy every device is."""
     from meshcee.planner import shortages
-    from meshcee.simulator import simulate as run
+    from meshcee.simulator import simulate
 
     changes: Sequence[LinkChange] = ()
     names: Mapping[str, str] = {}
     if testbed is not None:
         scenario = read_scenario(testbed, profiles)
-        cluster, workload, chosen = scenario.cluster, scenario.workload, _read_plan(file)
+        cluster, workload, chosen = scenario.cluster, scenario.workload, read_plan(file)
         changes = scenario.trace if trace else ()
     else:
         live = _live(file, join, testbed, stages, as_json=as_json)
@@ -170,13 +164,13 @@ def simulate(
     for short in shortages(chosen, cluster, workload):
         missing = short.needed_bytes - short.memory_bytes
         raise UsageError(f"{short.peer} needs {short.needed_bytes} bytes for this plan, {missing} more than it has")
-    timeline = run(
+    timeline = simulate(
         chosen,
         cluster,
         workload,
         steps=steps,
         trace=changes,
-        failures=dict(_failure(text, list(cluster.devices), names) for text in fail or []),
+        failures=dict(_failure(text, list(cluster.devices), names) for text in fail),
     )
     done = timeline.outcome.steps
     if as_json:

@@ -19,13 +19,14 @@ from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
+from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.view import View, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
 from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
-from peers.planning import costs_of, read_plan
+from peers.planning import costs_of
 
 __all__ = ["TrainOptions", "run_train"]
 

@@ -2,7 +2,7 @@
 
 from peers.planning.asking import ask_plan, question
 from peers.planning.coordinator import Planned, PlanRequest, PlanService, answer, request_plan
-from peers.planning.given import given_plan, read_plan
+from peers.planning.given import given_plan
 from peers.planning.job_costs import costs_of, profile
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "given_plan",
     "profile",
     "question",
-    "read_plan",
     "request_plan",
 ]

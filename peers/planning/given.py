@@ -1,7 +1,7 @@
-"""A plan that the user gives instead of the coordinator: from a file, peers by name, checked against job and mesh.
+"""A plan that the user gives instead of the coordinator: peers by name, checked against job and mesh.
 
-The idea: it is the same documented JSON that `meshcee plan --json` and `meshcee train --dry-run --json` print. So a plan can
-be kept, edited and run again. Names make it independent of the ids that peers have today.
+The idea: a plan that a command printed can be kept, edited and run again. Names make it independent of the ids that peers
+have today.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, PlanError, UsageError
 from meshcee.figures import fitting, threads_of, with_classes
-from meshcee.files import loads
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage import check_pipelines
@@ -22,25 +20,7 @@ from peers.device import versions
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned
 
-__all__ = ["check_plan", "given_plan", "placed", "read_plan"]
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a JSON file, alone, under the key "plan", or among the lines of a command. Raises UsageError or PlanError."""
-    try:
-        text = path.read_text()
-        try:
-            data = loads(text)
-        except ValueError:  # as a command prints: an object a line
-            lines = map(loads, text.splitlines())
-            data = next((found for found in lines if isinstance(found, dict) and "plan" in found), None)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plan: {path} cannot be read as JSON: {error}") from error
-    if isinstance(data, dict) and "pipelines" not in data and isinstance(data.get("plan"), dict):
-        data = data["plan"]
-    if not isinstance(data, dict):
-        raise UsageError(f"--plan: {path} holds no plan; `meshcee train --dry-run --json` prints one")
-    return Plan.from_json(data)
+__all__ = ["check_plan", "given_plan", "placed"]
 
 
 def placed(plan: Plan, names: Mapping[str, str]) -> Plan:

@@ -100,7 +100,7 @@ class Checkpoint:
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {self.folder} is damaged: {why}; resume from the one before it, "
-            "`--resume RUN@STEP`, which `meshcee runs` shows"
+            "`--resume RUN@STEP`, which `meshcee run list` shows"
         )
 
     def verify(self) -> None:
@@ -339,7 +339,7 @@ class CheckpointStore:
         found = [c for c in self.complete() if step in ("", str(c.next_step))]
         if not found:
             raise UsageError(
-                f"run {run} has no checkpoint{' after ' + step + ' steps' if step else ''}; `meshcee runs` shows what there is"
+                f"run {run} has no checkpoint{' after ' + step + ' steps' if step else ''}; `meshcee run list` shows what there is"
             )
         return found[0]
 

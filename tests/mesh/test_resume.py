@@ -41,7 +41,7 @@ def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path, case
         arguments = ("--join", mesh.token, "--resume", run.id, "--stages", "2", "--out", str(out), "--json")
         done = meshcee("train", str(job_file), *arguments, home=home.folder, cwd=ROOT)
         assert done.code == 0, done.err
-        listed = meshcee("runs", "--json", home=home.folder).lines
+        listed = meshcee("run", "list", "--json", home=home.folder).lines
     assert [(r["run"], r["state"], r["checkpoints"][0]) for r in listed] == [(run.id, "done", STEPS)]
     plan = next(line["plan"] for line in done.lines if "plan" in line)
     assert len(plan["pipelines"][0]["stages"]) == 2

@@ -6,34 +6,25 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from meshcee.errors import UsageError
 from meshcee.figures.scenario import packaged
 from meshcee.plan import Plan
-from peers.cli import plan as planning
+from peers.cli.main import app
 
 FILE = f"{packaged('testbeds.json')}:cee-small"
 PROFILES = str(packaged("gpu_profiles.json"))
 
 
-@pytest.fixture
-def app() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(planning.plan)
-    app.command()(planning.simulate)
-    return app
-
-
-def run(app: typer.Typer, *arguments: str) -> str:
+def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def test_the_json_has_the_documented_keys_and_simulates_to_what_it_predicts(app: typer.Typer, tmp_path: Path) -> None:
-    text = run(app, "plan", "--testbed", FILE, "--profiles", PROFILES, "--codecs", "bf16", "--json", "--effort", "0.1")
+def test_the_json_has_the_documented_keys_and_simulates_to_what_it_predicts(tmp_path: Path) -> None:
+    text = run("plan", "--testbed", FILE, "--profiles", PROFILES, "--codecs", "bf16", "--json", "--effort", "0.1")
     data = json.loads(text)
     assert data.keys() >= {"micro_batch", "pipelines", "predicted", "left_out"}
     stage = data["pipelines"][0]["stages"][0]
@@ -43,23 +34,23 @@ def test_the_json_has_the_documented_keys_and_simulates_to_what_it_predicts(app:
     assert plan.global_batch == 64
     file = tmp_path / "plan.json"
     file.write_text(text)
-    result = json.loads(run(app, "simulate", str(file), "--testbed", FILE, "--json"))
+    result = json.loads(run("simulate", str(file), "--testbed", FILE, "--json"))
     assert result["period_s"] == pytest.approx(data["predicted"]["step_s"])
     assert set(result["utilisation"]) == set(plan.peers)
-    again = run(app, "plan", "--testbed", FILE, "--start", str(file), "--json", "--effort", "0.1")
+    again = run("plan", "--testbed", FILE, "--start", str(file), "--json", "--effort", "0.1")
     assert json.loads(again)["predicted"]["step_s"] <= data["predicted"]["step_s"] * (1 + 1e-9)
-    stalled = json.loads(run(app, "simulate", str(file), "--testbed", FILE, "--fail", f"{plan.peers[0]}@6", "--json"))
+    stalled = json.loads(run("simulate", str(file), "--testbed", FILE, "--fail", f"{plan.peers[0]}@6", "--json"))
     assert stalled["stalled"]
     assert stalled["steps"] < 3
     changed = json.loads(
-        run(app, "simulate", str(file), "--testbed", "cee-fluctuating", "--trace", "--steps", "40", "--json")
+        run("simulate", str(file), "--testbed", "cee-fluctuating", "--trace", "--steps", "40", "--json")
     )
     assert max(changed["step_s"]) > 1.2 * min(changed["step_s"])
 
 
-def test_explain_names_every_figure_and_every_device(app: typer.Typer, tmp_path: Path) -> None:
+def test_explain_names_every_figure_and_every_device(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    text = run(app, "plan", "--testbed", "cee-small", "--explain", "--effort", "0.1", "--html", str(page))
+    text = run("plan", "--testbed", "cee-small", "--explain", "--effort", "0.1", "--html", str(page))
     for word in (
         "lower bound",
         "limit:",
@@ -81,8 +72,8 @@ def test_explain_names_every_figure_and_every_device(app: typer.Typer, tmp_path:
     assert "<script" not in html
 
 
-def test_short_output_says_who_does_what(app: typer.Typer) -> None:
-    text = run(app, "plan", "--testbed", "cee-small", "--effort", "0.1")
+def test_short_output_says_who_does_what() -> None:
+    text = run("plan", "--testbed", "cee-small", "--effort", "0.1")
     assert "samples/s" in text
     assert "stage 0: blocks 0 to" in text
 
@@ -97,14 +88,15 @@ def test_short_output_says_who_does_what(app: typer.Typer) -> None:
         (["simulate", "none.json", "--testbed", "cee-small"], "cannot read none.json"),
     ],
 )
-def test_errors_name_the_next_thing_to_do(app: typer.Typer, arguments: list[str], says: str) -> None:
+def test_errors_name_the_next_thing_to_do(arguments: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_neither_torch_nor_hivemind_is_imported() -> None:
     script = (
-        "import sys; from peers.cli.plan import plan; plan(testbed='cee-small', effort=0.05, as_json=True);"
+        "import sys; from peers.cli.main import app;"
+        "app(['plan', '--testbed', 'cee-small', '--effort', '0.05', '--json'], standalone_mode=False);"
         "bad = [m for m in ('torch', 'hivemind') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -220,17 +220,18 @@ def test_1f1b_sends_the_gradient_after_both_halves_of_the_backward() -> None:
     where = cluster({"r": ["a", "b"]})
     stages = pipeline((0, 1, "a"), (1, 2, "b"), micros=2).stages
     one = plan(
-        replace(pipeline((0, 1, "a"), micros=2), stages=(replace(stages[0], window=2), replace(stages[1], window=1)))
+        replace(
+            pipeline((0, 1, "a"), micros=2),
+            stages=(replace(stages[0], window=2, fused=True), replace(stages[1], window=1, fused=True)),
+        )
     )
-    timeline = simulated(one, where, work, fused=True)
+    timeline = simulated(one, where, work)
     assert [x for x in work_of(timeline, "a").split(", ") if x[0] in "FB"] == ["F0 0-1", "F1 1-2", "B0 4-6", "B1 7-9"]
 
 
 def test_gpipe_runs_all_f_before_any_b() -> None:
     work = workload(1, 3)
-    timeline = simulated(
-        plan(pipeline((0, 1, "a"), micros=3)), cluster({"r": ["a"]}), work, fused=True, forward_first=True
-    )
+    timeline = simulated(plan(pipeline((0, 1, "a"), micros=3)), cluster({"r": ["a"]}), work, forward_first=True)
     assert [x.split()[0] for x in work_of(timeline, "a").split(", ") if x[0] in "FB"] == [
         "F0",
         "F1",

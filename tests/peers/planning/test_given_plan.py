@@ -1,47 +1,20 @@
-"""Plans that users give: read from a file, peers found by name, refused in words where they do not fit."""
+"""Plans that users give: peers found by name, refused in words where they do not fit."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
-from peers.planning.given import check_plan, placed, read_plan
+from peers.planning.given import check_plan, placed
 from tests.peers.groups.test_groups import mixing_job
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 
 NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}
 PLAN = grouped(even_plan(3, 2, 6, 6), ((4, 2), (6,)))
-
-
-@pytest.mark.parametrize("under", [False, True])
-def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"plan": PLAN.to_json(), "names": NAMES} if under else PLAN.to_json()))
-    assert read_plan(path) == PLAN
-
-
-def test_a_plan_is_read_from_the_lines_of_a_command(tmp_path: Path) -> None:
-    """`meshcee train --dry-run --json` prints one object a line, notes among them."""
-    path = tmp_path / "plan.json"
-    lines = {"note": "captured"}, {"plan": PLAN.to_json(), "names": NAMES}, {"note": "each stage fits"}
-    path.write_text("\n".join(json.dumps(line) for line in lines))
-    assert read_plan(path) == PLAN
-    path.write_text(json.dumps(lines[1], indent=1))
-    assert read_plan(path) == PLAN
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"micro_batch": 1, "pipelines": []}', '{"pipelines": 3}'])
-def test_what_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises((UsageError, PlanError)):
-        read_plan(path)
 
 
 def test_peers_may_be_named_by_name_or_id() -> None:

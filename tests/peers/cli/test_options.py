@@ -1,0 +1,64 @@
+"""What the commands of a user say: each option once, each file of a plan by one reader, one name for each command."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshcee.errors import PlanError, UsageError
+from peers.cli.main import app
+from peers.cli.plan import read_plan
+from tests.rig.mesh_fixture import even_plan, grouped
+
+ROOM = Path(__file__).resolve().parents[3] / "peers" / "cli"
+NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}
+PLAN = grouped(even_plan(3, 2, 6, 6), ((4, 2), (6,)))
+
+
+def test_an_option_is_declared_once_and_in_one_file() -> None:
+    """Two commands that mean the same share its declaration: else their words drift apart."""
+    helps: Counter[str] = Counter()
+    files = set()
+    for path in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("typer.Option", "typer.Argument"):
+                files.add(path.name)
+                helps.update(ast.unparse(word.value) for word in node.keywords if word.arg == "help")
+    assert files == {"main.py"}
+    assert [text for text, count in helps.items() if count > 1] == []
+
+
+def test_the_old_name_of_a_command_says_the_new_one() -> None:
+    for arguments in (["runs"], ["runs", "--json"]):
+        with pytest.raises(UsageError, match="`meshcee run list`"):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("under", [False, True])
+def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plan": PLAN.to_json(), "names": NAMES} if under else PLAN.to_json()))
+    assert read_plan(path) == PLAN
+
+
+def test_a_plan_is_read_from_the_lines_of_a_command(tmp_path: Path) -> None:
+    """`meshcee train --dry-run --json` prints one object a line, notes among them."""
+    path = tmp_path / "plan.json"
+    lines = {"note": "captured"}, {"plan": PLAN.to_json(), "names": NAMES}, {"note": "each stage fits"}
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    assert read_plan(path) == PLAN
+    path.write_text(json.dumps(lines[1], indent=1))
+    assert read_plan(path) == PLAN
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"micro_batch": 1, "pipelines": []}', '{"pipelines": 3}'])
+def test_what_is_no_plan_is_said_to_be_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises((UsageError, PlanError)):
+        read_plan(path)
