@@ -41,9 +41,9 @@ def _codecs(text: str) -> tuple[str, ...]:
 def run_plan(
     job: Path | None,
     join: str | None,
-    testbed: str | None,
-    profiles: Path | None,
-    stages: int | None,
+    testbed: str | None = None,
+    profiles: Path | None = None,
+    stages: int | None = None,
     codecs: str = "bf16",
     effort: float = 1.0,
     start: Path | None = None,

@@ -103,7 +103,7 @@ def test_a_page_of_a_plan_holds_no_markup_from_a_name(tmp_path: Path, monkeypatc
     live = LivePlan(PAGE, best, (), scenario.cluster, scenario.workload, names, None)
     monkeypatch.setattr(live_plan, "plan_live", lambda *_, **__: live)
     page = tmp_path / "plan.html"
-    plan.plan(Path("job.py"), join="x", html=page, codecs="bf16", effort=1.0, as_json=False)
+    plan.run_plan(Path("job.py"), "x", html=page, as_json=False)
     text = page.read_text()
     assert "<script" not in text
     assert text.count("&lt;script&gt;") > len(best.peers)
@@ -116,7 +116,7 @@ def test_a_name_that_is_another_peers_id_is_not_replaced_again(
     first, second = best.peers[:2]
     live = LivePlan("job", best, (), scenario.cluster, scenario.workload, {first: second, second: "[three]"}, None)
     monkeypatch.setattr(live_plan, "plan_live", lambda *_, **__: live)
-    plan.plan(Path("job.py"), join="x", codecs="bf16", effort=1.0, as_json=False, explain=False)
+    plan.run_plan(Path("job.py"), "x", as_json=False)
     stages = [line for line in capsys.readouterr().out.splitlines() if " blocks " in line]
     assert any(line.endswith(f" on {second}") for line in stages)
     assert any(line.endswith(" on [three]") for line in stages)
