@@ -115,6 +115,19 @@ def test_the_readme_is_short_and_begins_with_what_a_newcomer_types() -> None:
     assert {"make demo", "make test"} <= {line.partition("#")[0].strip() for line in lines[:45]}
 
 
+def test_the_tree_in_the_readme_has_every_room_and_no_other() -> None:
+    (tree,) = (text for _, text in FENCE.findall((ROOT / "README.md").read_text()) if text.startswith("the spine"))
+    found = set()
+    for line in tree.splitlines():
+        top = ""
+        for path in re.match(r" *((?:[\w./]+(?:/|\.py)(?:  |$))*)", line)[1].split():  # type: ignore[index]
+            top = path[: path.index("/") + 1] if "/" in path[:-1] else top
+            found.add(path if path.startswith(top) else top + path)
+    assert [path for path in sorted(found) if not (ROOT / path).exists()] == []
+    rooms = {f"{path.parent.relative_to(ROOT)}/" for top in ("meshcee", "peers") for path in ROOT.glob(f"{top}/*/*.py")}
+    assert sorted({"dht/", *rooms} - found) == []
+
+
 def test_the_job_in_the_readme_trains(tmp_path: Path) -> None:
     from dataclasses import replace
 
