@@ -13,13 +13,17 @@ sequence, and per device kind and micro-batch size the seconds [forward, backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from meshcee.errors import MeshceeError, UsageError
+from msgspec import Meta
+
+from meshcee.errors import MeshceeError, ProtocolError, UsageError
+from meshcee.fields import NotNegative, read
 from meshcee.figures.profile import Cluster, Device, LinkProfile
 from meshcee.figures.workload import KindTimes, Workload
 from meshcee.files import loads
@@ -29,7 +33,6 @@ __all__ = ["LinkChange", "Scenario", "load_scenario", "packaged"]
 GBPS = 1e9 / 8
 GIB = 2**30
 BYTES_PER_ELEMENT = 2  # boundaries and gradients are 16-bit
-BYTES_PER_PARAMETER = 16
 ACTIVATION_FACTOR = 34  # bytes per hidden element and block, attention not materialised
 
 
@@ -55,6 +58,93 @@ class Scenario:
     emulated_flops_per_s: float | None = None  # all devices together
 
 
+# -- what the files hold, as it stands there; entries that have names are read one by one, to be refused by name
+
+T = TypeVar("T")
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=1 << 53)]
+Named = Annotated[str, Meta(pattern="^[^@]")]  # @ begins the names of switches
+Sizes = Annotated[dict[Annotated[str, Meta(pattern="^[1-9][0-9]*$")], Any], Meta(min_length=1)]
+Seconds = tuple[NotNegative, NotNegative, NotNegative]  # forward, backward, optimizer
+
+
+@dataclass(frozen=True)
+class _Region:
+    gbps: Positive
+    rtt_ms: NotNegative
+
+
+@dataclass(frozen=True)
+class _Device:
+    name: Named
+    gpu: Named
+    region: Named
+    really: Positive | None = None
+
+
+@dataclass(frozen=True)
+class _Link:
+    between: tuple[Named, Named]
+    gbps: Positive
+    rtt_ms: NotNegative
+
+
+@dataclass(frozen=True)
+class _Change:
+    at_s: NotNegative
+    between: tuple[Named, Named]
+    gbps: Positive | None = None
+    rtt_ms: NotNegative | None = None
+
+
+@dataclass(frozen=True)
+class _Testbed:
+    model: Named
+    global_batch: AtLeastOne
+    regions: Mapping[str, Any]  # of _Region
+    devices: Annotated[tuple[_Device, ...], Meta(min_length=1)]
+    links: tuple[_Link, ...]
+    trace: tuple[_Change, ...] = ()
+    emulated_gflops: Positive | None = None
+
+
+@dataclass(frozen=True)
+class _Times:
+    embed: Seconds
+    block: Seconds
+    head: Seconds
+
+
+@dataclass(frozen=True)
+class _Model:
+    layers: AtLeastOne
+    hidden: AtLeastOne
+    vocab: AtLeastOne
+    sequence: AtLeastOne
+    gpus: Mapping[str, Any]  # kind -> size -> _Times
+
+
+@dataclass(frozen=True)
+class _Memory:
+    bytes_per_parameter: Positive = 16.0
+    reserve_gib: NotNegative = 0.0
+
+
+@dataclass(frozen=True)
+class _Profiles:
+    models: Mapping[str, Any]  # of _Model
+    memory_gib: Mapping[str, Positive]
+    memory_model: _Memory = field(default_factory=_Memory)
+
+
+@dataclass(frozen=True)
+class _Testbeds:
+    testbeds: tuple[Any, ...]  # of _Testbed
+
+
+# -- from there to a cluster and a workload
+
+
 def packaged(name: str) -> Path:
     """A testbed or profile file that comes with meshcee."""
     return Path(str(files("meshcee.figures.testbeds").joinpath(name)))
@@ -62,30 +152,24 @@ def packaged(name: str) -> Path:
 
 def load_scenario(testbeds: Path, name: str, profiles: Path) -> Scenario:
     """The testbed of this name, with its model's costs on the kinds of devices that it has."""
-    data = _read(profiles)
-    if not isinstance(data, Mapping) or not isinstance(data.get("models"), Mapping):
-        raise UsageError(f"{profiles} has no object `models`; give --profiles a file of device profiles")
-    memory_gib, memory = data.get("memory_gib"), data.get("memory_model", {})
-    if not isinstance(memory_gib, Mapping) or not isinstance(memory, Mapping):
-        raise UsageError(f"{profiles} needs the objects memory_gib and memory_model")
-    entry = _entry(testbeds, name)
+    figures = _meant(_read(profiles), _Profiles, f"{profiles.name} is no file of device profiles")
+    entries = _meant(_read(testbeds), _Testbeds, f"{testbeds.name} is no file of testbeds").testbeds
+    known = {entry.get("name"): entry for entry in entries if isinstance(entry, Mapping)}
+    if name not in known:
+        raise UsageError(f"{testbeds} has no testbed {name!r}; it has {', '.join(map(str, known))}")
     where = f"{testbeds.name}:{name}"
-    place = f"{profiles.name}: memory_model"
-    reserve_gib = _number(place, memory, "reserve_gib", zero=True) if "reserve_gib" in memory else 0.0
-    per_parameter = _number(place, {"bytes_per_parameter": BYTES_PER_PARAMETER, **memory}, "bytes_per_parameter")
-    model_name = _text(where, entry, "model")
-    model = data["models"].get(model_name)
-    if not isinstance(model, Mapping):
-        raise UsageError(f"{profiles} has no model {model_name!r}; it has {', '.join(data['models'])}")
-    cluster = _cluster(where, entry, memory_gib, reserve_gib)
+    testbed = _meant(known[name], _Testbed, where)
+    if testbed.model not in figures.models:
+        raise UsageError(f"{profiles} has no model {testbed.model!r}; it has {', '.join(figures.models)}")
+    place = f"{profiles.name}: {testbed.model}"
+    model = _meant(figures.models[testbed.model], _Model, place)
+    links = _links(where, testbed)
+    cluster = _cluster(where, testbed, links, figures)
     kinds = list(dict.fromkeys(d.kind for d in cluster.devices.values()))
-    batch = _whole(where, entry, "global_batch")
-    workload = _workload(f"{profiles.name}: {model_name}", model, kinds, batch, per_parameter)
-    really = {
-        d["name"]: _number(f"{where}: device {d['name']}", d, "really") for d in entry["devices"] if "really" in d
-    }
-    flops = 1e9 * _number(where, entry, "emulated_gflops") if "emulated_gflops" in entry else None
-    return Scenario(name, cluster, workload, _trace(where, entry, cluster), really, flops)
+    workload = _workload(place, model, kinds, testbed.global_batch, figures.memory_model.bytes_per_parameter)
+    really = {d.name: d.really for d in testbed.devices if d.really is not None}
+    flops = None if testbed.emulated_gflops is None else 1e9 * testbed.emulated_gflops
+    return Scenario(name, cluster, workload, tuple(_trace(where, testbed, links)), really, flops)
 
 
 def _read(path: Path) -> Any:
@@ -97,122 +181,93 @@ def _read(path: Path) -> Any:
         raise UsageError(f"{path} is not JSON: {error}") from error
 
 
-def _entry(path: Path, name: str) -> Mapping[str, Any]:
-    data = _read(path)
-    entries = data.get("testbeds") if isinstance(data, Mapping) else None
-    if not isinstance(entries, list):
-        raise UsageError(f"{path} has no list `testbeds`")
-    known = {e.get("name"): e for e in entries if isinstance(e, Mapping)}
-    if name not in known:
-        raise UsageError(f"{path} has no testbed {name!r}; it has {', '.join(map(str, known))}")
-    entry: Mapping[str, Any] = known[name]
-    return entry
+def _meant(value: Any, kind: type[T], where: str) -> T:
+    try:
+        return read(value, kind, where, defaults=True)
+    except ProtocolError as error:
+        raise UsageError(f"{error}; correct it in the file") from error
 
 
-def _number(where: str, data: Any, key: str, *, zero: bool = False) -> float:
-    value = data.get(key) if isinstance(data, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{where}: {key} must be a finite number, got {value!r}")
-    if value < 0 or (value == 0 and not zero):
-        raise UsageError(f"{where}: {key} must be {'at least 0' if zero else 'positive'}, got {value!r}")
-    return float(value)
+def _links(where: str, testbed: _Testbed) -> dict[tuple[str, str], LinkProfile]:
+    """Both ways."""
+    found: dict[tuple[str, str], LinkProfile] = {}
+    for i, link in enumerate(testbed.links):
+        a, b = _between(f"{where}: link {i}", link.between, testbed.regions)
+        if (a, b) in found:
+            raise UsageError(f"{where}: link {i}: {a} and {b} are linked twice; keep one entry")
+        found[a, b] = found[b, a] = LinkProfile(link.rtt_ms / 2e3, link.gbps * GBPS)
+    return found
 
 
-def _whole(where: str, data: Any, key: str) -> int:
-    value = _number(where, data, key)
-    if value != int(value):
-        raise UsageError(f"{where}: {key} must be a whole number, got {value!r}")
-    return int(value)
-
-
-def _text(where: str, data: Any, key: str) -> str:
-    value = data.get(key) if isinstance(data, Mapping) else None
-    if not isinstance(value, str) or not value or value.startswith("@"):
-        raise UsageError(f"{where}: {key} must be a name, got {value!r}")
-    return value
-
-
-def _between(where: str, data: Any, regions: Mapping[str, Any]) -> tuple[str, str]:
-    pair = data.get("between") if isinstance(data, Mapping) else None
-    if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1]:
-        raise UsageError(f"{where}: between must name two regions, got {pair!r}")
+def _between(where: str, pair: tuple[str, str], regions: Mapping[str, Any]) -> tuple[str, str]:
     for name in pair:
-        if not isinstance(name, str) or name not in regions:
+        if name not in regions:
             raise UsageError(f"{where}: between names {name!r}, which is no region; regions are {', '.join(regions)}")
-    return pair[0], pair[1]
+    if pair[0] == pair[1]:
+        raise UsageError(f"{where}: between names {pair[0]!r} twice; name two regions")
+    return pair
 
 
-def _cluster(where: str, data: Mapping[str, Any], memory_gib: Mapping[str, Any], reserve_gib: float) -> Cluster:
-    regions, devices, links = (data.get(k) for k in ("regions", "devices", "links"))
-    if not isinstance(regions, Mapping) or not isinstance(devices, list) or not isinstance(links, list):
-        raise UsageError(f"{where}: needs regions (an object), devices (a list) and links (a list)")
-    if not devices:
-        raise UsageError(f"{where}: has no devices; add at least one")
-    ports = {r: _number(f"{where}: region {r}", v, "gbps") * GBPS for r, v in regions.items()}
-    inside = {r: _number(f"{where}: region {r}", v, "rtt_ms", zero=True) / 2e3 for r, v in regions.items()}
+def _cluster(
+    where: str, testbed: _Testbed, links: Mapping[tuple[str, str], LinkProfile], profiles: _Profiles
+) -> Cluster:
+    regions = {name: _meant(one, _Region, f"{where}: region {name}") for name, one in testbed.regions.items()}
     found = []
-    for i, entry in enumerate(devices):
-        name, gpu, region = (_text(f"{where}: device {i}", entry, key) for key in ("name", "gpu", "region"))
-        if region not in ports:
-            raise UsageError(f"{where}: device {name} is in region {region!r}, which is not in regions")
-        if gpu not in memory_gib:
-            raise UsageError(f"{where}: device {name} is a {gpu}, which is in no profile; add it to the profile file")
-        room = _number(f"memory_gib of {gpu}", memory_gib, gpu) - reserve_gib
+    for device in testbed.devices:
+        if device.region not in regions:
+            raise UsageError(
+                f"{where}: device {device.name} is in region {device.region!r}, which is not in regions; add it there"
+            )
+        if device.gpu not in profiles.memory_gib:
+            raise UsageError(
+                f"{where}: device {device.name} is a {device.gpu}, which is in no profile; add it to the profile file"
+            )
+        room = profiles.memory_gib[device.gpu] - profiles.memory_model.reserve_gib
         if room <= 0:
-            raise UsageError(f"{where}: {gpu} has no memory left after the reserve of {reserve_gib} GiB")
-        found.append(Device(name, gpu, region, int(room * GIB), ports[region]))
-    between: dict[tuple[str, str], LinkProfile] = {}
-    for i, entry in enumerate(links):
-        place = f"{where}: link {i}"
-        a, b = _between(place, entry, regions)
-        if (a, b) in between:
-            raise UsageError(f"{place}: {a} and {b} are linked twice; keep one entry")
-        profile = LinkProfile(_number(place, entry, "rtt_ms", zero=True) / 2e3, _number(place, entry, "gbps") * GBPS)
-        between[a, b] = between[b, a] = profile
+            raise UsageError(
+                f"{where}: {device.gpu} has no memory left after the reserve of {profiles.memory_model.reserve_gib} GiB; "
+                "give it more in memory_gib"
+            )
+        port = regions[device.region].gbps * GBPS
+        found.append(Device(device.name, device.gpu, device.region, int(room * GIB), port))
     used = list(dict.fromkeys(d.region for d in found))
     for i, a in enumerate(used):
         for b in used[i + 1 :]:
-            if (a, b) not in between:
+            if (a, b) not in links:
                 raise UsageError(f"{where}: there is no link between {a} and {b}; add one to links")
-    return Cluster(found, inside_latency_s=inside, between=between)
+    inside = {name: region.rtt_ms / 2e3 for name, region in regions.items()}
+    return Cluster(found, inside_latency_s=inside, between=links)
 
 
-def _trace(where: str, data: Mapping[str, Any], cluster: Cluster) -> tuple[LinkChange, ...]:
-    changes = data.get("trace", [])
-    if not isinstance(changes, list):
-        raise UsageError(f"{where}: trace must be a list")
-    trace = []
-    for i, change in enumerate(changes):
-        place = f"{where}: trace {i}"
-        a, b = _between(place, change, data["regions"])
-        bandwidth = _number(place, change, "gbps") * GBPS if "gbps" in change else None
-        extra = None
-        if "rtt_ms" in change:
-            extra = _number(place, change, "rtt_ms", zero=True) / 2e3 - cluster.graph.edges["@" + a, "@" + b]["latency"]
-        trace.append(LinkChange(_number(place, change, "at_s", zero=True), (a, b), bandwidth, extra))
-    return tuple(trace)
+def _trace(where: str, testbed: _Testbed, links: Mapping[tuple[str, str], LinkProfile]) -> Iterator[LinkChange]:
+    for i, change in enumerate(testbed.trace):
+        pair = _between(f"{where}: trace {i}", change.between, testbed.regions)
+        if pair not in links:
+            raise UsageError(
+                f"{where}: trace {i}: {pair[0]} and {pair[1]} have no link that could change; add one to links"
+            )
+        bandwidth = None if change.gbps is None else change.gbps * GBPS
+        extra = None if change.rtt_ms is None else change.rtt_ms / 2e3 - links[pair].latency_s
+        yield LinkChange(change.at_s, pair, bandwidth, extra)
 
 
-def _workload(where: str, model: Mapping[str, Any], kinds: list[str], batch: int, per_parameter: float) -> Workload:
-    layers, hidden, vocab, sequence = (_whole(where, model, k) for k in ("layers", "hidden", "vocab", "sequence"))
-    gpus = model.get("gpus")
-    if not isinstance(gpus, Mapping):
-        raise UsageError(f"{where}: needs `gpus`, the times of each device kind")
+def _workload(where: str, model: _Model, kinds: list[str], batch: int, per_parameter: float) -> Workload:
     for kind in kinds:
-        if kind not in gpus:
+        if kind not in model.gpus:
             raise UsageError(f"{where}: there are no times for {kind}; profile it, or take it out of the testbed")
+    layers, hidden = model.layers, model.hidden
     count = layers + 2
-    block, embed, head = 12 * hidden**2 + 13 * hidden, (vocab + sequence) * hidden, vocab * hidden
+    block, embed, head = 12 * hidden**2 + 13 * hidden, (model.vocab + model.sequence) * hidden, model.vocab * hidden
     parameters = [embed, *[block] * layers, head]
-    boundary = sequence * hidden * BYTES_PER_ELEMENT
+    boundary = model.sequence * hidden * BYTES_PER_ELEMENT
     return Workload(
         names=("embedding", *(f"block {i}" for i in range(1, layers + 1)), "head"),
         global_batch=batch,
-        times={kind: _kind_times(f"{where}: {kind}", gpus[kind], layers) for kind in kinds},
+        times={kind: _kind_times(f"{where}: {kind}", model.gpus[kind], layers) for kind in kinds},
         state_bytes=tuple(math.ceil(per_parameter * p) for p in parameters),
         gradient_bytes=tuple(BYTES_PER_ELEMENT * p for p in parameters),
         # stated for a block; embedding and head are blocks too, and to count them is the careful reading
-        activation_bytes=(ACTIVATION_FACTOR * sequence * hidden,) * count,
+        activation_bytes=(ACTIVATION_FACTOR * model.sequence * hidden,) * count,
         boundary_bytes=(boundary,) * (count - 1) + (0,),
         boundary_back_bytes=(boundary,) * (count - 1) + (0,),
         element_bytes=BYTES_PER_ELEMENT,
@@ -220,16 +275,12 @@ def _workload(where: str, model: Mapping[str, Any], kinds: list[str], batch: int
 
 
 def _kind_times(where: str, table: Any, layers: int) -> KindTimes:
-    if not isinstance(table, Mapping) or not table:
-        raise UsageError(f"{where}: needs times for at least one micro-batch size")
-    try:
-        sizes = sorted(int(size) for size in table)
-    except ValueError as error:
-        raise UsageError(f"{where}: micro-batch sizes must be whole numbers: {error}") from error
+    rows = _meant(table, Sizes, where)
+    sizes = sorted(map(int, rows))
     f_s, b_s, w_s, optimizer_s = [], [], [], []
     for size in sizes:
-        rows = [_triple(f"{where}: size {size}", table[str(size)], part) for part in ("embed", "block", "head")]
-        columns = [rows[0], *[rows[1]] * layers, rows[2]]
+        times = _meant(rows[str(size)], _Times, f"{where}: size {size}")
+        columns = [times.embed, *[times.block] * layers, times.head]
         f_s.append([c[0] for c in columns])
         # the source does not split the backward: half of it each, as the file's note says
         b_s.append([c[1] / 2 for c in columns])
@@ -239,12 +290,3 @@ def _kind_times(where: str, table: Any, layers: int) -> KindTimes:
         return KindTimes(sizes, f_s, b_s, w_s, optimizer_s[0])
     except MeshceeError as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _triple(where: str, row: Any, part: str) -> tuple[float, float, float]:
-    values = row.get(part) if isinstance(row, Mapping) else None
-    if not isinstance(values, list) or len(values) != 3:
-        raise UsageError(f"{where}: {part} must be [forward, backward, optimizer] in seconds, got {values!r}")
-    named = dict(zip(("forward", "backward", "optimizer"), values))
-    f, b, o = (_number(f"{where}: {part}", named, key, zero=True) for key in named)
-    return f, b, o
