@@ -10,21 +10,47 @@ import fcntl
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import JoinError, UsageError
+from meshcee.errors import JoinError, ProtocolError, UsageError
+from meshcee.fields import Count, Finite, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["Home", "Run"]
+__all__ = ["About", "Home", "Run"]
 
 LOCK = "owner.lock"
+
+
+@dataclass(frozen=True)
+class About:
+    """What run.json says of a run that shall go on, on this machine or another one; empty where nothing is said."""
+
+    job: Mapping[str, Any] | None = None
+    micro_batch: Ordinal = 1
+    devices: tuple[
+        tuple[str, str, int | None], ...
+    ] = ()  # kinds that have computed it: processor, model and torch, threads
+    rounds: tuple[bool, bool] = (False, False)  # whether its numbers were rounded, by groups and by codecs
+    key: str | None = None
+    incarnation: Count = 0
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What anybody reads of a line of reports.jsonl; it holds more (peers/owner/answers.py). A figure that is none is null."""
+
+    step: Count
+    loss: Finite | None
+    metrics: Mapping[str, Finite | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +75,18 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
+        """As it was written, for who writes it again."""
         return _object(self.folder / "run.json")
+
+    @property
+    def about(self) -> About:
+        """UsageError where the file holds something else."""
+        try:
+            return read(self.info, About, str(self.folder / "run.json"), defaults=True)
+        except ProtocolError as error:
+            raise UsageError(
+                f"{error}: the run cannot go on from there; `meshcee checkpoint export` saves its weights"
+            ) from error
 
     @property
     def result(self) -> dict[str, Any]:
@@ -114,11 +151,11 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _report(line: bytes) -> dict[str, Any] | None:
     try:
-        found = loads(line)
-    except ValueError:
+        found: dict[str, Any] = loads(line)
+        read(found, _Line, "a report", defaults=True)
+    except (ValueError, ProtocolError):
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "loss" in found
-    return found if whole else None
+    return found
 
 
 class Home:

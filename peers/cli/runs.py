@@ -82,9 +82,8 @@ def show_logs(run_id: str, *, as_json: bool) -> None:
             metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
             line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
             print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
-    data = run.result
-    if data and not as_json:
-        print(f"{data['state']}" + (f": {data['error']}" if data.get("error") else ""))
+    if not as_json and (ended := run.result):
+        print(run.state + (f": {ended['error']}" if ended.get("error") else ""))
 
 
 def find(wanted: str) -> Checkpoint:

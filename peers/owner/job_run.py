@@ -235,18 +235,18 @@ class Training:
         run_id, _, step = wanted.partition("@")
         run = self._home.run(run_id)
         self._diary = Diary(run, self._trouble)
-        store, info = CheckpointStore(run.checkpoints), run.info
-        if step or store.complete() or "job" not in info:
+        store, about = CheckpointStore(run.checkpoints), run.about
+        if step or store.complete() or about.job is None:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
         else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
-            check_same(self._job, captured, info["job"], info["micro_batch"])
-            threads = self._same_threads(info["devices"], run.id)
-            self._job = replace(self._job, micro_batch_size=info["micro_batch"], threads=threads)
-            begins, kinds = 0, info["devices"]
+            check_same(self._job, captured, about.job, about.micro_batch)
+            threads = self._same_threads(about.devices, run.id)
+            self._job = replace(self._job, micro_batch_size=about.micro_batch, threads=threads)
+            begins, kinds = 0, about.devices
         reports = run.reports()
         for line in reports:
             self._numbers.losses[line["step"]] = line["loss"]
-        self._key, self._last = str(info.get("key", self._key)), int(info.get("incarnation", 0))
+        self._key, self._last = about.key or self._key, about.incarnation
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
@@ -255,7 +255,7 @@ class Training:
                 self.result.metrics.append((line["step"], line["metrics"]))
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
-        self._numbers.shares, self._numbers.coded = info.get("rounds", (False, False))
+        self._numbers.shares, self._numbers.coded = about.rounds
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
@@ -288,10 +288,11 @@ class Training:
 
     async def _epochs(self) -> None:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
-        members, failed = None, []
+        members: Sequence[str] | None = None
+        failed: Sequence[str] = ()
         if self._wanted.after and self._diary is not None:  # the owner before this one was another peer
-            info = self._diary.run.info
-            members, failed = Plan.from_json(info["plan"]).peers, [str(peer) for peer in info.get("failed", ())]
+            about = self._diary.run.about
+            members, failed = Plan.from_json(about.plan).peers, about.failed
         going = self._course = course.Course(
             self._job.steps,
             told=self._numbers.losses,

@@ -310,7 +310,7 @@ class Mirror:
     @property
     def standing(self) -> tuple[int, int]:
         """Of two journals of a run, which is newer: the owner's incarnation, and how many bytes it has reported."""
-        return (int(self._run.info.get("incarnation", 0)), self._reports_bytes) if self._run is not None else (0, 0)
+        return (self._run.about.incarnation, self._reports_bytes) if self._run is not None else (0, 0)
 
     def adopt(self, seal: Seal, folder: Path) -> None:
         """The files in `folder`, which are what the seal says, take the place of what is here."""

@@ -47,8 +47,34 @@ def test_a_run_is_held_by_a_living_process_whatever_the_clock_says(
 
 
 @pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ('{"micro_batch": "4"}', "micro_batch"),
+        ('{"devices": [["cpu"]]}', r"devices\[0\]"),
+        ('{"incarnation": -1}', "incarnation"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_one_sentence(tmp_path: Path, said: str, place: str) -> None:
+    run = Home(tmp_path).new_run("job")
+    assert run.about.job is None
+    (run.folder / "run.json").write_text(said)
+    with pytest.raises(UsageError, match=rf"run.json: {place}: .*checkpoint export"):
+        _ = run.about
+
+
+@pytest.mark.parametrize(
     "torn",
-    [b'{"step": 3, "loss": 0.2, "metrics": {"accuracy": 0.5}', b'{"step": 3, "lo', b"\0\0\0\0}", b"[3]\n", b"{}\n"],
+    [
+        b'{"step": 3, "loss": 0.2, "metrics": {"accuracy": 0.5}',
+        b'{"step": 3, "lo',
+        b"\0\0\0\0}",
+        b"[3]\n",
+        b"{}\n",
+        b'{"step": true, "loss": 0.2}\n',
+        b'{"step": -1, "loss": 0.2}\n',
+        b'{"step": 3, "loss": "0.2"}\n',
+        b'{"step": 3, "loss": 0.2, "metrics": []}\n',
+    ],
 )
 def test_a_torn_line_is_none_and_what_comes_next_stands_alone(tmp_path: Path, torn: bytes) -> None:
     diary = begun(Home(tmp_path))
