@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -113,6 +114,19 @@ SCHEDULES = {
     "OneCycleLR": {"max_lr": 0.1, "total_steps": 200},
     "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
     "MultiplicativeLR": {"lr_lambda": lambda step: 0.99},
+    "SequentialLR": {
+        "schedulers": [
+            Schedule("LinearLR", start_factor=0.1, total_iters=9),
+            Schedule(
+                "ChainedScheduler", schedulers=[Schedule("ExponentialLR", gamma=0.97), Schedule("StepLR", step_size=4)]
+            ),
+            Schedule("CosineWithWarmup", warmup=3, steps=40),
+        ],
+        "milestones": [9, 50],
+    },
+    "ConstantWithWarmup": {"warmup": 7},
+    "LinearWithWarmup": {"warmup": 7, "steps": 90},
+    "CosineWithWarmup": {"warmup": 7, "steps": 90},
 }
 
 
@@ -126,6 +140,67 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
         expected = [straight.at(step) for step in range(121)]
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of SequentialLR at a milestone
+def test_a_chain_of_schedules_is_torchs() -> None:
+    """Against torch's classes put together by hand."""
+    parts = [Schedule("LinearLR", start_factor=0.1, total_iters=5), Schedule("ExponentialLR", gamma=0.9)]
+    ours = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("SequentialLR", schedulers=parts, milestones=[5]))
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    lr = torch.optim.lr_scheduler
+    chain = lr.SequentialLR(
+        theirs, [lr.LinearLR(theirs, 0.1, total_iters=5), lr.ExponentialLR(theirs, 0.9)], milestones=[5]
+    )
+    for step in range(12):
+        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
+        theirs.step()
+        chain.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "of_theirs", "options"),
+    [
+        ("ConstantWithWarmup", "constant_with_warmup", {"warmup": 5}),
+        ("LinearWithWarmup", "linear", {"warmup": 5, "steps": 17}),
+        ("CosineWithWarmup", "cosine", {"warmup": 5, "steps": 17}),
+        ("CosineWithWarmup", "cosine", {"warmup": 0, "steps": 20}),
+    ],
+)
+def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: dict[str, int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = HyperSchedule(Optimizer("SGD", lr=0.3), Schedule(name, **options))
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = transformers.get_scheduler(of_theirs, theirs, options["warmup"], options.get("steps", 20))
+    for step in range(20):
+        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
+        theirs.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("SequentialLR", {"schedulers": [torch.optim.lr_scheduler.LinearLR], "milestones": []}, "a list of meshcee"),
+        ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
+        ("CosineAnnealing", {}, "not a step-driven class"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Schedule(name, **options)
+
+
+def test_two_processes_describe_a_schedule_alike() -> None:
+    """A function has another address in each; a resumed run must not differ by that."""
+
+    def made() -> Schedule:
+        inner = Schedule("LambdaLR", lr_lambda=[lambda step: 0.5, functools.partial(pow, 2)])
+        return Schedule("SequentialLR", schedulers=[inner], milestones=[])
+
+    assert made().words == made().words
+    assert "0x" not in made().words
+    assert Schedule("StepLR", step_size=3).words == "[('step_size', 3)]"  # as runs have it on the disk
 
 
 def test_seeds_differ_by_step_and_micro_batch_and_repeat() -> None:

@@ -46,7 +46,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
     return {
         "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.to_json(),
-        "schedule": None if job.schedule is None else [job.schedule.name, repr(sorted(job.schedule.options.items()))],
+        "schedule": None if job.schedule is None else [job.schedule.name, job.schedule.words],
         "batch_size": job.batch_size,
         "samples": len(job.data),
         "seed": job.seed,

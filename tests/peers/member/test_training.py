@@ -88,6 +88,16 @@ async def test_any_number_of_stages_equals_the_plain_loop(stages: int) -> None:
         assert torch.equal(tensor, reference[name]), name
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of SequentialLR at a milestone
+async def test_a_chain_of_schedules_trains_what_the_plain_loop_does() -> None:
+    warm, down = Schedule("LinearWithWarmup", warmup=2, steps=9), Schedule("ExponentialLR", gamma=0.5)
+    job = make_job(schedule=Schedule("SequentialLR", schedulers=[warm, down], milestones=[3]))
+    trained, expected = await train(job, 3, 6), plain(job, 5, 6)
+    assert trained.losses == expected.losses
+    assert all(torch.equal(tensor, expected.state_dict[name]) for name, tensor in trained.state.items())
+    assert trained.losses != plain(replace(job, schedule=warm), 5, 6).losses
+
+
 async def test_evaluation_between_steps_reports_metrics_and_disturbs_nothing() -> None:
     def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
         return float((output.argmax(-1) == target).float().mean())
