@@ -105,6 +105,8 @@ class Schedule:
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
+        if name == "SequentialLR" and any("schedulers" in part.options for part in chained):
+            raise UsageError("torch's SequentialLR holds no other chain: list the schedules themselves")
         self.name = name
         self.options = options
 

@@ -117,13 +117,12 @@ SCHEDULES = {
     "SequentialLR": {
         "schedulers": [
             Schedule("LinearLR", start_factor=0.1, total_iters=9),
-            Schedule(
-                "ChainedScheduler", schedulers=[Schedule("ExponentialLR", gamma=0.97), Schedule("StepLR", step_size=4)]
-            ),
+            Schedule("StepLR", step_size=4),
             Schedule("CosineWithWarmup", warmup=3, steps=40),
         ],
         "milestones": [9, 50],
     },
+    "ChainedScheduler": {"schedulers": [Schedule("ExponentialLR", gamma=0.97), Schedule("ConstantLR", total_iters=9)]},
     "ConstantWithWarmup": {"warmup": 7},
     "LinearWithWarmup": {"warmup": 7, "steps": 90},
     "CosineWithWarmup": {"warmup": 7, "steps": 90},
@@ -182,6 +181,11 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
     ("name", "options", "says"),
     [
         ("SequentialLR", {"schedulers": [torch.optim.lr_scheduler.LinearLR], "milestones": []}, "a list of meshcee"),
+        (
+            "SequentialLR",
+            {"schedulers": [Schedule("ChainedScheduler", schedulers=[])], "milestones": []},
+            "no other chain",
+        ),
         ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
         ("CosineAnnealing", {}, "not a step-driven class"),
     ],
