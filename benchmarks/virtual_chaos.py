@@ -224,8 +224,10 @@ class Storm:
 
     @property
     def can_lose_the_owner(self) -> bool:
-        """A standby knows of the run by now."""
+        """A standby knows of the run by now, and it is not over: nobody would go on with it."""
         if not self.heir or self.owner == self.heir or not self.here.stores[self.owner].reachable:
+            return False
+        if len(self.mesh.result.losses) == STEPS:
             return False
         return any(run.info and run.reports() for run in Home(self._folder / self.heir).runs())
 
@@ -570,7 +572,8 @@ async def _with_standby(
         with storm.in_life(storm.heir):
             followed = await heir.stand_by(job, captured_job())
         if followed is None:
-            return await first
+            await asyncio.wait({first})  # has an end though the owner stands still
+            return first.result()
         storm.owner, storm.mesh = storm.heir, heir
         storm.done.append(f"{now() - 1000:.2f} s: the standby goes on")
         await own(storm.heir, heir, resume=followed[0], after=followed[1])
