@@ -171,6 +171,7 @@ class Storm:
         self._folder = folder
         self._numbers = iter(range(1000))
         self._away: dict[str, Identity] = {}  # killed peers that may come back
+        self._doomed: set[str] = set()  # who is cut off and will be lost
         self._hung: set[str] = set()
         self.full: set[str] = set()  # peer ids
         self.disk = RefusingDisk(folder)
@@ -221,6 +222,11 @@ class Storm:
     def lending(self) -> list[str]:
         """Living peers with a device, by name."""
         return [name for name, agent in self.here.agents.items() if agent.lends and name not in self._away]
+
+    @property
+    def staying(self) -> list[str]:
+        """Those of them whom no blow takes yet."""
+        return [name for name in self.lending if name not in self._doomed]
 
     @property
     def can_lose_the_owner(self) -> bool:
@@ -274,12 +280,12 @@ class Storm:
             return f"{name} {kind}"
         two = kind in ("kill two", "kill a holder and its keeper")
         least = STAGES if self.mesh.result.plan is None else 2
-        if kind in KILLS and len(self.lending) > least + two:
+        if kind in KILLS and len(self.staying) > least + two:
             return self._kill(kind)
         if kind == "kill the owner" and self.can_lose_the_owner:
             return self._kill_owner()
-        if kind == "lose a region" and len(self.lending) >= least + 2:
-            return self._lose_region(chance.randint(2, len(self.lending) - least), last_s)
+        if kind == "lose a region" and len(self.staying) >= least + 2:
+            return self._lose_region(chance.randint(2, len(self.staying) - least), last_s)
         if kind in REFUSALS and self.disk.error is None:
             return self._refuse(kind, last_s)
         if kind == "clock step":
@@ -371,6 +377,7 @@ class Storm:
         cut_off = self._apart is None and chance.random() < 0.5
         if cut_off:
             self.part(victims)
+            self._doomed.update(victims)
         away_s = chance.uniform(5, 60)
 
         async def lose() -> None:
@@ -378,6 +385,7 @@ class Storm:
                 await asyncio.sleep(last_s)
             for victim in victims:
                 self.kill(victim)
+            self._doomed.difference_update(victims)
             if cut_off:
                 self.heal()
             await asyncio.sleep(away_s)
