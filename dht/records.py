@@ -95,6 +95,8 @@ class PeerRecord(Record):
     instance: ShortText = ""
     protocol: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     software: ShortText = ""
+    # What the process that checks graphs of others has given up, () until it has; None: the one with the keys checks them.
+    guards: Annotated[tuple[ShortText, ...], Meta(max_length=16)] | None = None
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:

@@ -35,6 +35,7 @@ class Timeouts:
     silent_s: float = 10.0  # without any, the other side is given up
     regroup_s: float = 60.0  # that an owner waits for peers who can go on with its job
     leave_s: float = 30.0  # that a peer which is asked to leave holds its stage for its job to go on without it
+    worker_s: float = 60.0  # until the process that checks graphs is ready
     shutdown_s: float = 3.0  # each component's bounded shutdown
 
 
@@ -48,5 +49,7 @@ class Limits:
     chunk_bytes: int = 1 << 20  # payloads are written in chunks of this size
     window_bytes: int = 64 << 20  # unread bytes in flight per stream and direction
     graph_bytes: int = 16 << 20
+    check_bytes: int = 1 << 30  # of memory for reading and checking one
+    check_s: float = 10.0  # of CPU time for that, and 20 s more for each megabyte of it
     record_bytes: int = 16 * 1024
     streams_per_peer: int = 64

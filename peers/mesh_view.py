@@ -254,6 +254,7 @@ class MeshView:
                     "outside": r.device.versions.outside() if r.device and r.device.versions else None,
                     "state": "leaving" if r.leaving else "busy" if r.busy else "idle",
                     "software": r.software,
+                    "guards": r.guards,
                 }
                 for p, r in sorted(self.directory.peers.items(), key=lambda item: item[1].name)
             ],

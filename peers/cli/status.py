@@ -81,6 +81,14 @@ def show(data: dict[str, Any]) -> None:
     for p in data["peers"]:
         if p["outside"]:
             console.print(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
+    apart: dict[str, list[str]] = {}
+    for p in data["peers"]:
+        if p["device"]:
+            behind = ", ".join(p["guards"] or ("no guard that is known yet",))
+            where = "in the process that holds the keys" if p["guards"] is None else f"apart, behind {behind}"
+            apart.setdefault(where, []).append(p["name"])
+    for where, checking in apart.items():
+        console.print(f"graphs of others are checked {where}: {', '.join(checking)}")
     coordinator = data["coordinator"]
     if coordinator:
         console.print(

@@ -1,11 +1,13 @@
 """One thread per device is the only door to it (`Compute`); copies of a GPU, the machine around a peer, what a device can do."""
 
 from peers.device.compute import Compute, Pace, one_thread
+from peers.device.graphs import Graphs
 from peers.device.profile import measure_device, resolve_device
 from peers.device.this_host import capability, cores, host_id, quiet, versions
 
 __all__ = [
     "Compute",
+    "Graphs",
     "Pace",
     "capability",
     "cores",

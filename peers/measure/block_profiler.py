@@ -22,16 +22,15 @@ import structlog
 import torch
 from msgspec import Meta
 
-from meshcee.capture import Program, StageSpec, decode_program
+from meshcee.capture import Program, StageSpec
 from meshcee.capture.graph import Value, integer
-from meshcee.config import Limits
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.job import Optimizer
 from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors
-from peers.device import Compute
+from peers.device import Compute, Graphs
 from peers.transport import Frame, Stream
 from peers.wire import messages, need
 
@@ -89,7 +88,7 @@ class BlockProfiler:
         compute: Compute,
         *,
         memory_bytes: int,
-        limits: Limits,
+        graphs: Graphs,
         is_busy: Callable[[], bool],
         budget_s: float = BUDGET_S,
         clock: Callable[[], float] = time.perf_counter,
@@ -98,7 +97,7 @@ class BlockProfiler:
         self._compute = compute
         self._memory_bytes = memory_bytes
         self._quiet = quiet  # while no other peer of this host measures
-        self._limits = limits
+        self._graphs = graphs
         self._is_busy = is_busy
         self._budget_s = budget_s
         self._clock = clock
@@ -114,7 +113,7 @@ class BlockProfiler:
             key = need(frame.header, "graph", str)[:64] + hashlib.sha256(frame.payloads[0]).hexdigest()
             if key not in self._known:
                 request = ProfileRequest.unpack(frame.payloads[0])
-                stream.max_payload_bytes = self._limits.graph_bytes
+                stream.max_payload_bytes = self._graphs.limits.graph_bytes
                 await stream.send(Frame(messages.WANTED))
                 graph = await stream.recv()
                 if graph.kind != messages.GRAPH or len(graph.payloads) != 1:
@@ -122,7 +121,7 @@ class BlockProfiler:
                 data = bytes(graph.payloads[0])
                 if hashlib.sha256(data).hexdigest() != frame.header["graph"]:
                     raise ProtocolError("the graph that came is another than was announced")
-                program = await asyncio.to_thread(decode_program, data, self._limits)
+                [program] = await self._graphs.read([data])
                 async with self._turn, self._quiet():
                     if self._is_busy():
                         raise PlanError("this peer runs a job and measures nothing meanwhile")

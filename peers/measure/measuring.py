@@ -15,7 +15,7 @@ import structlog
 from meshcee.errors import MeshceeError
 from meshcee.figures import DeviceProfile
 from meshcee.planner import whom_to_probe
-from peers.device import Compute, quiet
+from peers.device import Compute, Graphs, quiet
 from peers.measure.block_profiler import BlockProfiler
 from peers.measure.link_report import LinkReport
 from peers.measure.probe import LIGHT_S, TARGET_S, probe_link, serve_probe
@@ -53,13 +53,15 @@ class Measuring:
         """Of its sessions: whom a member reports what crossed its links, and what it may know of them."""
         return {"begun": self._links.begin, "bandwidth": self._links.bandwidth}
 
-    def lend(self, compute: Compute, device: DeviceProfile, member: Busy) -> list[Coroutine[Any, Any, None]]:
+    def lend(
+        self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs
+    ) -> list[Coroutine[Any, Any, None]]:
         """Serve profiles of blocks on this device; what is to run as long as it is lent."""
         self._member = member
         profiler = BlockProfiler(
             compute,
             memory_bytes=device.memory_bytes,
-            limits=self._agent.limits,
+            graphs=graphs,
             is_busy=lambda: member.is_busy,
             clock=self._agent.monotonic,
             quiet=quiet if self._agent.host and device.kind == "cpu" else nullcontext,

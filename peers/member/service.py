@@ -16,11 +16,11 @@ from functools import partial
 import structlog
 import torch
 
-from meshcee.config import Limits, Timeouts
+from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
 from meshcee.plan import Term
 from meshcee.stage import StageRunner, tensors
-from peers.device import Compute
+from peers.device import Compute, Graphs
 from peers.member.executor import Executor
 from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
 from peers.state import Arrivals, Keeper, Lender, Moments, by_parameter, restore
@@ -296,7 +296,7 @@ class Member:
         *,
         memory_bytes: int,
         timeouts: Timeouts,
-        limits: Limits,
+        graphs: Graphs,
         accept: Callable[[str, Term], None],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
@@ -305,7 +305,7 @@ class Member:
         self._compute = compute
         self._memory_bytes = memory_bytes
         self._timeouts = timeouts
-        self._limits = limits
+        self._graphs = graphs  # which reads those of others
         self.accept = accept  # (owner, term) -> raises NotPermittedError
         self._begun = begun  # for each session: what is told of its steps
         self._bandwidth = bandwidth  # of the link to a peer, in bytes per second, as far as is known
@@ -351,7 +351,9 @@ class Member:
                 await self._idle.wait()
 
     async def serve_job(self, stream: Stream) -> None:
-        stream.max_payload_bytes = 3 * self._limits.graph_bytes  # two graphs and the plan, each checked by itself
+        stream.max_payload_bytes = (
+            3 * self._graphs.limits.graph_bytes
+        )  # two graphs and the plan, each checked by itself
         # Nobody keeps this peer busy by opening a stream and saying nothing.
         received = lambda: stream.received_bytes  # noqa: E731
         frame = await while_moving(stream.recv, received, self._timeouts.offer_s, self._timeouts)
@@ -471,8 +473,9 @@ class Member:
         return self.session.executor.step if self.session is not None else None
 
     async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals) -> Session:
-        # Decoding and hashing take seconds for a large model: not on the event loop.
-        offer = await asyncio.to_thread(Offer.from_frame, frame, self.peer_id, stream.peer_id, self._limits)
+        programs = await self._graphs.read(Offer.graphs(frame))
+        # Cutting and hashing take seconds for a large model: not on the event loop.
+        offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
         self.accept(stream.peer_id, offer.term)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
@@ -482,7 +485,7 @@ class Member:
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         held.offered = {}
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
-        stream.max_payload_bytes = self._limits.payload_bytes
+        stream.max_payload_bytes = self._graphs.limits.payload_bytes
         keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
         session = Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments)

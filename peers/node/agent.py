@@ -19,7 +19,7 @@ from dht import Identity, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.figures import DeviceProfile
-from peers.device import Compute, measure_device
+from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.node.gossip import GossipService
@@ -53,7 +53,8 @@ class AgentOptions:
 class Agent(MeshView):
     """Lifetime is `async with`: inside, the peer is announced, elects, serves, and may own jobs.
 
-    Without a `compute` it holds no stage: then it is an owner or an observer, and never coordinator.
+    Without a `compute` it holds no stage: then it is an owner or an observer, and never coordinator. `graphs` reads those of
+    others; without, this process does.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Agent(MeshView):
         timeouts: Timeouts,
         limits: Limits,
         terms: TermFile | None = None,
+        graphs: Graphs | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,6 +89,7 @@ class Agent(MeshView):
         self.options = options
         self.mesh_key = mesh_key
         self.compute = compute
+        self._graphs = graphs or Graphs(limits)
         self._device: DeviceProfile | None = None
         self.member: Member | None = None
         self._measuring = options.measuring(self) if options.measuring is not None else None
@@ -116,7 +119,7 @@ class Agent(MeshView):
                 self.compute,
                 memory_bytes=self._device.memory_bytes,
                 timeouts=self.timeouts,
-                limits=self.limits,
+                graphs=self._graphs,
                 accept=lambda owner, term: self.elector.accept(term),
                 **(self._measuring.for_member() if self._measuring is not None else {}),
             )
@@ -129,9 +132,9 @@ class Agent(MeshView):
             self.gossip.run(),
         ]
         if self.member is not None and self.compute is not None and self._device is not None:
-            running.append(self._watch_member(self.member))
+            running += [self._watch_member(self.member), self._watch_graphs()]
             if self._measuring is not None:
-                running += self._measuring.lend(self.compute, self._device, self.member)
+                running += self._measuring.lend(self.compute, self._device, self.member, self._graphs)
         self._tasks = [self._group.create_task(task) for task in running]
         return self
 
@@ -167,6 +170,7 @@ class Agent(MeshView):
                 leaving=self.member is not None and self.member.is_leaving,
                 protocol=PROTOCOL_VERSION,
                 software=__version__,
+                guards=self._graphs.guards,
             )
         )
 
@@ -191,6 +195,12 @@ class Agent(MeshView):
         while True:
             await member.busy_changed.wait()
             member.busy_changed.clear()
+            await self._announce()
+
+    async def _watch_graphs(self) -> None:
+        """Be ready to read graphs, now that the device has been measured, and tell the mesh behind which guards."""
+        await self._graphs.get_ready()
+        if self._graphs.guards:
             await self._announce()
 
 

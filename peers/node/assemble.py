@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -270,9 +271,17 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         )
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)
-        compute = None
+        compute, graphs = None, None
         if options.compute:
-            await asyncio.to_thread(prepare)
+            if sys.platform == "linux":
+                from peers.device.worker import Workers
+
+                graphs = await stack.enter_async_context(Workers(limits, timeouts))
+            else:
+                log.info(
+                    "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
+                )
+                await asyncio.to_thread(prepare)
             compute = await stack.enter_async_context(Compute(options.device, pace))
         node = Node(
             # Several peers of one machine must be told apart.
@@ -292,6 +301,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             compute,
             timeouts=timeouts,
             limits=limits,
+            graphs=graphs,
             terms=TermFile(Path(f"{identity.path}.{key.fingerprint}.terms")),
         )
         await stack.enter_async_context(node)

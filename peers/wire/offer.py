@@ -17,10 +17,9 @@ import msgpack
 import torch
 from msgspec import Meta
 
-from meshcee.capture import Capture, Program, StageSpec, decode_program, encode_program, why_unsplit
+from meshcee.capture import Capture, Program, StageSpec, encode_program, why_unsplit
 from meshcee.capture.graph import whole_draws
 from meshcee.codec import codec_of
-from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import Finite, NotNegative, plain, read, unpack
 from meshcee.job import Job, Optimizer
@@ -121,11 +120,16 @@ class Offer:
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
         return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
 
-    @classmethod
-    def from_frame(cls, frame: Frame, peer_id: str, owner: str, limits: Limits) -> Offer:
-        """Parse and check; raises ProtocolError, GraphError, PlanError or UsageError."""
+    @staticmethod
+    def graphs(frame: Frame) -> list[bytes]:
+        """Of an OFFER frame, as they came. ProtocolError when it is another."""
         if frame.kind != messages.OFFER or len(frame.payloads) not in (2, 3):
             raise ProtocolError(f"expected an offer, got a frame of kind {frame.kind!r}")
+        return [bytes(payload) for payload in frame.payloads[1:]]
+
+    @classmethod
+    def from_frame(cls, frame: Frame, programs: Sequence[Program], peer_id: str, owner: str) -> Offer:
+        """Parse and check the rest; raises ProtocolError, PlanError or UsageError. `programs` are what its graphs were read as."""
         body = read(unpack(frame.payloads[0], BODY_BYTES, "an offer"), _Body, "an offer")
         terms, plan = Terms.from_json(body.terms), Plan.from_json(body.plan)
         epoch, term, run = (
@@ -134,7 +138,6 @@ class Offer:
             messages.run_of(frame.header),
         )
         resumes = need(frame.header, "resumes", bool)
-        programs = [decode_program(bytes(payload), limits) for payload in frame.payloads[1:]]
         offer = cls(
             terms,
             plan,

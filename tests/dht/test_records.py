@@ -40,7 +40,9 @@ VERSIONS = Versions("0.1", "2.13.0+cpu", "3.11.7")
 DEVICE = DeviceProfile("cpu", "Ein Prozessor", 1 << 33, 1e11, 8, "AMD AVX2", VERSIONS, "5ba1", 16, True, True)
 
 RECORDS: list[Record] = [
-    PeerRecord(ME.peer_id, NOW, "anna", (ADDRESS,), "lab", DEVICE, True, True, False, 900.0, "ab", 1, "0.1"),
+    PeerRecord(
+        ME.peer_id, NOW, "anna", (ADDRESS,), "lab", DEVICE, True, True, False, 900.0, "ab", 1, "0.1", ("seccomp",)
+    ),
     PeerRecord(ME.peer_id, NOW, "ein Besitzer"),
     LinkRecord(ME.peer_id, NOW, ((OTHER.peer_id, LinkProfile(0.01, 1e6, NOW, (0.008, 0.02), (9e5, 2e6))),)),
     LeaseRecord(ME.peer_id, NOW, 7, True),
@@ -157,7 +159,7 @@ def test_each_field_is_checked(record: Record) -> None:
         lambda wire: record.from_wire(wire, ME.peer_id, "a record"),
         free=(
             *(f".device.{name} left out" for name in optional),
-            *(f".{name} = None" for name in ("region", "device", "device.versions", "loss")),
+            *(f".{name} = None" for name in ("region", "device", "device.versions", "loss", "guards")),
         ),
     )
 

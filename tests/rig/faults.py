@@ -30,6 +30,7 @@ from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
 from peers.device.compute import Compute
+from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
@@ -166,7 +167,12 @@ class World:
         transport = await self._stack.enter_async_context(self.network.transport(name))
         compute = await self._stack.enter_async_context(Compute())
         self.members[name] = Member(
-            transport, compute, memory_bytes=1 << 30, timeouts=TIMES, limits=LIMITS, accept=lambda owner, term: None
+            transport,
+            compute,
+            memory_bytes=1 << 30,
+            timeouts=TIMES,
+            graphs=Graphs(LIMITS),
+            accept=lambda owner, term: None,
         )
 
     async def epoch(self, owner: Any) -> None:

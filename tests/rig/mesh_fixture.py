@@ -17,6 +17,7 @@ from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
 from meshcee.plan import Pipeline, Plan, Stage
 from peers.device.compute import Compute
+from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
@@ -109,6 +110,7 @@ async def members(
     device: str = "cpu",
     memory_bytes: int = 1 << 30,
     crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
+    graphs: Graphs | None = None,
 ) -> AsyncIterator[list[Member]]:
     async with AsyncExitStack() as stack:
         found = []
@@ -121,7 +123,7 @@ async def members(
                     compute,
                     memory_bytes=memory_bytes,
                     timeouts=Timeouts(),
-                    limits=limits,
+                    graphs=graphs or Graphs(limits),
                     accept=lambda owner, term: None,
                     begun=functools.partial(crossed, f"p{j}"),
                 )

@@ -87,6 +87,7 @@ def test_status_shows_names_kernels_and_addresses_of_others(name: str, capsys: p
         "state": name,
         "addresses": [name],
         "outside": name,
+        "guards": [name],
     }
     run = {"job": name, "state": "waiting", "owner": "p" * 52, "plan": None}
     link = {"from": "p" * 52, "to": "p" * 52, "latency_s": 1.0, "bandwidth_bytes_per_s": 1.0}

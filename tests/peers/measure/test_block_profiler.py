@@ -20,6 +20,7 @@ from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes
 from meshcee.job import Job
 from peers.device.compute import Compute, Pace
+from peers.device.graphs import Graphs
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest
 from peers.planning.job_costs import costs_of, sizes_of
 from peers.transport.base import Frame
@@ -47,7 +48,7 @@ def request_of(job: Job, captured: Capture, **changes: Any) -> ProfileRequest:
 
 
 def profiler(compute: Compute, **changes: Any) -> BlockProfiler:
-    settings: dict[str, Any] = {"memory_bytes": MEMORY, "limits": Limits(), "is_busy": lambda: False}
+    settings: dict[str, Any] = {"memory_bytes": MEMORY, "graphs": Graphs(Limits()), "is_busy": lambda: False}
     return BlockProfiler(compute, **{**settings, **changes})
 
 

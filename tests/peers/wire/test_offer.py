@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.capture import capture
-from meshcee.config import Limits
+from meshcee.capture import capture, decode_program
 from meshcee.errors import MeshceeError, NonFiniteLossError, PlanError, ProtocolError, UsageError
 from meshcee.fields import plain
 from meshcee.job import Job, Optimizer
@@ -50,10 +49,11 @@ def test_each_field_of_an_offer_is_checked() -> None:
     offer = offer_of()
     frame = offer.frame(offer.sources)
     body = msgpack.unpackb(frame.payloads[0])
+    programs = [decode_program(graph) for graph in Offer.graphs(frame)]
 
     def read(header: Any, body: Any) -> Offer:
         payloads = [msgpack.packb(body), *frame.payloads[1:]]
-        return Offer.from_frame(Frame(frame.kind, header, payloads), "b", "o", Limits())
+        return Offer.from_frame(Frame(frame.kind, header, payloads), programs, "b", "o")
 
     back = read(frame.header, body)
     assert (plain(back.terms), back.plan) == (plain(offer.terms), offer.plan)

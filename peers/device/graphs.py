@@ -1,0 +1,29 @@
+"""Graphs of others become programs, or GraphError: here in the peer's own process, for peers in one process and for tests.
+
+A peer of a real mesh has `peers.device.worker.Workers` in the place of this class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from meshcee.capture import Program, decode_program
+from meshcee.config import Limits
+
+__all__ = ["Graphs"]
+
+
+class Graphs:
+    """`limits` bound what a graph may cost."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.guards: tuple[str, ...] | None = None  # of a process of its own
+
+    async def get_ready(self) -> None:
+        """For the first graph."""
+
+    async def read(self, graphs: Sequence[bytes]) -> list[Program]:
+        """All of them, or GraphError. Takes seconds for a large model, and not on the event loop."""
+        return await asyncio.to_thread(lambda: [decode_program(graph, self.limits) for graph in graphs])

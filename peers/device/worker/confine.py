@@ -1,0 +1,146 @@
+"""What a worker gives up before it reads anything of others: rights, files, network, system calls, memory without end.
+
+The idea: each guard is tried by itself. What the kernel refuses is told, not fatal. In the end the worker tries what it must not
+be able to do. So the report says what holds, and not what was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Callable
+
+from peers.device.worker.packets import Confinement
+from peers.device.worker.system_calls import SECCOMP, program
+
+__all__ = ["GUARDS", "confine", "die_with", "limit_cpu"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PDEATHSIG, _NO_NEW_PRIVS = 1, 38  # of prctl
+_NAMESPACES = {"user": 0x10000000, "network": 0x40000000, "ipc": 0x08000000}
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT, _LANDLOCK_VERSION = 444, 446, 1
+_CAPABILITY_VERSION = 0x20080522
+_MOST_FILES = 32
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL when the parent dies; at once when it is dead already."""
+    _called(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def confine(memory_bytes: int) -> Confinement:
+    """Give up what a check needs not. `memory_bytes` may be had beside what is in use now."""
+    got, missing = [], []
+    for name, guard in GUARDS.items():
+        try:
+            guard(memory_bytes)
+            got.append(name)
+        except OSError as error:
+            missing.append(f"{name}: {os.strerror(error.errno or 0)}")
+    return Confinement(tuple(got), tuple(missing), _still_possible())
+
+
+def limit_cpu(seconds: int) -> None:
+    """SIGXCPU ends this process after so many seconds more of CPU time, SIGKILL one later."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (until, until + 1))
+
+
+def _called(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "")
+    return result
+
+
+def _count_threads(memory_bytes: int) -> None:
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise OSError(errno.EBUSY, "")
+
+
+def _leave_namespaces(memory_bytes: int) -> None:
+    """No user of the machine, no network device, no queue that others know."""
+    _called(_libc.unshare(sum(_NAMESPACES.values())))
+
+
+def _drop_capabilities(memory_bytes: int) -> None:
+    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24)
+    _called(_libc.capset(header, nothing))
+
+
+def _keep_privileges(memory_bytes: int) -> None:
+    _called(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def _limit(memory_bytes: int) -> None:
+    with open("/proc/self/statm") as file:
+        size, _, _, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
+    for what, most in {
+        resource.RLIMIT_AS: size + memory_bytes,
+        resource.RLIMIT_DATA: data + memory_bytes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NPROC: 0,  # neither processes nor threads
+        resource.RLIMIT_NOFILE: _MOST_FILES,
+        resource.RLIMIT_MEMLOCK: 0,
+    }.items():
+        resource.setrlimit(what, (most, most))
+
+
+def _landlock(memory_bytes: int) -> None:
+    """All that this kernel's landlock knows of, without an exception: no file, no port, no signal to others."""
+    call = _libc.syscall
+    version = _called(call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION))
+    rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
+    rules = struct.pack("=QQQ", (1 << rights) - 1, 3 * (version >= 4), 3 * (version >= 6))
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    handle = _called(call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0))
+    try:
+        _called(call(_LANDLOCK_RESTRICT, handle, 0))
+    finally:
+        os.close(handle)
+
+
+def _seccomp(memory_bytes: int) -> None:
+    """For all threads of this process."""
+    code = program()
+    buffer = ctypes.create_string_buffer(code, len(code))
+    given = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    _called(_libc.syscall(SECCOMP[platform.machine()], 1, 1, given))
+
+
+# By name, in this order: the first needs rights that the others take.
+GUARDS: dict[str, Callable[[int], object]] = {
+    "one thread": _count_threads,  # another would keep what this one gives up
+    "namespaces": _leave_namespaces,
+    "no capabilities": _drop_capabilities,
+    "no new privileges": _keep_privileges,
+    "limits": _limit,
+    "landlock": _landlock,
+    "seccomp": _seccomp,
+}
+
+
+def _still_possible() -> tuple[str, ...]:
+    """What this process must not be able to do, and can."""
+    tries: dict[str, Callable[[], object]] = {
+        "open files": lambda: os.close(os.open("/", os.O_RDONLY)),
+        "open sockets": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
+        "open local sockets": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close(),
+        "signal others": lambda: os.kill(os.getppid(), 0),
+    }
+    found = []
+    for what, attempt in tries.items():
+        with contextlib.suppress(OSError):
+            attempt()
+            found.append(what)
+    return tuple(found)

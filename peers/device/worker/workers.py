@@ -1,0 +1,265 @@
+"""A peer's side of its workers: one stands ready, checks one task, ends, and the next one is started.
+
+The idea: whatever happens to a worker is one refusal: it says no, it ends, it takes too long. Bytes that have passed once pass
+again, so an epoch's new offer of the same graphs asks for no worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+import meshcee
+from meshcee.capture import Program, decode_program
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import GraphError, PlanError, ProtocolError
+from meshcee.fields import refuse_unprintable
+from peers.device.graphs import Graphs
+from peers.device.worker.packets import LENGTH, Confinement, Task, Verdict, length_of, message, sealed, understood
+
+__all__ = ["Workers"]
+
+log = structlog.get_logger()
+
+START = """
+import sys
+root = sys.argv.pop(1)
+if root not in sys.path:
+    sys.path.insert(0, root)
+from peers.device.worker.child import main
+main()
+"""
+ROOT = str(Path(meshcee.__file__).parents[1])
+# Nothing else of the peer's environment: a token may stand there.
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
+SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
+    "CUDA_VISIBLE_DEVICES": ""
+}
+NICER = 5  # than the peer: what takes the place of a worker starts while a job begins
+CPU_S_PER_BYTE = 20e-6  # beside Limits.check_s: a large model's graph takes seconds on a slow machine
+PATIENCE = 3  # times its CPU seconds is what a check may take while others use the cores
+MOST_PASSED = 64  # graphs
+MOST_SAID_BYTES = 4096
+
+
+class Workers(Graphs):
+    """Lifetime is `async with`. `work` names the module that checks: tests have another."""
+
+    def __init__(self, limits: Limits, timeouts: Timeouts, work: str = "peers.device.worker.checking") -> None:
+        super().__init__(limits)
+        self.guards = ()
+        self.confinement: Confinement | None = None  # of the newest
+        self._timeouts = timeouts
+        self._work = work
+        self._turn = asyncio.Lock()  # one check at a time: what others can make this peer compute is bounded
+        self._group = asyncio.TaskGroup()
+        self._spare: asyncio.Task[_Worker | None] | None = None
+        self._is_over = False
+        self._passed: dict[bytes, None] = {}
+
+    async def __aenter__(self) -> Workers:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if self._spare is not None:
+            self._spare.cancel()
+        await self._group.__aexit__(kind, error, trace)
+        if self._spare is not None and not self._spare.cancelled() and (worker := self._spare.result()) is not None:
+            await worker.end()
+
+    async def get_ready(self) -> None:
+        if self._spare is None:
+            self._prepare(nicer=0)
+        if self._spare is not None:
+            await asyncio.wait([self._spare])
+
+    async def read(self, graphs: Sequence[bytes]) -> list[Program]:
+        if any(len(graph) > self.limits.graph_bytes for graph in graphs):
+            raise GraphError(f"a graph is larger than the {self.limits.graph_bytes} bytes that are accepted")
+        marks = await asyncio.to_thread(lambda: {hashlib.sha256(graph).digest(): graph for graph in graphs})
+        async with self._turn:
+            if unknown := [graph for mark, graph in marks.items() if mark not in self._passed]:
+                await self._check(unknown)
+        self._passed |= dict.fromkeys(marks)
+        while len(self._passed) > MOST_PASSED:
+            del self._passed[next(iter(self._passed))]
+        # No operator is called here.
+        return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
+
+    async def _check(self, graphs: list[bytes]) -> None:
+        """GraphError when a worker does not say that they are good."""
+        size = sum(map(len, graphs))
+        cpu_s = math.ceil(self.limits.check_s + size * CPU_S_PER_BYTE)
+        task = Task(tuple(map(len, graphs)), self.limits.graph_bytes, cpu_s)
+        worker = await self._take()
+        wrong = ""
+        try:
+            async with asyncio.timeout(PATIENCE * cpu_s):
+                wrong = await worker.verdict(task, graphs)
+        except TimeoutError:
+            wrong = f"a graph of {size} bytes was not checked within {PATIENCE * cpu_s} s"
+        except ProtocolError as error:
+            wrong = f"a graph of {size} bytes could not be checked: {error}"
+        except EOFError:
+            how = await worker.end()
+            wrong = f"a graph of {size} bytes ended the process that checked it ({how})"
+            if how == "SIGXCPU":
+                wrong = f"a graph of {size} bytes was not checked within {cpu_s} s of CPU time"
+        finally:
+            await worker.end()
+            self._prepare(NICER)
+        if wrong:
+            raise GraphError(wrong)
+
+    async def _take(self) -> _Worker:
+        spare, self._spare = self._spare, None
+        worker = await spare if spare is not None else None
+        if worker is not None:
+            if worker.lives:
+                return worker
+            await worker.end()
+        return await self._started(nicer=0)
+
+    def _prepare(self, nicer: int) -> None:
+        if not self._is_over:
+            self._spare = self._group.create_task(self._started_if_possible(nicer))
+
+    async def _started_if_possible(self, nicer: int) -> _Worker | None:
+        try:
+            return await self._started(nicer)
+        except PlanError as error:
+            log.warning(str(error))
+            return None
+
+    async def _started(self, nicer: int) -> _Worker:
+        """PlanError when there is none: then this peer takes no graph."""
+        try:
+            worker = _Worker(self._work, self.limits.check_bytes, nicer)
+        except OSError as error:
+            raise PlanError(f"this peer cannot start a process that checks graphs: {error}") from error
+        try:
+            async with asyncio.timeout(self._timeouts.worker_s):
+                self._hear(await worker.confined())
+        except (TimeoutError, EOFError, ProtocolError) as error:
+            why = str(error) or f"it was not ready within {self._timeouts.worker_s:.0f} s"
+            raise PlanError(f"this peer's process that checks graphs did not start: {worker.said() or why}") from error
+        finally:
+            if not worker.is_ready:
+                await worker.end()
+        return worker
+
+    def _hear(self, confinement: Confinement) -> None:
+        if confinement == self.confinement:
+            return
+        self.confinement, self.guards = confinement, confinement.got
+        tell = log.warning if confinement.possible else log.info
+        more = {"without": "; ".join(confinement.missing)} if confinement.missing else {}
+        more |= {"which_can_still": "; ".join(confinement.possible)} if confinement.possible else {}
+        tell("graphs of others are checked in a process of its own", confined_by=", ".join(confinement.got), **more)
+
+
+class _Worker:
+    """One process. It ends with `end`, or with this process."""
+
+    def __init__(self, work: str, memory_bytes: int, nicer: int) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self.is_ready = False
+        arguments = [ROOT, str(os.getpid()), str(theirs.fileno()), str(memory_bytes), work]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
+            )
+        except BaseException:
+            self._channel.close()
+            raise
+        finally:
+            theirs.close()
+        if nicer:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + nicer, 19))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    async def confined(self) -> Confinement:
+        """Once it is ready: EOFError or ProtocolError when it is not."""
+        confinement = understood(await self._message(), Confinement)
+        for text in (*confinement.got, *confinement.missing, *confinement.possible):
+            refuse_unprintable(text, "a worker's message")
+        assert self._process.stderr is not None
+        self._process.stderr.close()  # from now on it may be of somebody else's making
+        self.is_ready = True
+        return confinement
+
+    async def verdict(self, task: Task, graphs: Sequence[bytes]) -> str:
+        """EOFError when it has ended instead, ProtocolError when what it says makes no sense."""
+        memory = sealed(graphs)
+        try:
+            socket.send_fds(self._channel, [message(task)], [memory])  # small, and the first: there is room
+        except OSError as error:
+            raise EOFError from error
+        finally:
+            os.close(memory)
+        wrong = understood(await self._message(), Verdict).wrong
+        refuse_unprintable(wrong, "what a worker says of a graph")
+        return wrong
+
+    def said(self) -> str:
+        """The last line of what it has written before it was ready."""
+        stream = self._process.stderr
+        if stream is None or stream.closed:
+            return ""
+        os.set_blocking(stream.fileno(), False)
+        lines = (stream.read(1 << 20) or b"")[-MOST_SAID_BYTES:].decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    async def end(self) -> str:
+        """How it has ended: a signal's name, or its exit status."""
+        self._channel.close()
+        self._process.kill()  # no more than a word where it has ended
+        code = await asyncio.to_thread(self._process.wait)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        return signal.Signals(-code).name if code < 0 else f"status {code}"
+
+    async def _message(self) -> bytes:
+        return await self._exactly(length_of(await self._exactly(LENGTH.size)))
+
+    async def _exactly(self, count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            try:
+                more = await asyncio.get_running_loop().sock_recv(self._channel, count - len(found))
+            except OSError as error:
+                raise EOFError("it ended") from error
+            if not more:
+                raise EOFError("it ended")
+            found += more
+        return found
