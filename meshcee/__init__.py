@@ -11,8 +11,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "meshcee.callbacks",
+    "EarlyStop": "meshcee.callbacks.rules",
     "Job": "meshcee.job",
+    "KeepBest": "meshcee.callbacks.rules",
     "Optimizer": "meshcee.job",
+    "ReduceOnPlateau": "meshcee.callbacks.rules",
     "Schedule": "meshcee.job",
     "seeded": "meshcee.job",
     "MeshceeError": "meshcee.errors",
@@ -23,9 +27,13 @@ _HOME = {
 }
 
 __all__ = [
+    "Callback",
+    "EarlyStop",
     "Job",
+    "KeepBest",
     "MeshceeError",
     "Optimizer",
+    "ReduceOnPlateau",
     "Schedule",
     "__version__",
     "capture",

@@ -18,6 +18,7 @@ from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
 
 if TYPE_CHECKING:
+    from meshcee.callbacks import Callback, Control
     from meshcee.capture import Capture
     from meshcee.equality import Checked
     from meshcee.plan import Plan
@@ -91,6 +92,7 @@ def train(
     trace: Trace | None = None,
     wait: bool = True,
     on_wait: Callable[[str], None] = lambda text: None,
+    callbacks: Sequence[Callback | Callable[[Control, Report], object]] = (),
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
@@ -119,6 +121,7 @@ def train(
                 trace=trace,
                 wait=wait,
                 on_wait=on_wait,
+                callbacks=callbacks,
             ):
                 if on_report is not None:
                     on_report(report)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from meshcee.errors import JoinError, ProtocolError, UsageError
-from meshcee.fields import Count, Finite, Ordinal, read
+from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
@@ -51,6 +51,7 @@ class _Line:
     step: Count
     loss: Finite | None
     metrics: Mapping[str, Finite | None] = field(default_factory=dict)
+    lr_changes: tuple[tuple[Count, NotNegative, NotNegative], ...] = ()  # meshcee/callbacks/control.py
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ coordinator for a plan, offer it, feed it; reports come back as an async iterato
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshcee.callbacks import Callback, Control, called
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
@@ -166,6 +167,7 @@ class Mesh:
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
         after: str = "",
+        callbacks: Sequence[Callback | Callable[[Control, Report], object]] = (),
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
@@ -175,6 +177,7 @@ class Mesh:
         which. With `wait` False it begins at once, on the peers that are idle, if they can hold it.
         It also hears, once a minute, where the job's data is when a read of it does not return.
         `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
+        `callbacks` hear of plans, steps, evaluations, checkpoints, losses and the end, and may steer the run.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
         if codec is not None:
@@ -192,6 +195,7 @@ class Mesh:
             on_wait=(on_wait or (lambda text: None)) if wait else None,
             on_stall=on_wait,
             trace=trace,
+            callbacks=called(callbacks),
         )
         self.training, self.result = training, training.result
         task = self._group.create_task(training.run())

@@ -40,7 +40,8 @@ class Report:
     samples_per_s: float
     eta_s: float
     limit: str  # what bounds the speed, in words
-    norm: float | None = None
+    norm: float | None = None  # of all gradients before clipping, where the job clips
+    lr: float | None = None  # of the parameters that no pattern of the optimizer's groups names
     metrics: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
     observed: Observed = field(default_factory=Observed)

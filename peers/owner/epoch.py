@@ -31,7 +31,7 @@ from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
-from peers.state import Keeping, Reader, Supplies
+from peers.state import Checkpoint, Keeping, Reader, Supplies
 from peers.transport import Frame, StreamClosed, Transport
 from peers.wire import (
     LOST_HERE,
@@ -133,6 +133,11 @@ class Owner:
         self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
         self._watch: Watch
         self._step = 0  # the first step that is not yet complete, for errors
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The last checkpoint that this epoch has brought to the disk."""
+        return self._keeping.saving.latest if self._keeping is not None else None
 
     def stop(self, *, hand_over: bool = False) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C. `hand_over`: another plan goes on from here."""
@@ -311,8 +316,13 @@ class Owner:
             if not round.forward_only:
                 if self.stopped and round.step >= self._kept.least:
                     break
-                if self._keeping is not None and round.step > feed.start:
-                    await self._keeping.at(round.step)
+                asked = feed.steering.control.saves_before(round.step)
+                if (
+                    self._keeping is not None
+                    and (asked or round.step > feed.start)
+                    and not await self._keeping.at(round.step, asked=asked)
+                ):
+                    feed.steering.control.put_off(round.step)
                 next_step = round.step + 1
             if self._trace is not None and not round.forward_only:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])
@@ -324,6 +334,7 @@ class Owner:
                     if portion.round.num_micro:  # an evaluation may be too small for all
                         links = [link for link in self._links if link.place.pipeline == k]
                         group.create_task(self._feed_pipeline(feed, answers, portion, links, self._ahead[k]))
+            await feed.wait(round)
         if self._keeping is not None:
             hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
             self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
@@ -443,7 +454,7 @@ class Owner:
             del self._answers[answers.round.number]
             if answers.round.forward_only:
                 assert held is not None
-                await self._tell(report, replace(held, metrics=averaged(feed, answers)))
+                await self._tell(feed, report, replace(held, metrics=averaged(feed, answers)))
                 last_s = time.perf_counter()
                 continue
             now_s = time.perf_counter()
@@ -459,15 +470,17 @@ class Owner:
                 eta_s=mean_s * (self._job.steps - answers.round.step - 1),
                 limit=answers.limit(self.plan, self._names, step_s),
                 norm=next((a["norm"] for a in answers.applied.values() if a.get("norm") is not None), None),
+                lr=next((group.get("lr") for group in reversed(answers.round.hyper)), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
                 observed=answers.observed(),
             )
             self._codecs.hear(answers)
             if not feed.evaluates_after(answers.round.step):
-                await self._tell(report, held)
+                await self._tell(feed, report, held)
 
-    async def _tell(self, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
+    async def _tell(self, feed: Feed, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
         await report(what)
+        feed.reported(what.step)
         if self._keeping is not None:
             self._keeping.reported(what.step)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture, stack
 from meshcee.errors import UsageError
 from meshcee.job import Job
@@ -21,7 +22,7 @@ from meshcee.sampling import NO_STEP, Fed, HyperSchedule, draw, inputs_of, read,
 from meshcee.user_code import calling, under_way
 from peers.wire import Round
 
-__all__ = ["EVERY_S", "Feed", "Portion", "Stalls"]
+__all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 
 
 class Portion(NamedTuple):
@@ -31,9 +32,23 @@ class Portion(NamedTuple):
     shares: tuple[tuple[float, ...], ...]
 
 
+class Steering:
+    """Of one run, over all its epochs: what its steps are stepped with, and the callbacks that may change that."""
+
+    def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
+        self.hyper = HyperSchedule(job.optimizer, job.schedule)
+        self.control = Control(job.steps, evaluates=job.eval_data is not None, saves=saves)
+        self.listeners = Listeners(callbacks, self.control)
+
+    def options(self, step: int) -> tuple[dict[str, Any], ...]:
+        """Of each parameter group. What is asked of the run from now on counts for later steps."""
+        self.control.begin(step)
+        return self.control.options(step, self.hyper.at(step))
+
+
 class Feed:
     """Rounds of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
-    be read twice; `hyper`: the run's.
+    be read twice; `steering`: the run's.
     """
 
     def __init__(
@@ -43,7 +58,7 @@ class Feed:
         micro_batch: int,
         start: int = 0,
         fed: Fed | None = None,
-        hyper: HyperSchedule | None = None,
+        steering: Steering | None = None,
     ) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
@@ -55,19 +70,23 @@ class Feed:
         self.start = start
         self._fed = fed
         self._current: tuple[int, list[tuple[Any, Any]]] = (-1, [])  # of `fed`: the last step, its micro-batches
-        self._hyper = hyper or HyperSchedule(job.optimizer, job.schedule)
+        self.steering = steering or Steering(job)
+        self._reported = -1  # the last step that was
+        self._was_reported = asyncio.Event()
 
     def evaluates_after(self, step: int) -> bool:
         every = self._job.eval_every
         return self._job.eval_data is not None and (
-            step + 1 == self._job.steps or (every > 0 and (step + 1) % every == 0)
+            step + 1 == self._job.steps
+            or (every > 0 and (step + 1) % every == 0)
+            or self.steering.control.evaluates_after(step)
         )
 
     def rounds(self) -> Iterator[Round]:
         """Steps, and after some of them an evaluation over the whole of `eval_data`."""
         number = 0
         for step in range(self.start, self._job.steps):
-            yield Round(number, step, self._weights(step), self._hyper.at(step))
+            yield Round(number, step, self._weights(step), self.steering.options(step))
             number += 1
             if self.evaluates_after(step):
                 yield self._evaluation(number, step)
@@ -77,6 +96,20 @@ class Feed:
         samples = len(self._job.eval_data)
         count, tail = -(-samples // self._micro_batch), samples % self._micro_batch
         return Round(number, step, (1.0,) * count, forward_only=True, tail=tail or None)
+
+    def reported(self, step: int) -> None:
+        """Callbacks have heard of it, and of its evaluation."""
+        self._reported = step
+        self._was_reported.set()
+
+    async def wait(self, round: Round) -> None:
+        """Behind what was fed last: until callbacks have heard of it, where one wants that."""
+        waits, step = self.steering.listeners.waits, round.step
+        last = round.forward_only or not self.evaluates_after(step)  # one report tells of a step and its evaluation
+        if last and (waits == "steps" or (waits == "evaluations" and round.forward_only)):
+            while self._reported < step:
+                self._was_reported.clear()
+                await self._was_reported.wait()
 
     def size(self, round: Round, micro: int) -> int:
         """Samples in a micro-batch: the last one of an evaluation may be smaller."""

@@ -7,6 +7,7 @@ reported are remembered; a step that is computed again must give the same loss, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from meshcee.callbacks import Callback
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course, moves
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
@@ -24,12 +26,12 @@ from meshcee.figures import BlockTimes, DeviceProfile
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
-from meshcee.sampling import FED, Fed, HyperSchedule, repeats
+from meshcee.sampling import FED, Fed, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers
 from peers.owner.epoch import Owner, Report
-from peers.owner.feed import Feed, Stalls
+from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.recovery import Recovery, Stopwatch
 from peers.owner.result import Result
 from peers.owner.turn import Turn
@@ -140,6 +142,7 @@ class Training:
         on_wait: Callable[[str], None] | None,
         trace: Trace | None = None,
         on_stall: Callable[[str], None] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.result = Result()
         self._stalls = Stalls(on_stall or log.warning)
@@ -163,7 +166,7 @@ class Training:
         self._durable: Checkpoint | None = None  # the newest on the disk
         self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
         self._fed: Fed | None = None
-        self._hyper = HyperSchedule(job.optimizer, job.schedule)
+        self._steering = Steering(job, callbacks, saves=home is not None)
         self._numbers = Numbers()
         self._incarnation = 0
         self._turn = Turn(agent, job.name, on_wait, wanted.after)
@@ -199,16 +202,20 @@ class Training:
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
             if self._wanted.resume is not None:
-                await asyncio.to_thread(self._go_on, self._wanted.resume, self._captured)
+                reports = await asyncio.to_thread(self._go_on, self._wanted.resume, self._captured)
+                await self._listen(self._steering.listeners.event("on_resume", reports))
             look = partial(repeats, self._job, keeps=self._home is not None)
             reading = asyncio.get_running_loop().run_in_executor(None, look)
             self._repeats = await self._stalls.watch(reading)
             with settled():
                 await self._epochs()
+            await self._listen(self._steering.listeners.end(self.result, None))
             self._ended("stopped" if self.result.stopped else "done")
         except MeshceeError as error:
             self._ended("failed", error=str(error))
             failure = error
+            with contextlib.suppress(MeshceeError):  # what ended the run first is what counts
+                await self._listen(self._steering.listeners.end(self.result, str(error)))
         except BaseException as error:
             self._ended("aborted", error=repr(error))
             raise
@@ -228,8 +235,8 @@ class Training:
 
     # -- resuming ------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, wanted: str, captured: Capture) -> None:
-        """Find the run and its checkpoint, see that they fit this job, take up what was reported."""
+    def _go_on(self, wanted: str, captured: Capture) -> list[dict[str, Any]]:
+        """Find the run and its checkpoint, see that they fit this job, take up what was reported. Returns that."""
         if self._home is None:
             raise UsageError("only a run that this machine keeps can be resumed; join a mesh, or use the command line")
         run_id, _, step = wanted.partition("@")
@@ -256,6 +263,10 @@ class Training:
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
         self._numbers.shares, self._numbers.coded = about.rounds
+        known = {line["step"]: line for line in reports}  # of a step that was told twice the last
+        changes = (change for line in known.values() for change in line.get("lr_changes", ()))
+        self._steering.control.restore(changes, 1 + max(known, default=-1))
+        return list(known.values())
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
@@ -381,6 +392,8 @@ class Training:
                 agent.shun(peers)
             case moves.TellLost():
                 recovery.tell_lost(command)
+                names = tuple(self.result.names.get(peer) or peer for peer in command.gone + command.failed)
+                await self._listen(self._steering.listeners.event("on_loss", str(command.error), names))
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
             case moves.GoOnFrom(step, with_peers, copies):
@@ -411,12 +424,34 @@ class Training:
                     return moves.Better(None)
                 return moves.Better(proposed(Planned(faster, self._agent.newest_term, self.result.notes)))
             case moves.Tell():
+                await self._tell_listeners(report)
+                line, changes = report.to_json(), self._steering.control.news()
                 if self._diary is not None:
-                    self._diary.report(report.to_json())
+                    self._diary.report({**line, "lr_changes": changes} if changes else line)
                 await self._reports.put(report)
             case _:
                 return await self._carry_out(going, command)
         return None
+
+    async def _listen(self, call: Callable[[], None] | None, owner: Owner | None = None) -> None:
+        """Callbacks are the user's code. While steps are fed they share the thread of the data: both may draw random numbers."""
+        if call is not None and owner is not None:
+            await owner.in_users_thread(call)
+        elif call is not None:
+            await self._stalls.watch(asyncio.get_running_loop().run_in_executor(None, call))
+
+    async def _tell_listeners(self, report: Report) -> None:
+        """Of a step, and of what has come to the disk since; what they want of the run counts at once."""
+        owner = self.owner
+        assert owner is not None
+        await self._listen(self._saved(owner), owner)
+        await self._listen(self._steering.listeners.step(report), owner)
+        if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
+            self.stop()
+
+    def _saved(self, owner: Owner) -> Callable[[], None] | None:
+        newest = owner.newest
+        return self._steering.listeners.saved(newest.next_step, newest.folder) if newest is not None else None
 
     async def _proposed(self, planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
         try:
@@ -516,6 +551,7 @@ class Training:
         self.result.steps_s.clear()
         if self._on_plan is not None:
             self._on_plan(plan, names)
+        await self._listen(self._steering.listeners.plan(plan))
         self._job = replace(
             self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None
         )  # from the first plan on
@@ -573,8 +609,9 @@ class Training:
         if going.stopping:
             self.owner.stop()
         self.result.state = await self.owner.train(
-            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._hyper), hear
+            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering), hear
         )
+        await self._listen(self._saved(self.owner))
         self.result.stopped = going.stopping and self.owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
@@ -604,6 +641,7 @@ class Training:
             self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
+            self._store.spares = self._steering.control.spares
             if begins and self.base is not None:
                 self._store.forget_after(self.base.next_step)
         except OSError as error:

@@ -233,8 +233,11 @@ class Draft:
         disk.sync_folder(self._store.folder)
         if before.exists():
             _remove(before)
-        for old in self._store.list_complete()[MOST_COMPLETE:]:
-            _remove(old.folder)
+        complete = self._store.list_complete()
+        spared = self._store.spares([checkpoint.next_step for checkpoint in complete])
+        for old in complete[MOST_COMPLETE:]:
+            if old.next_step != spared:
+                _remove(old.folder)
         return Checkpoint(place)
 
     def discard(self) -> None:
@@ -292,6 +295,7 @@ class CheckpointStore:
         self.about = dict(about or {})
         self.rely = rely
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
+        self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
     @classmethod
     def of(

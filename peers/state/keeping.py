@@ -67,13 +67,15 @@ class Keeping:
         for link in links:
             link.stream.max_payload_bytes = max(link.stream.max_payload_bytes, _largest_payload_bytes(link.offer))
 
-    async def at(self, next_step: int) -> None:
-        """Before this step is fed: ask for what is due."""
+    async def at(self, next_step: int, *, asked: bool = False) -> bool:
+        """Before this step is fed: ask for what is due, or `asked` for by the user. False if members have no room for that now."""
         keep = self.copying.is_due(next_step)
-        save = self.saving.is_due(next_step)
+        save = self.saving.is_due(next_step) or (asked and self.saving.can_save)
+        wanted = save
         if self.copying.is_first_to_copy:
             save = save and keep  # members have room for one copy beside those that they may go back to
         await self.ask(next_step, keep=keep, save=save)
+        return save or not (wanted and asked)
 
     async def end(self, next_step: int, *, hand_over: bool = False) -> bool:
         """Nothing is trained from here on: have the owner read what it has not, so that the weights are never lost.

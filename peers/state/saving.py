@@ -120,6 +120,10 @@ class Saving:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
+    @property
+    def can_save(self) -> bool:
+        return self._store is not None
+
     def is_due(self, next_step: int) -> bool:
         return self._store is not None and self.settled.is_set() and self._cadence.is_due(next_step, _now_s())
 

@@ -1,0 +1,162 @@
+"""What callbacks have asked of a run: an end, evaluations, checkpoints, other learning rates.
+
+The idea: a wish counts from the first step that has not begun, so what was computed stays true. Changes of the learning rate are
+numbers that a run writes down beside its losses: a step that is computed again, by whatever owner, has the rate that it had.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshcee.errors import UsageError
+
+__all__ = ["Change", "Control"]
+
+
+class Change(NamedTuple):
+    """From this step on every group's rate is multiplied, and then raised to `least`."""
+
+    step: int
+    times: float
+    least: float
+
+
+class Control:
+    """Of one run of `steps` steps. Callbacks and the owner's threads may ask at any time."""
+
+    def __init__(self, steps: int, *, evaluates: bool = False, saves: bool = False) -> None:
+        self._steps, self._evaluates, self._saves = steps, evaluates, saves
+        self._lock = threading.Lock()
+        self._next = 0
+        self._changes: list[Change] = []  # by step
+        self._new: list[Change] = []  # that nobody has written down
+        self._evaluations: set[int] = set()
+        self._checkpoints: set[int] = set()
+        self._spared: list[int] = []
+        self._stops = False
+
+    # -- for callbacks
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has not begun: what is asked now counts for it."""
+        return self._next
+
+    def stop(self) -> None:
+        """End after the steps that have begun, with everything saved."""
+        self._stops = True
+
+    def evaluate(self) -> None:
+        """Evaluate after the next step that begins."""
+        if not self._evaluates:
+            raise UsageError("a callback asks for an evaluation: give the job eval_data")
+        with self._lock:
+            self._evaluations.add(self._next)
+
+    def checkpoint(self, *, keep: bool = False) -> None:
+        """Save the state before the next step that begins. `keep`: it outlives newer ones, until the next that is kept."""
+        self._check_saves()
+        with self._lock:
+            self._checkpoints.add(self._next)
+            if keep:
+                self._spared.append(self._next)
+
+    def keep(self, steps: int) -> None:
+        """The checkpoint after so many steps outlives newer ones, until the next that is kept."""
+        self._check_saves()
+        with self._lock:
+            self._spared.append(steps)
+
+    def scale_lr(self, times: float, *, least: float = 0.0, step: int | None = None) -> int:
+        """Multiply every rate that the schedule gives, from this step or the next that begins; it goes no lower than `least`.
+
+        Returns the step. Changes add up, in the order of their steps.
+        """
+        if not (0 < times < math.inf and 0 <= least < math.inf):
+            raise UsageError(f"scale_lr({times!r:.40}, least={least!r:.40}): a positive factor, and a rate")
+        return self._change(step, times, least)
+
+    def set_lr(self, lr: float, *, step: int | None = None) -> int:
+        """Give every group this rate, whatever the schedule says, from this step or the next that begins. Returns the step."""
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"set_lr({lr!r:.40}): a rate is a number, and not negative")
+        return self._change(step, 0.0, lr)
+
+    def _change(self, step: int | None, times: float, least: float) -> int:
+        with self._lock:
+            begins = self._next if step is None else step
+            if begins < self._next:
+                raise UsageError(
+                    f"the rate of step {begins + 1} was to change, but step {self._next} has begun already"
+                )
+            change = Change(begins, float(times), float(least))
+            insort(self._changes, change, key=lambda known: known.step)
+            self._new.append(change)
+        return begins
+
+    def _check_saves(self) -> None:
+        if not self._saves:
+            raise UsageError(
+                "a callback asks for a checkpoint, and this run has no folder: join a mesh, or use the command line"
+            )
+
+    # -- for the owner
+
+    def begin(self, step: int) -> None:
+        """What is asked from now on counts for later steps."""
+        with self._lock:
+            self._next = max(self._next, step + 1)
+
+    def options(self, step: int, groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """What each group is stepped with, of what the schedule gives."""
+        with self._lock:
+            changes: list[Change] = []
+            for change in reversed(self._changes):
+                if change.step <= step:
+                    changes.insert(0, change)
+                    if not change.times:
+                        break
+        found = [dict(group) for group in groups]
+        for group in found if changes else ():
+            for change in changes:
+                group["lr"] = max(group["lr"] * change.times, change.least)
+        return tuple(found)
+
+    def evaluates_after(self, step: int) -> bool:
+        return step in self._evaluations
+
+    def saves_before(self, step: int) -> bool:
+        return step in self._checkpoints
+
+    def put_off(self, step: int) -> None:
+        """Members have no room for a copy before this step: the next will do."""
+        with self._lock:
+            self._checkpoints = {s + (s == step) for s in self._checkpoints}
+            self._spared = [s + (s == step) for s in self._spared]
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stops
+
+    def spares(self, on_disk: Iterable[int]) -> int | None:
+        """Which of these checkpoints outlives newer ones: the last that was to be kept and is there."""
+        there = set(on_disk)
+        with self._lock:
+            self._spared = self._spared[-1000:]
+            return next((s for s in reversed(self._spared) if s in there), None)
+
+    def news(self) -> list[Change]:
+        """Changes that were asked for since the last call."""
+        with self._lock:
+            found, self._new = self._new, []
+        return found
+
+    def restore(self, changes: Iterable[Sequence[Any]], next_step: int) -> None:
+        """A run goes on, of which these are written down, at steps before this one."""
+        with self._lock:
+            self._changes = sorted((Change(*change) for change in changes), key=lambda change: change.step)
+            self._next = next_step

@@ -1,0 +1,69 @@
+"""The callbacks of a run, as its owner calls them: which of them hear of an event, and how.
+
+The idea: here it is decided what is to be called; the owner calls it in the thread where the user's code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshcee.callbacks.callback import Callback
+from meshcee.callbacks.control import Control
+from meshcee.user_code import calling
+
+__all__ = ["Listeners"]
+
+ORDER = ("never", "evaluations", "steps")
+
+
+class Listeners:
+    """Of one run, over all its epochs. Each method gives what is to be called, if anything."""
+
+    def __init__(self, callbacks: Sequence[Callback], control: Control) -> None:
+        self._callbacks, self._control = tuple(callbacks), control
+        self._has_plan = self._is_over = False
+        self._saved = -1  # the checkpoint that was told of last
+        self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
+
+    def event(self, name: str, *what: Any) -> Callable[[], None] | None:
+        """Every callback hears of it, in order. The call raises UsageError where one of them fails."""
+        heard = [one for one in self._callbacks if getattr(type(one), name) is not getattr(Callback, name)]
+
+        def call() -> None:
+            for one in heard:
+                with calling(f"{type(one).__name__}.{name}"):
+                    getattr(one, name)(self._control, *what)
+
+        return call if heard else None
+
+    def plan(self, plan: Any) -> Callable[[], None] | None:
+        """It begins."""
+        name, self._has_plan = "on_change" if self._has_plan else "on_plan", True
+        return self.event(name, plan)
+
+    def step(self, report: Any) -> Callable[[], None] | None:
+        """It was told of, with its evaluation if there was one."""
+        calls = [self.event("on_step", report), self.event("on_evaluate", report) if report.metrics else None]
+        found = [call for call in calls if call is not None]
+
+        def call() -> None:
+            for one in found:
+                one()
+
+        return call if found else None
+
+    def saved(self, steps: int, folder: Path) -> Callable[[], None] | None:
+        """The newest checkpoint is this one; of one that they have heard of nobody hears again."""
+        if steps <= self._saved:
+            return None
+        self._saved = steps
+        return self.event("on_checkpoint", steps, folder)
+
+    def end(self, result: Any, error: str | None) -> Callable[[], None] | None:
+        """Once, however it ends."""
+        if self._is_over:
+            return None
+        self._is_over = True
+        return self.event("on_end", result, error)

@@ -1,0 +1,131 @@
+"""Callbacks that everybody needs: keep the best state, stop when nothing improves, lower the rate on a plateau.
+
+The idea: each is a function of the evaluations so far. A run that is resumed hears of them again, and so goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from meshcee.callbacks.callback import Callback
+from meshcee.callbacks.control import Control
+from meshcee.errors import UsageError
+
+__all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
+
+
+class _OnMetric(Callback):
+    """`_hear` gets one value an evaluation, in order."""
+
+    def __init__(self, metric: str, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise UsageError(f"mode is 'min' or 'max', not {mode!r:.40}")
+        self.metric, self.mode = metric, mode
+
+    def _value(self, metrics: Mapping[str, float]) -> float:
+        if self.metric not in metrics:
+            raise UsageError(
+                f"{type(self).__name__} looks at {self.metric!r:.80}, and evaluations have {', '.join(sorted(metrics))}"
+            )
+        return float(metrics[self.metric])
+
+    def _hear(self, steps: int, value: float) -> bool:
+        raise NotImplementedError
+
+    def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        for line in reports:
+            if line.get("metrics"):
+                value = line["metrics"].get(self.metric)
+                self._hear(int(line["step"]) + 1, math.nan if value is None else float(value))
+
+
+class _Best(_OnMetric):
+    """Remembers the best value so far and after how many steps it came."""
+
+    def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
+        super().__init__(metric, mode)
+        self._min_delta = min_delta
+        self.best: tuple[int, float] | None = None
+
+    def _hear(self, steps: int, value: float) -> bool:
+        sign = 1 if self.mode == "min" else -1
+        better = not math.isnan(value) and (self.best is None or sign * value < sign * self.best[1] - self._min_delta)
+        if better:
+            self.best = steps, value
+        return better
+
+
+class KeepBest(_Best):
+    """The state with the best evaluation stays on the disk: `best` is (steps, value), `RUN@STEPS` its checkpoint."""
+
+    def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:
+        super().__init__(metric, mode)
+
+    def on_evaluate(self, run: Control, report: Any) -> None:
+        if self._hear(report.step + 1, self._value(report.metrics)):
+            run.checkpoint(keep=True)
+
+    def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        super().on_resume(run, reports)
+        if self.best is not None:
+            run.keep(self.best[0])
+
+
+class EarlyStop(_Best):
+    """End the run when so many evaluations in a row were no better than the best by more than `min_delta`."""
+
+    def __init__(self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
+        super().__init__(metric, mode, min_delta)
+        if patience < 1:
+            raise UsageError("patience is a number of evaluations, at least 1")
+        self.patience = patience
+        self._in_vain = 0
+
+    def _hear(self, steps: int, value: float) -> bool:
+        better = super()._hear(steps, value)
+        self._in_vain = 0 if better else self._in_vain + 1
+        return better
+
+    def on_evaluate(self, run: Control, report: Any) -> None:
+        self._hear(report.step + 1, self._value(report.metrics))
+        if self._in_vain >= self.patience:
+            run.stop()
+
+
+class ReduceOnPlateau(_OnMetric):
+    """Lower the rate when evaluations get no better: torch.optim.lr_scheduler.ReduceLROnPlateau with eps=0, and its options.
+
+    The rates are equal to torch's, bit for bit. A schedule of the job goes on below: its rates are multiplied.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        factor: float = 0.1,
+        min_lr: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(metric, mode)
+        self._factor, self._min_lr = factor, min_lr
+        self._rate = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        try:
+            self._rule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                self._rate, mode=mode, factor=factor, eps=0.0, **options
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"torch.optim.lr_scheduler.ReduceLROnPlateau: {error}") from error
+
+    def _hear(self, steps: int, value: float) -> bool:
+        self._rate.param_groups[0]["lr"] = 1.0
+        self._rule.step(value)
+        return bool(self._rate.param_groups[0]["lr"] < 1.0)
+
+    def on_evaluate(self, run: Control, report: Any) -> None:
+        if self._hear(report.step + 1, self._value(report.metrics)):
+            run.scale_lr(self._factor, least=self._min_lr)

@@ -1,0 +1,120 @@
+"""What callbacks ask for counts from the first step that has not begun, whatever is asked, and in whatever order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshcee.callbacks import Callback, Control, Listeners, called
+from meshcee.callbacks.rules import EarlyStop, KeepBest, ReduceOnPlateau
+from meshcee.errors import UsageError
+
+GROUPS = ({"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 1.0})
+
+
+def rates(control: Control, step: int) -> list[float]:
+    return [group["lr"] for group in control.options(step, GROUPS)]
+
+
+def test_without_a_wish_nothing_changes() -> None:
+    assert Control(10).options(3, GROUPS) == GROUPS
+
+
+def test_changes_add_up_in_the_order_of_their_steps() -> None:
+    control = Control(10)
+    control.scale_lr(0.5, step=6)
+    control.set_lr(0.02, step=4)
+    control.scale_lr(0.1, least=0.05, step=2)
+    assert [rates(control, step) for step in (1, 2, 4, 6)] == [[0.1, 1.0], [0.05, 0.1], [0.02, 0.02], [0.01, 0.01]]
+    assert control.options(2, GROUPS)[0]["betas"] == [0.9, 0.99]
+    assert GROUPS[0]["lr"] == 0.1
+    assert [change.step for change in control.news()] == [
+        6,
+        4,
+        2,
+    ]  # in the order in which they were asked for, and once
+    assert control.news() == []
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.floats(0.1, 3.0)), max_size=12), st.integers(0, 8))
+def test_a_control_that_is_restored_gives_every_step_the_same_rates(
+    wishes: list[tuple[bool, int, float]], begun: int
+) -> None:
+    first, second = Control(20), Control(20)
+    for sets, later, value in wishes:
+        (first.set_lr if sets else first.scale_lr)(value, step=later)
+    second.restore([list(change) for change in first.news()], begun)
+    assert [rates(second, step) for step in range(20)] == [rates(first, step) for step in range(20)]
+    assert second.next_step == begun
+
+
+def test_what_has_begun_stays_as_it_was() -> None:
+    control = Control(10, evaluates=True, saves=True)
+    control.begin(4)
+    control.begin(2)  # of an epoch that goes back
+    assert control.scale_lr(0.1) == 5
+    with pytest.raises(UsageError, match="step 5 was to change, but step 5 has begun"):
+        control.set_lr(0.1, step=4)
+    control.evaluate()
+    control.checkpoint()
+    assert (
+        [s for s in range(10) if control.evaluates_after(s)] == [5] == [s for s in range(10) if control.saves_before(s)]
+    )
+    control.put_off(5)
+    assert control.saves_before(6)
+    assert not control.saves_before(5)
+
+
+def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None:
+    control = Control(10, saves=True)
+    assert control.spares([1, 2, 3]) is None
+    control.keep(1)
+    control.keep(7)
+    assert control.spares([1, 4, 5]) == 1
+    assert control.spares([1, 4, 7]) == 7
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        (lambda control: control.scale_lr(0.0), "a positive factor"),
+        (lambda control: control.scale_lr(math.nan), "a positive factor"),
+        (lambda control: control.set_lr(math.inf), "not negative"),
+        (lambda control: control.evaluate(), "give the job eval_data"),
+        (lambda control: control.checkpoint(), "no folder"),
+        (lambda control: called([EarlyStop]), "a function of"),
+        (lambda control: called(EarlyStop()), "a list"),
+        (lambda control: EarlyStop(patience=0), "at least 1"),
+        (lambda control: KeepBest(mode="best"), "'min' or 'max'"),
+        (lambda control: ReduceOnPlateau(cooling=3), "ReduceLROnPlateau.*cooling"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(wish: object, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        wish(Control(10))  # type: ignore[operator]
+
+
+def test_who_waits_longest_is_waited_for() -> None:
+    def of(waits: str) -> Callback:
+        return type("Waits", (Callback,), {"waits": waits})()
+
+    assert Listeners([], Control(1)).waits == "never"
+    assert Listeners([of("never"), of("evaluations")], Control(1)).waits == "evaluations"
+    assert Listeners([of("steps"), of("evaluations")], Control(1)).waits == "steps"
+    with pytest.raises(UsageError, match="'sometimes'"):
+        called([of("sometimes")])
+
+
+def test_a_resumed_rule_goes_on_as_it_would_have() -> None:
+    lines = [{"step": step, "metrics": {"loss": loss}} for step, loss in enumerate([3.0, 2.0, None, 2.5])]
+    best, stop = KeepBest(), EarlyStop(patience=3)
+    control = Control(10, saves=True)
+    for one in (best, stop):
+        one.on_resume(control, [{"step": 9, "metrics": {}}, *lines])
+    assert best.best == (2, 2.0)
+    assert control.spares([1, 2, 3]) == 2
+    stop.on_evaluate(control, type("Report", (), {"step": 4, "metrics": {"loss": 2.0}}))
+    assert control.is_stopping

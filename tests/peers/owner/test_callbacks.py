@@ -1,0 +1,316 @@
+"""Callbacks hear of each event once and steer the run; what they change trains what a plain loop with the same change would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshcee
+from meshcee.callbacks import Callback, Control
+from meshcee.capture import Capture, capture
+from meshcee.eager import plain, plain_steps
+from meshcee.errors import UsageError, unwrap
+from meshcee.files.home import Home
+from meshcee.job import Job, Optimizer, Schedule
+from peers.node.assemble import JoinOptions, join
+from peers.owner.job_run import Result
+from peers.state.checkpoint import CheckpointStore
+from tests.peers.member.test_training import Pairs, make_job
+from tests.peers.owner.test_recovery import a_mesh, stage_of
+
+STEPS, MICRO = 10, 6
+
+
+class Reachable(Optimizer):
+    """The plain loop's torch optimizer, where a test can change its rates."""
+
+    def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        self.built = super().build(named)
+        return self.built
+
+
+def job_of(**changes: object) -> Job:
+    optimizer = Reachable("AdamW", lr=1e-2, groups={"*.bias": {"lr": 3e-3}})
+    settings = {"steps": STEPS, "micro_batch_size": MICRO, "optimizer": optimizer, "schedule": None}
+    return make_job(**{**settings, "eval_data": Pairs(21), **changes})
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+async def run(
+    job: Job,
+    callbacks: Sequence[Any],
+    home: Home | None = None,
+    *,
+    stages: int = 3,
+    until: int | None = None,
+    resume: str | None = None,
+) -> tuple[Result, list[Any]]:
+    """Train in this process; `until` abandons the run, as a crash would, once that step is reported."""
+    found = []
+    try:
+        async with join(JoinOptions(local=stages), home) as mesh:
+            async for report in mesh.train(
+                job, captured=captured_job(), stages=stages, callbacks=callbacks, resume=resume
+            ):
+                found.append(report)
+                if report.step == until:
+                    break
+            return mesh.result, found
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+def assert_same(result: Result, losses: list[float], state: Mapping[str, torch.Tensor]) -> None:
+    assert result.losses == losses
+    assert result.state_dict.keys() == state.keys()
+    for name, tensor in result.state_dict.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def evaluated(job: Job, model: nn.Module) -> float:
+    """The loss over eval_data, as a plain loop would take it in the same micro-batches."""
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for first in range(0, len(job.eval_data), MICRO):
+            rows = [job.eval_data[i] for i in range(first, min(first + MICRO, len(job.eval_data)))]
+            x, y = (torch.as_tensor(column) for column in zip(*rows, strict=True))
+            total += float(job.loss(model(x), y)) * len(rows)
+    model.train()
+    return total / len(job.eval_data)
+
+
+# -- the learning rate
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+async def test_a_plateau_lowers_the_rate_as_torchs_own_class_in_a_plain_loop(stages: int) -> None:
+    options: dict[str, Any] = {"factor": 0.3, "min_lr": 5e-4, "patience": 1, "threshold": 0.9, "cooldown": 1}
+    job = job_of(eval_every=1)
+    result, reports = await run(job, [meshcee.ReduceOnPlateau("loss", **options)], stages=stages)
+    losses, rates, values = [], [], []
+    for done in plain_steps(job, STEPS, MICRO):
+        assert isinstance(job.optimizer, Reachable)
+        if not done.step:
+            rule = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer.built, eps=0.0, **options)
+        losses.append(done.loss)
+        rates.append(job.optimizer.built.param_groups[-1]["lr"])
+        values.append(evaluated(job, done.module))
+        rule.step(values[-1])
+    assert_same(result, losses, done.state_dict)
+    assert [report.lr for report in reports] == rates
+    assert [report.metrics["loss"] for report in reports] == values
+    assert len(set(rates)) >= 3
+
+
+async def test_a_rate_that_is_changed_from_a_step_on_is_that_of_a_schedule_with_this_step() -> None:
+    def lower(run: Control, report: Any) -> None:
+        if report.step == 1:
+            assert run.scale_lr(0.1, step=7) == 7
+
+    result, reports = await run(job_of(), [lower])
+    expected = plain(job_of(schedule=Schedule("MultiStepLR", milestones=[7], gamma=0.1)), STEPS, MICRO)
+    assert_same(result, expected.losses, expected.state_dict)
+    assert [report.lr for report in reports] == [1e-2] * 7 + [1e-2 * 0.1] * 3
+    assert result.losses != plain(job_of(), STEPS, MICRO).losses
+
+
+class Lower(Callback):
+    """The rate is a third after each step, until the sixth: what counts when is the same in every run."""
+
+    waits = "steps"
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_step(self, run: Control, report: Any) -> None:
+        if report.step < 6:
+            self.at.append(run.scale_lr(0.3))
+
+
+def lowered() -> tuple[list[float], dict[str, torch.Tensor]]:
+    job, losses = job_of(), []
+    for done in plain_steps(job, STEPS, MICRO):
+        assert isinstance(job.optimizer, Reachable)
+        losses.append(done.loss)
+        for group in job.optimizer.built.param_groups if done.step < 6 else ():
+            group["lr"] *= 0.3
+    return losses, done.state_dict
+
+
+async def test_no_step_begins_before_a_callback_that_waits_has_heard_of_the_one_before() -> None:
+    lower = Lower()
+    result, _ = await run(job_of(), [lower])
+    assert_same(result, *lowered())
+    assert lower.at == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("until", [2, 7])
+async def test_a_resumed_run_has_the_rates_that_it_had(tmp_path: Path, until: int) -> None:
+    """The second owner has the callback, too, or where everything is asked for already none: the run's own lines tell."""
+    home = Home(tmp_path)
+    job = job_of(checkpoint_every=2)
+    await run(job, [Lower()], home, until=until)
+    cut = home.run("last")
+    on_disk = [c.next_step for c in CheckpointStore(cut.checkpoints).complete()]
+    again = Lower()
+    result, _ = await run(job, [again] if until < 6 else [], home, stages=2, resume=f"{cut.id}@{on_disk[-1]}")
+    assert_same(result, *lowered())
+    lines = cut.reports()
+    assert [line["lr_changes"] for line in lines if "lr_changes" in line] == [[[s, 0.3, 0.0]] for s in range(1, 7)]
+    assert again.at == list(range(until + 2, 7)) if until < 6 else not again.at
+
+
+async def test_a_loss_changes_no_rate_and_is_told_of_once(tmp_path: Path) -> None:
+    class Hears(Lower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plans: list[str] = []
+            self.lost: list[tuple[str, Sequence[str]]] = []
+
+        def on_plan(self, run: Control, plan: Any) -> None:
+            self.plans.append(f"plan of {len(plan.peers)}")
+
+        def on_change(self, run: Control, plan: Any) -> None:
+            self.plans.append(f"change to {len(plan.peers)}")
+
+        def on_loss(self, run: Control, error: str, peers: Sequence[str]) -> None:
+            self.lost.append((error, peers))
+
+    hears, steps = Hears(), []
+    async with a_mesh(Home(tmp_path), 3) as (here, mesh):
+        train = mesh.train(job_of(checkpoint_every=2), captured=captured_job(), stages=3, callbacks=[hears])
+        async for report in train:
+            steps.append(report.step)
+            if report.step == 4:
+                victim = stage_of(here, mesh, 1)
+                here.crash(victim)
+    assert_same(mesh.result, *lowered())
+    assert steps == list(range(STEPS))
+    assert hears.plans == ["plan of 3", "change to 2"]
+    ((error, peers),) = hears.lost
+    assert peers == (victim,)
+    assert victim in error
+    assert hears.at == sorted(hears.at)
+    assert len(hears.at) == 6
+
+
+# -- the end, evaluations and checkpoints
+
+
+async def test_a_run_that_gets_no_better_ends_after_the_same_step_always() -> None:
+    stop = meshcee.EarlyStop("loss", patience=2, min_delta=100.0)
+    result, reports = await run(job_of(eval_every=2), [stop])
+    assert result.stopped
+    assert [report.step for report in reports if report.metrics] == [1, 3, 5]
+    expected = plain(job_of(), 6, MICRO)
+    assert_same(result, expected.losses, expected.state_dict)
+    assert stop.best == (2, reports[1].metrics["loss"])
+
+
+async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None:
+    """Here the first evaluation is the best, as the rate is far too high afterwards; every second step is saved."""
+
+    class Spoil(Callback):
+        def on_evaluate(self, run: Control, report: Any) -> None:
+            run.set_lr(3.0)
+
+    home, best = Home(tmp_path), meshcee.KeepBest("loss")
+    await run(job_of(eval_every=3, checkpoint_every=2), [best, Spoil()], home)
+    assert best.best is not None
+    assert best.best[0] == 3
+    cut = home.run("last")
+    found = {c.next_step: c for c in CheckpointStore(cut.checkpoints).complete()}
+    assert len(found) == 3  # the two newest, and that one
+    assert 10 in found
+    saved, expected = found[3].weights(found[3].names), plain(job_of(), 3, MICRO)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.module.named_parameters())
+
+
+async def test_the_best_state_is_still_the_best_when_the_run_is_resumed(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    job = job_of(eval_every=3, checkpoint_every=2)
+    spoil = [meshcee.KeepBest("loss"), lambda run, report: run.set_lr(3.0, step=3) if not report.step else None]
+    await run(job, spoil, home, until=6)
+    cut = home.run("last")
+    best = meshcee.KeepBest("loss")
+    await run(job, [best], home, stages=2, resume=cut.id)
+    assert best.best is not None
+    assert best.best[0] == 3
+    found = [c.next_step for c in CheckpointStore(cut.checkpoints).complete()]
+    assert len(found) == 3
+    assert {3, 10} < set(found)
+
+
+async def test_evaluations_and_checkpoints_come_when_they_are_asked_for(tmp_path: Path) -> None:
+    class Asks(Callback):
+        waits = "steps"
+
+        def __init__(self) -> None:
+            self.saved: list[int] = []
+            self.evaluated: list[int] = []
+            self.ends: list[tuple[int, str | None]] = []
+
+        def on_step(self, run: Control, report: Any) -> None:
+            if report.step == 2:
+                run.evaluate()
+                run.checkpoint()
+
+        def on_evaluate(self, run: Control, report: Any) -> None:
+            self.evaluated.append(report.step)
+
+        def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+            assert (folder / "manifest.json").exists()
+            self.saved.append(steps)
+
+        def on_end(self, run: Control, result: Any, error: str | None) -> None:
+            self.ends.append((len(result.losses), error))
+
+    asks = Asks()
+    result, reports = await run(job_of(checkpoint_every=1000), [asks], Home(tmp_path))
+    assert asks.evaluated == [3, 9] == [report.step for report in reports if report.metrics]
+    assert asks.saved == [3, 10]
+    assert asks.ends == [(STEPS, None)]
+    expected = plain(job_of(), STEPS, MICRO)
+    assert_same(result, expected.losses, expected.state_dict)
+
+
+# -- what cannot be
+
+
+def fails(run: Control, report: Any) -> None:
+    raise ValueError("mine")
+
+
+def saves(run: Control, report: Any) -> None:
+    run.checkpoint()
+
+
+def late(run: Control, report: Any) -> None:
+    run.set_lr(1.0, step=0)
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (fails, rf"failed at {__file__}:\d+: ValueError: mine"),
+        (saves, "no folder"),
+        (late, r"step 1 was to change, but step \d+ has begun"),
+        (meshcee.EarlyStop("accuracy"), "looks at 'accuracy', and evaluations have loss"),
+        (lambda run, report: run.scale_lr(-1.0), "a positive factor"),
+        (Callback, "a meshcee.Callback or a function"),
+    ],
+)
+async def test_a_callback_that_fails_ends_the_run_with_a_sentence(callback: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        await run(job_of(eval_every=1), [callback])
