@@ -42,9 +42,19 @@ from meshcee.capture.export import (
     refuse_overlaps,
     settled,
 )
-from meshcee.capture.graph import Analysis, Input, Node, Program, find_recomputed, teach_shapes
+from meshcee.capture.graph import (
+    Analysis,
+    Input,
+    Node,
+    NodeRefused,
+    Program,
+    find_recomputed,
+    teach_shapes,
+)
+from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.recipes import InitialState, construct, from_checkpoint
-from meshcee.errors import CaptureError, MeshceeError, UsageError
+from meshcee.config import Limits
+from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
@@ -211,6 +221,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         refuse_idle(asked, [data_rules.inputs_of(data_rules.stack([sample])) for sample in probed])
         program, analysis = _cut(exported, job.cuts)
         before.put_back()
+        _accepted(program)
         watch(program)
         refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
         evaluation: Program | None = None
@@ -220,6 +231,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             eval_wrap = _WithLoss(work, job, example, evaluate=True)
             eval_wrap.rebound = train_wrap.rebound
             evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
+            _accepted(evaluation)
             paths = eval_wrap.seen.paths
     except CaptureError:
         if recorder is None and job.precision == "fp32":
@@ -396,6 +408,20 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
         block += i in marks
         placed.append(dataclasses.replace(node, block=block))
     return Program(tuple(inputs), tuple(placed), tuple(outputs), len(chosen) + 1, recomputed), analysis
+
+
+def _accepted(program: Program) -> None:
+    """What every peer will ask of the graph is asked here, where the user's line is known."""
+    graph = encode_program(program)
+    try:
+        decode_program(graph, Limits(graph_bytes=max(len(graph), 1)))
+    except NodeRefused as error:
+        node = program.nodes[error.position]
+        raise CaptureError(
+            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; write it with other torch functions"
+        ) from error
+    except GraphError as error:
+        raise CaptureError(f"the model's graph cannot run on a peer: {error}") from error
 
 
 def _work(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> list[float]:

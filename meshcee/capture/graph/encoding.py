@@ -9,31 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 import torch
 
-from meshcee.capture.graph.operators import find_operator
+from meshcee.capture.graph.operators import Operator, find_operator
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, Value
+from meshcee.capture.graph.rules import EQUATION, MAX_DIMS, MAX_PARTS, WORDS
 from meshcee.capture.graph.strides import canonical
-from meshcee.capture.graph.verify import MAX_ELEMENTS, verify_program
+from meshcee.capture.graph.verify import MAX_ELEMENTS, NodeRefused, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
 
-__all__ = ["decode_program", "encode_program"]
+__all__ = ["DTYPES", "decode_program", "encode_program"]
 
 VERSION = 2
 MAX_VALUES = 200_000
 MAX_BLOCKS = 4096
-MAX_DIMS = 16
 MAX_CONSTANT_BYTES = 4 << 20  # of all constants
-MAX_LIST = 4096
+MAX_LIST = MAX_PARTS
 MAX_NAME = 512
 MAX_INTEGER = 1 << 63
 
-_DTYPES = {
+DTYPES = {
     str(d).removeprefix("torch."): d
     for d in [
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -46,15 +46,6 @@ _FORMATS = {
     for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
 _LAYOUTS = {"strided": torch.strided}
-# Strings that operators take: rounding modes, paddings, interpolation and reduction names.
-_STRINGS = frozenset(
-    {
-        *("floor", "trunc", "none", "tanh", "same", "valid", "mean", "sum", "prod", "amax", "amin", "max", "min"),
-        *("constant", "reflect", "replicate", "circular", "left", "right", "ij", "xy"),
-        *("linear", "lower", "higher", "midpoint", "nearest", "fro", "nuc"),
-    }
-)
-_EINSUM = re.compile(r"[A-Za-z,. ]{1,64}->[A-Za-z. ]{0,32}")
 _KINDS = ("raw", "parameter", "buffer", "constant")
 
 
@@ -134,26 +125,35 @@ def _program(document: Any) -> Program:
     made_inputs = _inputs(inputs)
     base = len(made_inputs)
     made_nodes: list[Node] = []
-    for i, (operator, args, kwargs, value, block, no_grad) in enumerate(nodes):
+    for i, (operator, *rest) in enumerate(nodes):
         called = operators[_index(operator, len(operators))]
-        if not isinstance(args, list) or len(args) > MAX_LIST:
-            raise GraphError(f"node {i} has no list of arguments")
-        node = Node(
-            operator=called,
-            args=tuple(_argument(a, base + i, 0) for a in args),
-            kwargs={_string(k, 64): _argument(v, base + i, 0) for k, v in dict(kwargs).items()},
-            value=_value(value, f"n{i}"),
-            block=_integer(block),
-            no_grad=_flag(no_grad),
-        )
-        _check_call(node, made_inputs, made_nodes)
-        made_nodes.append(node)
+        try:
+            made_nodes.append(_node(i, called, rest, made_inputs))
+        except GraphError as error:
+            raise NodeRefused(i, called.name, str(error)) from error
     numbers = frozenset(_index(r, base + len(made_nodes)) for r in recomputed)
     for number in numbers:
         if number < base or made_nodes[number - base].operator.mutates or made_nodes[number - base].operator.random:
             raise GraphError(f"value {number} cannot be recomputed by every stage")
     ends = tuple(_index(o, base + len(made_nodes)) for o in outputs)
     return Program(tuple(made_inputs), tuple(made_nodes), ends, num_blocks, numbers)
+
+
+def _node(i: int, operator: Operator, encoded: Any, inputs: Sequence[Input]) -> Node:
+    args, kwargs, value, block, no_grad = encoded
+    number = len(inputs) + i
+    if not isinstance(args, list) or len(args) > MAX_LIST:
+        raise GraphError("it has no list of arguments, or one that is too long")
+    node = Node(
+        operator=operator,
+        args=tuple(_argument(a, number, 0) for a in args),
+        kwargs={_string(k, 64): _argument(v, number, 0) for k, v in dict(kwargs).items()},
+        value=_value(value, f"n{i}"),
+        block=_integer(block),
+        no_grad=_flag(no_grad),
+    )
+    _check_call(node, inputs)
+    return node
 
 
 def _inputs(entries: Any) -> list[Input]:
@@ -195,7 +195,7 @@ def _strides(kind: str, value: Value, given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _check_call(node: Node, inputs: list[Input], nodes: list[Node]) -> None:
+def _check_call(node: Node, inputs: Sequence[Input]) -> None:
     """Argument count and names by the schema; writes only to values of the program and to buffers marked so."""
     operator = node.operator
     if not operator.is_aten:
@@ -229,7 +229,7 @@ def _encode_argument(argument: Any) -> Any:
         return {"l": str(argument).removeprefix("torch.")}
     if isinstance(argument, torch.device):
         return {"d": 0}  # the device of the stage, whichever it is
-    return _checked_string(argument) if isinstance(argument, str) else argument
+    return argument
 
 
 def _argument(encoded: Any, number: int, depth: int) -> Any:
@@ -240,7 +240,9 @@ def _argument(encoded: Any, number: int, depth: int) -> Any:
             raise GraphError("a graph holds an integer of more than 64 bits")
         return encoded
     if isinstance(encoded, str):
-        return _checked_string(encoded)
+        if encoded not in WORDS and not EQUATION.fullmatch(encoded):
+            raise GraphError(f"a graph holds the string {encoded[:80]!r}, which no operator is known to take")
+        return encoded
     if isinstance(encoded, list):
         if depth >= 2 or len(encoded) > MAX_LIST:
             raise GraphError("a graph holds a list that is too long or too deep")
@@ -250,7 +252,7 @@ def _argument(encoded: Any, number: int, depth: int) -> Any:
         if tag == "r":
             return Ref(_index(what, number))
         if tag == "t":
-            return _DTYPES[what]
+            return DTYPES[what]
         if tag == "f":
             return _FORMATS[what]
         if tag == "l":
@@ -296,7 +298,7 @@ def _value(encoded: Any, name: str) -> Value:
     if tag != 2 or not isinstance(shape, list) or len(shape) > MAX_DIMS:
         raise GraphError(f"value {name[:80]!r} has no valid shape")
     dims = tuple(_dim(d) for d in shape)
-    value = Value(name, _DTYPES[dtype], dims)
+    value = Value(name, DTYPES[dtype], dims)
     if math.prod(s for s in value.sizes(1) if s) > MAX_ELEMENTS:
         raise GraphError(f"value {name[:80]!r} has more than {MAX_ELEMENTS} elements")
     given = tuple(order) or tuple(range(len(dims)))
@@ -333,12 +335,6 @@ def _index(value: Any, count: int) -> int:
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise GraphError(f"expected a flag in a graph, got {str(value)[:40]!r}")
-    return value
-
-
-def _checked_string(value: str) -> str:
-    if value not in _STRINGS and not _EINSUM.fullmatch(value):
-        raise GraphError(f"a graph holds the string {value[:80]!r}, which no operator is known to take")
     return value
 
 

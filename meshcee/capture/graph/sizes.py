@@ -17,8 +17,11 @@ __all__ = ["integer"]
 DEPTH = 200  # steps of arithmetic from a shape to the integer
 
 
-def integer(program: Program, number: int, batch: int, depth: int = DEPTH) -> int:
-    """Value `number` of the program for so many samples; GraphError when it depends on more than shapes."""
+def integer(program: Program, number: int, batch: int, depth: int = DEPTH, *, usual: bool = True) -> int:
+    """Value `number` of the program for so many samples; GraphError when it depends on more than shapes.
+
+    Sizes that vary are as usual, or at their limit.
+    """
     position = number - len(program.inputs)
     if position < 0 or depth == 0:
         raise GraphError(f"value {number} is no integer that follows from shapes")
@@ -28,8 +31,8 @@ def integer(program: Program, number: int, batch: int, depth: int = DEPTH) -> in
             return argument
         value = program.value(argument.index)
         if value.is_tensor:
-            return torch.empty(value.sizes(batch, usual=True), dtype=value.dtype, device="meta")
-        return integer(program, argument.index, batch, depth - 1)
+            return torch.empty(value.sizes(batch, usual=usual), dtype=value.dtype, device="meta")
+        return integer(program, argument.index, batch, depth - 1, usual=usual)
 
     node = program.nodes[position]
     try:

@@ -1,62 +1,174 @@
 """Whether a program from the network means what it says: one pass over meta tensors, which cost no memory.
 
 The idea: a receiver sizes its buffers by the shapes that a program declares, and its device runs what the nodes compute.
-So the two must agree, and every tensor on the way must be of bearable size, before a single byte is allocated for it.
+So the two must agree, and every tensor on the way must be of bearable size, before a single byte is allocated for it. Each
+call is held against the rules first, and while it runs, whatever it calls in turn is counted and measured.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshcee.capture.graph.analysis import quiet, resolve
-from meshcee.capture.graph.program import Free, Node, Program, Value
+from meshcee.capture.graph.guards import teach_shapes
+from meshcee.capture.graph.program import Free, Input, Node, Program, StageSpec, Value
+from meshcee.capture.graph.rules import check_call
+from meshcee.capture.graph.sizes import integer
 from meshcee.errors import GraphError
 
-__all__ = ["MAX_ELEMENTS", "prepare", "verify_program"]
+__all__ = ["MAX_ELEMENTS", "Measure", "NodeRefused", "activation_bytes", "prepare", "verify_program"]
 
-MAX_ELEMENTS = 1 << 40  # of one tensor at the hint below
-MAX_PARTS = 4096  # outputs of one node
-MAX_RECURRENT_LAYERS = 256
+MAX_ELEMENTS = 1 << 40  # of one tensor, at the hint below or for the real micro-batch
+MAX_CALLS = 20_000  # of kernels, by one node: recurrent layers walk their steps
+MAX_RANK = 64  # dimensions on the way to a value; torch itself counts no further
 _HINT = 2  # samples
+_FUSED = frozenset(
+    {"aten.scaled_dot_product_attention.default"}
+)  # a device makes no table of all pairs, meta tensors do
 _META = torch.device("meta")
+
+
+class NodeRefused(GraphError):
+    """One node of a program is refused: its position among the nodes, and why."""
+
+    def __init__(self, position: int, operator: str, why: str) -> None:
+        super().__init__(f"node {position} ({operator}): {why}")
+        self.position, self.why = position, why
 
 
 def prepare() -> None:
     """Import what kernels for the meta device import on first use, 80 MiB of modules in seconds: to be called by whoever
     will read strangers' graphs, before the first comes."""
     importlib.import_module("torch._dynamo")
+    teach_shapes()
 
 
 def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
-    with quiet(), torch.no_grad():
-        values: list[Any] = [
-            entry.laid_out(torch.empty(entry.value.sizes(_HINT), dtype=entry.value.dtype, device=_META))
-            for entry in program.inputs
-        ]
-        for i, node in enumerate(program.nodes):
-            _check_parts(node, values)
+    values: dict[int, Any] = {number: _given(entry, _HINT) for number, entry in enumerate(program.inputs)}
+    for _ in _run(enumerate(program.nodes, len(program.inputs)), values, program, _HINT, Measure()):
+        pass
+
+
+def activation_bytes(program: Program, spec: StageSpec, batch: int) -> int:
+    """The most bytes that a forward pass of this stage holds at once for so many samples, weights apart.
+
+    Raises GraphError where the nodes make something else for so many samples than the program declares.
+    """
+    values: dict[int, Any] = {number: _given(entry, batch) for number, entry in spec.inputs}
+    for number, value in zip(spec.received_numbers, spec.received):
+        values[number] = _laid(value, batch) if value.is_tensor else integer(program, number, batch, usual=False)
+    weights = {_memory(values[number]) for number, entry in spec.inputs if entry.kind != "raw"}
+    uses: dict[int, int] = dict.fromkeys(weights, 1)  # memory -> values in it
+    measure = Measure(uses)
+    last = {number: place for place, (_, node) in enumerate(spec.nodes) for number in node.refs}
+    kept = {*spec.sent_numbers, *spec.output_numbers}
+    live = most = 0
+
+    def hold(number: int, change: int) -> None:
+        nonlocal live
+        for tensor in _tensors(values[number]):
+            memory = _memory(tensor)
+            if memory not in weights:
+                before = uses.get(memory, 0)
+                uses[memory] = before + change
+                live += ((before + change > 0) - (before > 0)) * tensor.untyped_storage().nbytes()
+
+    for number in [*values]:
+        hold(number, 1)
+    for place, (number, node) in enumerate(_run(spec.nodes, values, program, batch, measure)):
+        if node.operator.name not in _FUSED:
+            most = max(most, live + measure.largest_bytes)
+        hold(number, 1)
+        most = max(most, live)
+        for read in {*node.refs, number}:
+            if last.get(read, -1) <= place and read not in kept:
+                hold(read, -1)
+    return max(most, live)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+
+
+def _given(entry: Input, batch: int) -> torch.Tensor:
+    return entry.laid_out(torch.empty(entry.value.sizes(batch), dtype=entry.value.dtype, device=_META))
+
+
+def _laid(value: Value, batch: int) -> torch.Tensor:
+    return value.from_wire(torch.empty(value.wire_shape(batch), dtype=value.dtype, device=_META))
+
+
+def _run(
+    nodes: Iterable[tuple[int, Node]], values: dict[int, Any], program: Program, batch: int, measure: Measure
+) -> Iterable[tuple[int, Node]]:
+    """Each node in turn, called and compared with what it declares; its value is then among the values."""
+    with quiet(), torch.no_grad(), measure:
+        for number, node in nodes:
+            measure.begin()
             try:
-                out = _called(program, node, values)
+                out = _called(program, node, values, batch)
+                _check_value(node.value, out, batch)
+            except GraphError as error:
+                raise NodeRefused(number - len(program.inputs), node.operator.name, str(error)) from error
             except Exception as error:  # whatever a kernel says of nonsense
-                raise GraphError(f"node {i} ({node.operator.name}) cannot run: {type(error).__name__}") from error
-            _check_value(i, node.value, out)
-            values.append(out)
+                why = f"it cannot run ({type(error).__name__})"
+                raise NodeRefused(number - len(program.inputs), node.operator.name, why) from error
+            values[number] = out
+            yield number, node
 
 
-def _called(program: Program, node: Node, values: list[Any]) -> Any:
+class Measure(TorchDispatchMode):
+    """Sees every kernel that a call leads to: none makes too large a tensor, and there are not too many."""
+
+    def __init__(self, uses: Mapping[int, int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses = {} if uses is None else uses
+        self.begin()
+
+    def begin(self) -> None:
+        self.calls = self.largest_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls > MAX_CALLS:
+            raise GraphError(f"it calls more than {MAX_CALLS} kernels")
+        out = func(*args, **(kwargs or {}))
+        _check_size(out)
+        made = [t.untyped_storage().nbytes() for t in _tensors(out) if not self.uses.get(_memory(t))]
+        self.largest_bytes = max([self.largest_bytes, *made])
+        return out
+
+
+def _check_size(out: Any) -> None:
+    for tensor in _tensors(out):
+        if tensor.dim() > MAX_RANK or math.prod(max(s, 1) for s in tensor.shape) > MAX_ELEMENTS:
+            raise GraphError(f"it makes a tensor of more than {MAX_ELEMENTS} elements, or {MAX_RANK} dimensions")
+
+
+def _called(program: Program, node: Node, values: Mapping[int, Any], batch: int) -> Any:
     """As `_call`. Kernels for the meta device choose other strides than a device's: a view that these do not allow is tried on
     tensors that lie in memory as the program says."""
     try:
         return _call(node, values)
+    except ZeroDivisionError:  # the rule of meta tensors for one value in each channel; a kernel computes it
+        if node.operator.name != "aten.batch_norm.default":
+            raise
+        return _laid(node.value, batch)
     except RuntimeError:
         if not node.operator.aliases:
             raise
-    laid = list(values)
+    laid = dict(values)
     for number in node.refs:
         order = program.value(number).order
         if isinstance(laid[number], torch.Tensor) and sorted(order) == list(range(laid[number].dim())):
@@ -65,53 +177,32 @@ def _called(program: Program, node: Node, values: list[Any]) -> Any:
     return _call(node, laid)
 
 
-def _call(node: Node, values: list[Any]) -> Any:
+def _call(node: Node, values: Mapping[int, Any]) -> Any:
     """The node on the meta device: what it would make, without making it."""
     operator = node.operator
     args = [_META if isinstance(a, torch.device) else resolve(a, values) for a in node.args]
     kwargs = {k: resolve(v, values) for k, v in node.kwargs.items()}
+    check_call(operator, args, kwargs)
     if "Device" in operator.argument_types and operator.argument_types.index("Device") >= len(args):
         kwargs[operator.argument_names[operator.argument_types.index("Device")]] = _META
     elif operator.is_aten and not any(isinstance(values[r], torch.Tensor) for r in node.refs):
-        raise ValueError("makes a tensor of nothing on a device of its own choice")
+        raise GraphError("it makes a tensor of nothing on a device of its own choice")
     return operator.call(*args, **kwargs)
 
 
-def _check_value(i: int, value: Value, out: Any) -> None:
-    tensors = out if isinstance(out, list | tuple) else [out]
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and math.prod(max(s, 1) for s in tensor.shape) > MAX_ELEMENTS:
-            raise GraphError(f"node {i} makes a tensor of more than {MAX_ELEMENTS} elements")
+def _check_value(value: Value, out: Any, batch: int) -> None:
+    _check_size(out)
     if value.multiple:
         good = isinstance(out, list | tuple) and all(isinstance(t, torch.Tensor | None) for t in out)
     elif value.is_tensor:
-        good = isinstance(out, torch.Tensor) and value.admits(out) and _fits(out, value)
+        good = isinstance(out, torch.Tensor) and value.admits(out) and _fits(out, value, batch)
     else:
         good = isinstance(out, int | float | bool) and abs(out) < 1 << 63
     if not good:
-        raise GraphError(f"node {i} does not compute the value that it declares")
+        raise GraphError("it does not compute the value that it declares")
 
 
-def _fits(out: torch.Tensor, value: Value) -> bool:
-    """Sizes of samples are those of the hint; sizes that vary are within the limit."""
-    rows = zip(out.shape, value.sizes(_HINT), value.shape)
+def _fits(out: torch.Tensor, value: Value, batch: int) -> bool:
+    """Sizes of samples are those of the micro-batch; sizes that vary are within the limit."""
+    rows = zip(out.shape, value.sizes(batch), value.shape)
     return all(size <= most if isinstance(d, Free) else size == most for size, most, d in rows)
-
-
-def _check_parts(node: Node, values: list[Any]) -> None:
-    """Nodes whose work grows with a number rather than with a tensor, before they are run even on fake tensors."""
-    name = node.operator.name.split(".")[1] if node.operator.is_aten else ""
-    numbers = [a for a in node.args if type(a) is int]
-    sizes = [s for r in node.refs if isinstance(values[r], torch.Tensor) for s in values[r].shape]
-    longest = max(sizes, default=0)
-    parts = 0
-    if name in ("split", "unsafe_split", "split_with_sizes"):
-        parts = longest // max(numbers[0], 1) if numbers else 0
-    elif name in ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit"):
-        parts = min(max([longest, *numbers]), max(numbers, default=longest))
-    elif node.value.multiple and name == "unbind":
-        parts = longest
-    if parts > MAX_PARTS:
-        raise GraphError(f"{node.operator.name} makes {parts} tensors, more than {MAX_PARTS}")
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and any(not 0 < n <= MAX_RECURRENT_LAYERS for n in numbers):
-        raise GraphError(f"{node.operator.name} has an impossible number of layers")
