@@ -92,7 +92,7 @@ def train(
     trace: Trace | None = None,
     wait: bool = True,
     on_wait: Callable[[str], None] = lambda text: None,
-    callbacks: Sequence[Callback | Callable[[Control, Report], object]] = (),
+    callbacks: Sequence[Callback | Callable[[Control, Report], object] | str] = (),
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 

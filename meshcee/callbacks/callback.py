@@ -64,7 +64,7 @@ class _Each(Callback):
 
 
 def called(callbacks: Any) -> tuple[Callback, ...]:
-    """Callbacks from what a user gives: a function (run, report) hears of each step."""
+    """Callbacks from what a user gives. A function (run, report) hears of each step; a text names a logger."""
     if not isinstance(callbacks, list | tuple):
         raise UsageError("callbacks is a list: callbacks=[meshcee.EarlyStop()]")
     found = []
@@ -75,8 +75,14 @@ def called(callbacks: Any) -> tuple[Callback, ...]:
                     f"{type(one).__name__}.waits is 'steps', 'evaluations' or 'never', not {one.waits!r:.40}"
                 )
             found.append(one)
+        elif isinstance(one, str):
+            from meshcee.callbacks.loggers import logger
+
+            found.append(logger(one))
         elif callable(one) and not isinstance(one, type):
             found.append(_Each(one))
         else:
-            raise UsageError(f"a callback is a meshcee.Callback or a function of (run, report), not {one!r:.80}")
+            raise UsageError(
+                f"a callback is a meshcee.Callback or a function of (run, report), or names a logger, not {one!r:.80}"
+            )
     return tuple(found)

@@ -26,10 +26,10 @@ class Change(NamedTuple):
 
 
 class Control:
-    """Of one run of `steps` steps. Callbacks and the owner's threads may ask at any time."""
+    """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time."""
 
-    def __init__(self, steps: int, *, evaluates: bool = False, saves: bool = False) -> None:
-        self._steps, self._evaluates, self._saves = steps, evaluates, saves
+    def __init__(self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False) -> None:
+        self.name, self.metrics, self._saves = name, tuple(metrics), saves
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step
@@ -52,7 +52,7 @@ class Control:
 
     def evaluate(self) -> None:
         """Evaluate after the next step that begins."""
-        if not self._evaluates:
+        if not self.metrics:
             raise UsageError("a callback asks for an evaluation: give the job eval_data")
         with self._lock:
             self._evaluations.add(self._next)

@@ -204,6 +204,10 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(help="Log each step: csv:FILE, tensorboard:DIR, wandb, mlflow or trackio. Several are fine."),
+    ] = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="While another job runs: wait for its end, or use idle peers.")
     ] = True,
@@ -238,6 +242,7 @@ def train(
             standby=standby,
             verify=verify,
             mix=mix,
+            log=tuple(log or ()),
         ),
         as_json=as_json,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from meshcee.callbacks import Callback, called
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.figures import remark
@@ -55,6 +56,7 @@ class TrainOptions:
     standby: bool = False
     verify: bool = True
     mix: str | None = None
+    log: tuple[str, ...] = ()
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -75,6 +77,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if options.plan is not None and options.stages is not None:
         raise UsageError("--plan says how many stages there are: leave --stages out")
     given = read_plan(options.plan) if options.plan is not None else None
+    loggers = called(options.log)  # a library that is missing is told of before anything runs
     configure_logging(as_json=as_json, level="warning")
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -113,7 +116,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
             f"in {time.perf_counter() - start_s:.1f} s"
         )
-        result = run_async(_train(job, captured, where, options, given, view, current), polite)
+        result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
     if result is None:
         return
     out = options.out
@@ -157,6 +160,7 @@ async def _train(
     given: Plan | None,
     view: View,
     current: list[Mesh],
+    loggers: Sequence[Callback],
 ) -> Result | None:
     async with join(where, Home()) as mesh:
         if options.dry_run:
@@ -193,6 +197,7 @@ async def _train(
                 trace=trace,
                 wait=options.wait,
                 on_wait=view.wait,
+                callbacks=loggers,
             ):
                 view.report(report)
             if trace is not None and options.trace is not None:

@@ -167,7 +167,7 @@ class Mesh:
         wait: bool = True,
         on_wait: Callable[[str], None] | None = None,
         after: str = "",
-        callbacks: Sequence[Callback | Callable[[Control, Report], object]] = (),
+        callbacks: Sequence[Callback | Callable[[Control, Report], object] | str] = (),
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 

@@ -37,7 +37,8 @@ class Steering:
 
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
-        self.control = Control(job.steps, evaluates=job.eval_data is not None, saves=saves)
+        metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
+        self.control = Control(job.name, metrics=metrics, saves=saves)
         self.listeners = Listeners(callbacks, self.control)
 
     def options(self, step: int) -> tuple[dict[str, Any], ...]:

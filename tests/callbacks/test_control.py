@@ -20,11 +20,11 @@ def rates(control: Control, step: int) -> list[float]:
 
 
 def test_without_a_wish_nothing_changes() -> None:
-    assert Control(10).options(3, GROUPS) == GROUPS
+    assert Control().options(3, GROUPS) == GROUPS
 
 
 def test_changes_add_up_in_the_order_of_their_steps() -> None:
-    control = Control(10)
+    control = Control()
     control.scale_lr(0.5, step=6)
     control.set_lr(0.02, step=4)
     control.scale_lr(0.1, least=0.05, step=2)
@@ -43,7 +43,7 @@ def test_changes_add_up_in_the_order_of_their_steps() -> None:
 def test_a_control_that_is_restored_gives_every_step_the_same_rates(
     wishes: list[tuple[bool, int, float]], begun: int
 ) -> None:
-    first, second = Control(20), Control(20)
+    first, second = Control(), Control()
     for sets, later, value in wishes:
         (first.set_lr if sets else first.scale_lr)(value, step=later)
     second.restore([list(change) for change in first.news()], begun)
@@ -52,7 +52,7 @@ def test_a_control_that_is_restored_gives_every_step_the_same_rates(
 
 
 def test_what_has_begun_stays_as_it_was() -> None:
-    control = Control(10, evaluates=True, saves=True)
+    control = Control(metrics=["loss"], saves=True)
     control.begin(4)
     control.begin(2)  # of an epoch that goes back
     assert control.scale_lr(0.1) == 5
@@ -69,7 +69,7 @@ def test_what_has_begun_stays_as_it_was() -> None:
 
 
 def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None:
-    control = Control(10, saves=True)
+    control = Control(saves=True)
     assert control.spares([1, 2, 3]) is None
     control.keep(1)
     control.keep(7)
@@ -94,16 +94,16 @@ def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None
 )
 def test_what_has_no_meaning_is_refused(wish: object, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        wish(Control(10))  # type: ignore[operator]
+        wish(Control())  # type: ignore[operator]
 
 
 def test_who_waits_longest_is_waited_for() -> None:
     def of(waits: str) -> Callback:
         return type("Waits", (Callback,), {"waits": waits})()
 
-    assert Listeners([], Control(1)).waits == "never"
-    assert Listeners([of("never"), of("evaluations")], Control(1)).waits == "evaluations"
-    assert Listeners([of("steps"), of("evaluations")], Control(1)).waits == "steps"
+    assert Listeners([], Control()).waits == "never"
+    assert Listeners([of("never"), of("evaluations")], Control()).waits == "evaluations"
+    assert Listeners([of("steps"), of("evaluations")], Control()).waits == "steps"
     with pytest.raises(UsageError, match="'sometimes'"):
         called([of("sometimes")])
 
@@ -111,7 +111,7 @@ def test_who_waits_longest_is_waited_for() -> None:
 def test_a_resumed_rule_goes_on_as_it_would_have() -> None:
     lines = [{"step": step, "metrics": {"loss": loss}} for step, loss in enumerate([3.0, 2.0, None, 2.5])]
     best, stop = KeepBest(), EarlyStop(patience=3)
-    control = Control(10, saves=True)
+    control = Control(saves=True)
     for one in (best, stop):
         one.on_resume(control, [{"step": 9, "metrics": {}}, *lines])
     assert best.best == (2, 2.0)

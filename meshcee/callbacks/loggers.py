@@ -1,0 +1,164 @@
+"""Loggers by name: a file of CSV, and the services that people look at runs with.
+
+The idea: each is a callback of a few lines over the library's own interface, and what it logs is the same for all. A library is
+asked for when a logger is made, so a missing one is told of before anything runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshcee.callbacks.callback import Callback
+from meshcee.callbacks.control import Control
+from meshcee.errors import UsageError
+
+__all__ = ["logger"]
+
+FIGURES = ("loss", "lr", "norm", "samples_per_s", "step_s")
+
+
+class _Logger(Callback):
+    """`open` comes first, with what a run that is resumed has reported; then `log` for each step, and `close`."""
+
+    waits = "never"
+    _is_open = False
+
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        raise NotImplementedError
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        raise NotImplementedError
+
+    def close(self, error: str | None) -> None:
+        raise NotImplementedError
+
+    def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        self._is_open = True
+        self.open(run, reports)
+
+    def on_plan(self, run: Control, plan: Any) -> None:
+        if not self._is_open:
+            self.on_resume(run, ())
+
+    def on_step(self, run: Control, report: Any) -> None:
+        self.log(report.step, _figures(vars(report)))
+
+    def on_end(self, run: Control, result: Any, error: str | None) -> None:
+        if self._is_open:
+            self.close(error)
+
+
+def _figures(report: Mapping[str, Any]) -> dict[str, float]:
+    """What there is of a step, and of the evaluation behind it."""
+    found = {name: report.get(name) for name in FIGURES}
+    found |= {f"eval/{name}": value for name, value in report.get("metrics", {}).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+class _Csv(_Logger):
+    """A line a step. A run that is resumed writes the file anew from what it has reported."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        if not path or not self._path.parent.is_dir():
+            raise UsageError(f"csv:FILE wants a file in a folder that is there, not {path!r:.200}")
+
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self._file: TextIO = self._path.open("w", newline="", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"csv:{self._path}: the file cannot be written: {error.strerror}") from error
+        self._rows = csv.DictWriter(self._file, ["step", *FIGURES, *(f"eval/{name}" for name in run.metrics)])
+        self._rows.writeheader()
+        for report in reports:
+            self.log(report["step"], _figures(report))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._rows.writerow({"step": step, **figures})
+
+    def close(self, error: str | None) -> None:
+        self._file.close()
+
+
+class _TensorBoard(_Logger):
+    def __init__(self, folder: str) -> None:
+        if not folder:
+            raise UsageError("tensorboard:DIR wants a folder")
+        _library("tensorboard")
+        self._folder = folder
+
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        begins = max((report["step"] + 1 for report in reports), default=0)
+        self._writer = writer(self._folder, purge_step=begins or None)  # it hides what an owner that died wrote beyond
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, error: str | None) -> None:
+        self._writer.close()
+
+
+class _Init(_Logger):
+    """wandb, and trackio, which is used alike."""
+
+    def __init__(self, name: str, project: str) -> None:
+        self._library, self._project = _library(name), project
+        self._ends = {True: {"exit_code": 1}, False: {"exit_code": 0}} if name == "wandb" else {True: {}, False: {}}
+
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        self._run = self._library.init(project=self._project or "meshcee", name=run.name)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self, error: str | None) -> None:
+        self._run.finish(**self._ends[error is not None])
+
+
+class _Mlflow(_Logger):
+    """By its client: the short functions remember a run by thread."""
+
+    def __init__(self, experiment: str) -> None:
+        self._library, self._experiment = _library("mlflow"), experiment
+
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        experiment = self._library.set_experiment(self._experiment or "meshcee")
+        self._client = self._library.MlflowClient()
+        self._id = self._client.create_run(experiment.experiment_id, run_name=run.name).info.run_id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self, error: str | None) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"the logger {name} needs a library that is not installed here: pip install {name}") from error
+
+
+LOGGERS: dict[str, Callable[[str], Callback]] = {
+    "csv": _Csv,
+    "tensorboard": _TensorBoard,
+    "wandb": lambda project: _Init("wandb", project),
+    "mlflow": _Mlflow,
+    "trackio": lambda project: _Init("trackio", project),
+}
+
+
+def logger(text: str) -> Callback:
+    """`csv:FILE`, `tensorboard:DIR`, `wandb`, `mlflow` or `trackio`, these with :PROJECT if wanted."""
+    name, _, where = text.partition(":")
+    if name not in LOGGERS:
+        raise UsageError(f"there is no logger {name!r:.40}: say csv:FILE, tensorboard:DIR, wandb, mlflow or trackio")
+    return LOGGERS[name](where)
