@@ -37,6 +37,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.job import Job, Optimizer
 from peers.device.compute import Compute
+from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.node.agent import Agent, AgentOptions
 from peers.owner.epoch import Report
@@ -142,7 +143,7 @@ class Peer:
                 compute,
                 memory_bytes=1 << 30,
                 timeouts=Timeouts(),
-                limits=Limits(),
+                graphs=Graphs(Limits()),
                 accept=lambda owner, term: self.agent.elector.accept(term),
             )
         self._lends = compute is not None

@@ -10,6 +10,7 @@ import pytest
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError
 from peers.device.compute import Compute
+from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
@@ -29,7 +30,7 @@ async def followed(*offers: tuple[str, Frame]) -> list[str]:
     network, answers = MemoryNetwork(), list[str]()
     async with network.transport("member") as here, Compute("cpu") as compute:
         accept = lambda owner, term: None  # noqa: E731
-        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), limits=Limits(), accept=accept)
+        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), graphs=Graphs(Limits()), accept=accept)
         looked: list[Any] = []
 
         async def prepare(*args: Any) -> None:

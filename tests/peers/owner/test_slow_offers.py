@@ -19,6 +19,7 @@ from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from peers.device.compute import Compute
+from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
@@ -111,7 +112,7 @@ async def world(folder: Path, network: MemoryNetwork) -> AsyncIterator[World]:
             transport = await stack.enter_async_context(network.transport(f"p{j}", limits=LIMITS))
             compute = await stack.enter_async_context(Compute())
             accept = lambda owner, term: None  # noqa: E731
-            Member(transport, compute, memory_bytes=1 << 30, timeouts=TIMES, limits=LIMITS, accept=accept)
+            Member(transport, compute, memory_bytes=1 << 30, timeouts=TIMES, graphs=Graphs(LIMITS), accept=accept)
         owner = await stack.enter_async_context(network.transport("owner", limits=LIMITS))
         yield World(network, owner, folder)
 
