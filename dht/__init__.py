@@ -5,36 +5,65 @@ arrives is read field by field and believed only when it is signed. Imports mesh
 """
 
 from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, peer_of
-from dht.directory import Directory
+from dht.directory import Directory, read_lists
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
-from dht.records import MAX_LINKS, LeaseRecord, LinkRecord, PeerRecord, RunRecord
-from dht.signing import Identity, MeshKey, Token, verify
+from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, certify
+from dht.records import (
+    MAX_LINKS,
+    MAX_REVOKED,
+    LeaseRecord,
+    LinkRecord,
+    PeerRecord,
+    RevokedRecord,
+    RunRecord,
+    dated,
+    learn_list,
+    seal,
+)
+from dht.signing import ROLES, Grant, Identity, MeshKey, Role, Token, invite_key, public_key_of, verify
 from dht.store import MemoryStore, SharedMemory, Store
 from dht.terms import Term, TermFile
 
 __all__ = [
+    "CERTIFICATE_S",
+    "ENROL",
     "MAX_ADDRESSES",
     "MAX_LINKS",
+    "MAX_REVOKED",
     "MAX_RUMOURS",
+    "RENEWED_AFTER_S",
+    "ROLES",
+    "Certificate",
     "Directory",
     "Elector",
     "Gossiper",
+    "Grant",
     "Identity",
     "LeaseRecord",
     "LinkRecord",
+    "Members",
     "MemoryStore",
     "MeshKey",
     "PeerRecord",
+    "RevokedRecord",
+    "Role",
     "RunRecord",
     "SharedMemory",
     "Store",
     "Term",
     "TermFile",
     "Token",
+    "certify",
     "checked",
+    "dated",
     "dialable",
     "host_of",
+    "invite_key",
+    "learn_list",
     "peer_of",
+    "public_key_of",
+    "read_lists",
+    "seal",
     "verify",
 ]

@@ -17,15 +17,18 @@ from typing import Any, TypeVar, cast
 import structlog
 
 from dht.addresses import peer_of
+from dht.membership import Members
 from dht.records import (
     CLOCK_SKEW_S,
     MAX_TTL_S,
     LinkRecord,
     PeerRecord,
     Record,
+    RevokedRecord,
     RunRecord,
     check,
     dated,
+    learn_list,
     open_sealed,
     seal,
     topic,
@@ -37,7 +40,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import ClockError, JoinError, MeshceeError, ProtocolError
 from meshcee.events import Event
 
-__all__ = ["Change", "Directory"]
+__all__ = ["Change", "Directory", "read_lists"]
 
 log = structlog.get_logger()
 
@@ -45,6 +48,7 @@ R = TypeVar("R", bound=Record)
 
 REST_EVERY = 4  # polls of peers for one of links and runs, and for one that asks all replicas: a third of the traffic
 LINKS_LAST = 8  # lives of a peer's record that its links' figures are good for: they are announced so much more rarely
+LISTS_EVERY = 16  # announcements for one of what admins have revoked
 CROWD = 32  # beyond so many peers, polls become rarer in proportion
 CALL_FIRST_S, CALL_MOST_S = 2.0, 60.0  # pauses between two calls of a peer that has vanished
 CALLED_AT_ONCE = 4
@@ -70,7 +74,9 @@ class Directory:
         limits: Limits,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        members: Members | None = None,
     ) -> None:
+        self.members = members or Members()
         self._store = store
         self._identity = identity
         self._mesh_key = mesh_key
@@ -135,7 +141,12 @@ class Directory:
         sent_at = self._sent_at[kind] = dated(self._clock(), self._sent_at.get(kind, 0.0))
         expires_at = sent_at + (ttl_s or self.ttl_s(kind)) + CLOCK_SKEW_S
         return seal(
-            replace(record, sent_at=sent_at), self._identity, self._mesh_key, expires_at, self._limits
+            replace(record, sent_at=sent_at),
+            self._identity,
+            self._mesh_key,
+            expires_at,
+            self._limits,
+            self.members.shown,
         ), expires_at
 
     def _pass_on(self, record: Record, sealed: bytes) -> None:
@@ -154,6 +165,9 @@ class Directory:
                     continue
                 if not await self.write(record):
                     log.debug("record not stored", kind=record.kind)
+            if turn % LISTS_EVERY == 0:
+                for told in list(self.members.lists.values()):  # whose admin may be away
+                    await self._keep_list(told.data)
 
     async def say_goodbye(self) -> None:
         """Tell the others at once that this peer leaves."""
@@ -170,7 +184,9 @@ class Directory:
         now, off = self._clock(), ""
         for subkey, (data, _) in (await self._store.get(topic(kind.kind, self._mesh_key), quick=quick)).items():
             try:
-                found[subkey] = open_sealed(kind, subkey, data, self._mesh_key, self._limits, now=now)
+                found[subkey] = open_sealed(
+                    kind, subkey, data, self._mesh_key, self._limits, now=now, members=self.members
+                )
             except MeshceeError as error:
                 off = str(error) if isinstance(error, ClockError) else off
                 if (kind.kind, subkey) not in self._suspects and len(self._suspects) < 1024:
@@ -195,7 +211,8 @@ class Directory:
     async def refresh(self, *, everything: bool = True, quick: bool = False) -> None:
         """Read peers, and with `everything` links and runs, and note what has changed; `quick` as in `Store.get`."""
         if everything:
-            found, links, runs = await asyncio.gather(
+            _, found, links, runs = await asyncio.gather(
+                self.read_revoked(quick=quick),
                 self.read(PeerRecord, quick=quick),
                 self.read(LinkRecord, quick=quick),
                 self.read(RunRecord, quick=quick),
@@ -211,18 +228,49 @@ class Directory:
         ProtocolError or NotPermittedError when it is not valid, or of a kind that is not passed on.
         """
         envelope = check(data, self._mesh_key, self._limits)
+        if envelope.kind == RevokedRecord.kind:
+            return (envelope.kind, envelope.signer) if await self._learn(data) else None
         kind = _PASSED_ON.get(envelope.kind)
         if kind is None:
             raise ProtocolError(f"a record of kind {envelope.kind!r} is not passed on from peer to peer")
         signer = envelope.signer
         now = self._clock()
-        record = open_sealed(kind, signer, data, self._mesh_key, self._limits, now=now)
+        record = open_sealed(kind, signer, data, self._mesh_key, self._limits, now=now, members=self.members)
         if signer == self._identity.peer_id or not self._rosters[kind].is_news(record, now):
             return None
         tables: dict[type[Record], dict[str, Any]] = {k: {} for k in _PASSED_ON.values()}
         tables[kind][signer] = record
         await self._settle(tables[PeerRecord], tables[LinkRecord], tables[RunRecord])
         return kind.kind, signer
+
+    async def read_revoked(self, *, quick: bool = False) -> None:
+        """Learn from the store who is revoked; what is refused counts for nothing, as in `read`."""
+        if not self.members.root:
+            return
+        for data, _ in (await self._store.get(topic(RevokedRecord.kind, self._mesh_key), quick=quick)).values():
+            if await self._learn(data):
+                self._spread(RevokedRecord.kind, data)
+
+    async def revoke(self, data: bytes) -> bool:
+        """A list that an admin of this machine has sealed: believe it, store it, pass it on. Whether a replica took it."""
+        if await self._learn(data):
+            self._spread(RevokedRecord.kind, data)
+        return await self._keep_list(data)
+
+    async def _learn(self, data: bytes) -> bool:
+        """Whether it is news; then those whom it names are gone here at once."""
+        if not learn_list(data, self._mesh_key, self._limits, self.members, self._clock()):
+            return False
+        await self._settle({}, {}, {})
+        return True
+
+    async def _keep_list(self, data: bytes) -> bool:
+        envelope = check(data, self._mesh_key, self._limits)
+        return await self._store.put(topic(envelope.kind, self._mesh_key), envelope.signer, data, envelope.expires_at)
+
+    def _spread(self, kind: str, data: bytes) -> None:
+        if self.on_publish is not None:
+            self.on_publish((kind, check(data, self._mesh_key, self._limits).signer), data)
 
     async def _settle(
         self, found: dict[str, PeerRecord], links: Mapping[str, LinkRecord], runs: Mapping[str, RunRecord]
@@ -233,7 +281,8 @@ class Directory:
         if isinstance(own, PeerRecord):
             found[me] = replace(own, sent_at=self._sent_at[PeerRecord])
         told = self._live(PeerRecord, found)
-        peers = {p: r for p, r in told.items() if not r.left and (p != me or own is not None)}
+        gone = self.members.is_revoked
+        peers = {p: r for p, r in told.items() if not r.left and (p != me or own is not None) and not gone(p)}
         live_links, live_runs = self._live(LinkRecord, links), self._live(RunRecord, runs)
         self.links = {p: r for p, r in live_links.items() if p in peers}
         self.runs = {p: r for p, r in live_runs.items() if p in peers and r.state != "over"}
@@ -334,3 +383,10 @@ class Directory:
             if peer is not None:
                 found[peer] = (*(a for a in found.get(peer, ()) if a != seed), seed)
         return {p: a for p, a in found.items() if p not in self.peers and p != self._identity.peer_id}
+
+
+async def read_lists(store: Store, mesh_key: MeshKey, limits: Limits, members: Members) -> None:
+    """Before there is a directory: teach members what the store has of who is revoked."""
+    if members.root:
+        for data, _ in (await store.get(topic(RevokedRecord.kind, mesh_key))).values():
+            learn_list(data, mesh_key, limits, members, time.time())

@@ -23,6 +23,7 @@ import structlog
 
 from dht.addresses import peer_of
 from dht.control import P2P, PeerID, dial
+from dht.membership import Members
 from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
 from dht.signing import MeshKey
@@ -74,6 +75,7 @@ class KademliaStore:
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.time,
+        members: Members | None = None,
     ) -> None:
         self.seeds = tuple(seeds)
         self.skew_s: dict[str, float] = {}  # peers' clocks minus ours, as of the last meeting
@@ -84,7 +86,8 @@ class KademliaStore:
         self._clock = clock
         self._mesh_key = mesh_key
         self._authorizer = _MeshAuthorizer(mesh_key)
-        self._validator = _Validator(lambda value: place(value, mesh_key, self._limits), self._limits.record_bytes)
+        where = lambda value: place(value, mesh_key, self._limits, members)  # noqa: E731
+        self._validator = _Validator(where, self._limits.record_bytes)
         self.node: Any = None
         self._told: set[str] = set()  # peers whose clocks run ahead
         self._met: dict[str, tuple[str, ...]] = {}

@@ -18,6 +18,7 @@ import msgpack
 from msgspec import Meta
 
 from dht.addresses import MAX_ADDRESSES, checked
+from dht.membership import CERTIFICATE_S, CLOCK_SKEW_S, MAX_CERTIFICATE_BYTES, Members, RevokedList
 from dht.signing import Identity, MeshKey, public_key_of, verify
 from meshcee.config import Limits
 from meshcee.errors import ClockError, NotPermittedError, ProtocolError
@@ -35,11 +36,13 @@ __all__ = [
     "LinkRecord",
     "PeerRecord",
     "Record",
+    "RevokedRecord",
     "RunRecord",
     "check",
     "date_of",
     "dated",
     "is_ahead",
+    "learn_list",
     "open_sealed",
     "place",
     "seal",
@@ -47,10 +50,11 @@ __all__ = [
     "topic",
 ]
 
-CLOCK_SKEW_S = 10.0  # clocks of two peers may differ by so much; stored records outlive their ttl by it
 MAX_TTL_S = 3600.0
 RunState = Literal["waiting", "running", "over"]
 MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
+MAX_REVOKED = 180  # peers, and invites, of one admin's list: the same
+_Revoked = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REVOKED)]
 
 
 @dataclass(frozen=True)
@@ -209,24 +213,41 @@ class RunRecord(Record):
         return None if self.plan is None else replace(self, plan=None)
 
 
+@dataclass(frozen=True)
+class RevokedRecord(Record):
+    """An admin's list: who is no member any more, and which invites let nobody in any more.
+
+    It outlives the certificates that it ends, so that it holds while the admin is away.
+    """
+
+    kind: ClassVar[str] = "revoked"
+    peers: _Revoked = ()
+    invites: _Revoked = ()
+
+
 R = TypeVar("R", bound=Record)
-_KINDS = frozenset(kind.kind for kind in (PeerRecord, LinkRecord, LeaseRecord, RunRecord))
+_KINDS = frozenset(kind.kind for kind in (PeerRecord, LinkRecord, LeaseRecord, RunRecord, RevokedRecord))
+LIVES_S: Mapping[str, float] = {"revoked": CERTIFICATE_S + MAX_TTL_S}  # the longest, by kind; MAX_TTL_S of the others
 
 
 def topic(kind: str, mesh_key: MeshKey) -> str:
     """The store's key for a kind of record; meshes that meet in one DHT do not read each other's."""
-    return f"meshcee/1/{mesh_key.fingerprint}/{kind}"
+    return f"meshcee/2/{mesh_key.fingerprint}/{kind}"
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a checked signature and MAC vouch for; of the body only its date has been read yet."""
+    """What a checked signature and MAC vouch for; of the body only its date has been read yet.
+
+    Whether the certificate beside it makes its signer a member, Members say.
+    """
 
     kind: str
     signer: str
     sent_at: float
     expires_at: float
     body: bytes
+    certificate: bytes
 
 
 class _Sealed(NamedTuple):
@@ -235,6 +256,7 @@ class _Sealed(NamedTuple):
     expires_at: Finite
     body: bytes
     signature: bytes
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
     mac: bytes
 
 
@@ -273,7 +295,7 @@ def date_of(data: bytes) -> float:
 
 
 def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
-    return bytes(msgpack.packb(["meshcee record 1", kind, signer, expires_at, body]))
+    return bytes(msgpack.packb(["meshcee record 2", kind, signer, expires_at, body]))
 
 
 def _record(kind: type[R], body: bytes, signer: str, what: str) -> R:
@@ -281,9 +303,14 @@ def _record(kind: type[R], body: bytes, signer: str, what: str) -> R:
 
 
 def seal(
-    record: Record, identity: Identity, mesh_key: MeshKey, expires_at: float, limits: Limits | None = None
+    record: Record,
+    identity: Identity,
+    mesh_key: MeshKey,
+    expires_at: float,
+    limits: Limits | None = None,
+    certificate: bytes = b"",
 ) -> bytes:
-    """The record as it is stored: signed, MACed, valid until then, less what does not fit.
+    """The record as it is stored: signed, with the signer's certificate, MACed, valid until then, less what does not fit.
 
     ProtocolError when others would refuse it, so that a name too long is told to whoever chose it.
     """
@@ -297,8 +324,8 @@ def seal(
         body = bytes(msgpack.packb(found.to_wire()))
         covered = _covered(record.kind, record.peer_id, expires_at, body)
         signature = identity.sign(covered)
-        mac = mesh_key.mac(covered + signature)
-        data = bytes(msgpack.packb([record.kind, record.peer_id, expires_at, body, signature, mac]))
+        mac = mesh_key.mac(covered + signature + certificate)
+        data = bytes(msgpack.packb([record.kind, record.peer_id, expires_at, body, signature, certificate, mac]))
         if len(data) <= cap:
             return data
         found = found.smaller()
@@ -308,13 +335,13 @@ def seal(
 @functools.lru_cache(maxsize=4096)  # every node sees each envelope many times, and a signature takes 0.1 ms to check
 def _check(data: bytes, mesh_key: MeshKey) -> Envelope:
     what = "a record's envelope"
-    kind, signer, expires_at, body, signature, mac = read(unpack(data, len(data), what), _Sealed, what)
+    kind, signer, expires_at, body, signature, certificate, mac = read(unpack(data, len(data), what), _Sealed, what)
     covered = _covered(kind, signer, expires_at, body)
-    if not mesh_key.proves(covered + signature, mac):
+    if not mesh_key.proves(covered + signature + certificate, mac):
         raise NotPermittedError("a record was sealed with the key of another mesh: its writer holds another token")
     if not verify(signer, covered, signature):
         raise NotPermittedError(f"a record in the name of {signer} was not signed by it")
-    return Envelope(kind, signer, _date(body), expires_at, body)
+    return Envelope(kind, signer, _date(body), expires_at, body, certificate)
 
 
 def check(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> Envelope:
@@ -325,15 +352,33 @@ def check(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> Envel
     return _check(data, mesh_key)
 
 
-def place(data: bytes, mesh_key: MeshKey, limits: Limits | None = None) -> tuple[str, str, float] | None:
+def place(
+    data: bytes, mesh_key: MeshKey, limits: Limits | None = None, members: Members | None = None
+) -> tuple[str, str, float] | None:
     """Where alone these bytes may be stored, (key, subkey, expires_at); None: nowhere. Needs no clock."""
     try:
         envelope = check(data, mesh_key, limits)
+        if members is not None:
+            members.may_write(envelope.signer, envelope.certificate, envelope.kind, None)
     except (ProtocolError, NotPermittedError):
         return None
-    if envelope.kind not in _KINDS or not 0 < envelope.expires_at - envelope.sent_at <= MAX_TTL_S:
+    if envelope.kind not in _KINDS or not 0 < envelope.expires_at - envelope.sent_at <= _life_s(envelope.kind):
         return None
     return topic(envelope.kind, mesh_key), envelope.signer, envelope.expires_at
+
+
+def _life_s(kind: str) -> float:
+    return LIVES_S.get(kind, MAX_TTL_S)
+
+
+def learn_list(data: bytes, mesh_key: MeshKey, limits: Limits, members: Members, now: float | None) -> bool:
+    """Teach members an admin's list of who is revoked, from whoever has it; whether it is news. One that does not hold is none."""
+    try:
+        issuer = check(data, mesh_key, limits).signer
+        found = open_sealed(RevokedRecord, issuer, data, mesh_key, limits, now=now, members=members)
+    except (ProtocolError, NotPermittedError, ClockError):
+        return False
+    return members.learn(RevokedList(issuer, found.sent_at, frozenset(found.peers), frozenset(found.invites), data))
 
 
 def open_sealed(
@@ -344,10 +389,11 @@ def open_sealed(
     limits: Limits | None = None,
     *,
     now: float | None = None,
+    members: Members | None = None,
 ) -> R:
     """The record stored under the subkey of this kind's key, checked in every respect.
 
-    NotPermittedError: forged, of another mesh, expired, or replayed under another name or key.
+    NotPermittedError: forged, of another mesh or no member, expired, or replayed under another name or key.
     ClockError: dated ahead. ProtocolError: malformed. With `now` None no clock is consulted.
     """
     envelope = check(data, mesh_key, limits)
@@ -357,8 +403,11 @@ def open_sealed(
         raise NotPermittedError(f"a record of {envelope.signer} was stored in the name of {subkey}")
     what = f"the {kind.kind} record of {subkey}"
     record = _record(kind, envelope.body, envelope.signer, what)
-    if not 0 < envelope.expires_at - record.sent_at <= MAX_TTL_S:
-        raise ProtocolError(f"{what} is not valid at all, or for longer than {MAX_TTL_S:g} s")
+    life_s = _life_s(envelope.kind)
+    if not 0 < envelope.expires_at - record.sent_at <= life_s:
+        raise ProtocolError(f"{what} is not valid at all, or for longer than {life_s:g} s")
+    if members is not None:
+        members.may_write(envelope.signer, envelope.certificate, envelope.kind, now)
     if now is not None and is_ahead(record.sent_at, now):
         raise ClockError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:

@@ -1,4 +1,4 @@
-"""Who signs: a peer's identity, the mesh's shared key, and the invite token that carries it to a new peer.
+"""Who signs: a peer's identity, the mesh's shared key, and the invite that is exchanged for both a certificate and that key.
 
 The idea: the identity is an Ed25519 key in the very file that libp2p reads, so a peer has one name everywhere. Its peer
 id IS its public key in another spelling, hence any record can be checked with nothing but the name it claims.
@@ -14,10 +14,10 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
 from cryptography.exceptions import InvalidSignature
@@ -26,10 +26,10 @@ from msgspec import Meta
 
 from dht.addresses import MAX_ADDRESS_CHARS, MAX_ADDRESSES, checked, peer_of
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
-from meshcee.fields import Finite, read, unpack
+from meshcee.fields import Finite, ShortText, read, unpack
 from meshcee.files import disk
 
-__all__ = ["Identity", "MeshKey", "Token", "public_key_of", "verify"]
+__all__ = ["ROLES", "Grant", "Identity", "MeshKey", "Role", "Token", "invite_key", "public_key_of", "verify", "when"]
 
 # libp2p's crypto.proto, written out: field 1 (type) = 1 (Ed25519), field 2 (data) of 64 or 32 bytes.
 _PRIVATE_PREFIX = bytes([0x08, 1, 0x12, 64])  # seed and public key
@@ -37,7 +37,7 @@ _PUBLIC_PREFIX = bytes([0x08, 1, 0x12, 32])
 _ID_PREFIX = bytes([0, len(_PUBLIC_PREFIX) + 32])  # the "identity" multihash: the key itself, not a digest of it
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_TOKEN = "meshcee1."
+_TOKEN, _OLD_TOKEN = "meshcee2.", "meshcee1."
 CHECK_BYTES = 4
 
 
@@ -174,40 +174,113 @@ class MeshKey:
         return hmac.compare_digest(self.mac(data), mac)
 
 
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+def when(seconds: float) -> str:
+    """A date for people."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"the date {seconds:g}"
+
+
+Role = Literal["compute", "own", "admin"]
+ROLES: tuple[Role, ...] = ("compute", "own", "admin")  # each may do what those before it may
+
+Uses = Annotated[int, Meta(ge=1, le=1 << 31)]
+MAX_GRANT_BYTES = 512
+
+
+class Grant(NamedTuple):
+    """What an invite says. All of it is signed, its date too."""
+
+    root: ShortText  # the mesh
+    issuer: ShortText  # whose key has signed it: the root's or another admin's
+    at: ShortText  # the peer with that key: there it is exchanged
+    id: ShortText
+    role: Role
+    uses: Uses | None  # peers that it lets in; None: any number
+    expires_at: Finite
+
+    def pack(self) -> bytes:
+        return bytes(msgpack.packb(["meshcee invite 1", *self]))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Grant:
+        """ProtocolError when it is none."""
+        what = "an invite"
+        head, *rest = read(unpack(data, MAX_GRANT_BYTES, what), list[Any], what) or [None]
+        if head != "meshcee invite 1":
+            raise ProtocolError(f"{what} of another kind: {str(head)[:40]!r}")
+        return read(rest, cls, what)
+
+
+def invite_key(signature: bytes) -> bytes:
+    """What the holder of an invite proves, and the admin who has signed it: nobody else can know the signature."""
+    return hashlib.sha256(b"meshcee invite key" + signature).digest()
 
 
 @dataclass(frozen=True)
 class Token:
-    """An invitation: where to dial, the mesh's key, until when. A plain multiaddress stands for an open mesh."""
+    """An invite: where to dial, what it grants, and the admin's signature of that, which is also its secret.
+
+    A signature of Ed25519 is the same each time, so the admin need not remember it. A plain multiaddress stands for an open mesh.
+    """
 
     addresses: Sequence[str]
-    mesh_key: MeshKey = MeshKey()
-    expires_at: float | None = None  # wall clock, seconds since the epoch
+    grant: Grant | None = None
+    signature: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def sign(cls, by: Identity, addresses: Sequence[str], grant: Grant) -> Token:
+        return cls(tuple(addresses), grant, by.sign(grant.pack()))
+
+    @property
+    def key(self) -> bytes:
+        return invite_key(self.signature)
 
     def encode(self) -> str:
-        body = msgpack.packb([list(self.addresses), self.mesh_key.secret, self.expires_at])
+        body = msgpack.packb([list(self.addresses), self.grant.pack() if self.grant else b"", self.signature])
         check = hashlib.sha256(body).digest()[:CHECK_BYTES]
         return _TOKEN + base64.urlsafe_b64encode(check + body).decode().rstrip("=")
 
     @classmethod
-    def parse(cls, text: str, now: float) -> Token:
-        """UsageError for what is no token or address, NotPermittedError for one whose time is over."""
+    def parse(cls, text: str) -> Token:
+        """UsageError for what is no token or address, NotPermittedError for one that is not what an admin has signed."""
         text = text.strip()
         if text.startswith("/"):
             return cls(tuple(_seed(address) for address in text.split(",")))
+        if text.startswith(_OLD_TOKEN):
+            raise NotPermittedError(
+                "this token is of an older meshcee, which let everybody in who held the mesh's key: upgrade the first machine, "
+                "start `meshcee peer` there again, and take the line that it prints"
+            )
         if not text.startswith(_TOKEN):
             raise UsageError(
                 f"{text[:40]!r} is neither an invite token ({_TOKEN}...) nor a multiaddress "
-                "(/ip4/.../tcp/.../p2p/...): paste the line that `meshcee peer` or `meshcee token` printed"
+                "(/ip4/.../tcp/.../p2p/...): paste the line that `meshcee peer` or `meshcee invite` printed"
             )
-        addresses, secret, expires_at = _token_body(text)
-        if expires_at is not None and expires_at <= now:
+        body = _token_body(text)
+        addresses = tuple(_seed(address) for address in body.addresses)
+        if not body.grant:
+            return cls(addresses)
+        try:
+            grant = Grant.unpack(body.grant)
+            if not verify(grant.issuer, body.grant, body.signature):
+                raise NotPermittedError(
+                    "the invite was changed since an admin of the mesh has signed it: ask for a new one (`meshcee invite`)"
+                )
+            public_key_of(grant.at)
+            public_key_of(grant.root)
+        except ProtocolError as error:
+            raise _damaged() from error
+        return cls(addresses, grant, body.signature)
+
+    def check_date(self, now: float) -> None:
+        """NotPermittedError when its time is over."""
+        if self.grant is not None and self.grant.expires_at <= now:
             raise NotPermittedError(
-                f"the invite token expired on {_when(expires_at)}: ask for a new one (`meshcee token` on a peer)"
+                f"the invite token expired on {when(self.grant.expires_at)}: ask for a new one "
+                "(`meshcee invite` on an admin's machine)"
             )
-        return cls(tuple(_seed(address) for address in addresses), MeshKey(secret), expires_at)
 
 
 def _seed(address: str) -> str:
@@ -219,7 +292,7 @@ def _seed(address: str) -> str:
     return address
 
 
-MAX_TOKEN_BYTES = 2 * MAX_ADDRESSES * MAX_ADDRESS_CHARS
+MAX_TOKEN_BYTES = 2 * MAX_ADDRESSES * MAX_ADDRESS_CHARS + MAX_GRANT_BYTES
 _Addresses = Annotated[list[str], Meta(min_length=1, max_length=MAX_ADDRESSES)]
 
 
@@ -227,23 +300,26 @@ class _Body(NamedTuple):
     """What a token says."""
 
     addresses: _Addresses
-    secret: bytes
-    expires_at: Finite | None
+    grant: bytes
+    signature: bytes
+
+
+def _damaged() -> UsageError:
+    return UsageError("the invite token is damaged: copy the whole line that `meshcee peer` printed")
 
 
 def _token_body(text: str) -> _Body:
-    damaged = UsageError("the invite token is damaged: copy the whole line that `meshcee peer` printed")
     encoded = text.removeprefix(_TOKEN)
-    if len(encoded) > MAX_TOKEN_BYTES:
-        raise damaged
+    if len(encoded) > 2 * MAX_TOKEN_BYTES:
+        raise _damaged()
     try:
         data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise damaged from error
+        raise _damaged() from error
     check, body = data[:CHECK_BYTES], data[CHECK_BYTES:]
     if hashlib.sha256(body).digest()[:CHECK_BYTES] != check:
-        raise damaged
+        raise _damaged()
     try:
         return read(unpack(body, MAX_TOKEN_BYTES, "the token"), _Body, "the token")
     except ProtocolError as error:
-        raise damaged from error
+        raise _damaged() from error

@@ -95,7 +95,7 @@ class NonFiniteLossError(MeshceeError):
 
 
 class NotPermittedError(MeshceeError):
-    """The mesh key, the token or the owner was refused."""
+    """The invite, the certificate, its role, the mesh key or the owner was refused."""
 
     exit_code = 8
 

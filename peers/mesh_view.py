@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dht import Directory, Elector, Identity, LeaseRecord, MeshKey, Store, Term, TermFile
+from dht import Directory, Elector, Identity, LeaseRecord, Members, MeshKey, Store, Term, TermFile
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ClockError, JoinError, PeerLostError
 from meshcee.figures import FEW, DeviceProfile, LinkProfile, Measured, class_of, without_links
@@ -46,7 +46,9 @@ class MeshView:
         terms: TermFile | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        members: Members | None = None,
     ) -> None:
+        self.members = members or Members()
         self.sign = identity.sign
         self.measures = True  # links and blocks; else nobody is asked for figures, and plans are given
         self.host = host  # of peers that share cores and memory; "": this one shares with nobody
@@ -55,7 +57,14 @@ class MeshView:
         self.limits = limits
         self.clock, self.monotonic = clock, monotonic
         self.directory = Directory(
-            store, identity, mesh_key, timeouts=timeouts, limits=limits, clock=clock, monotonic=monotonic
+            store,
+            identity,
+            mesh_key,
+            timeouts=timeouts,
+            limits=limits,
+            clock=clock,
+            monotonic=monotonic,
+            members=self.members,
         )
         self.elector = Elector(
             self.directory,

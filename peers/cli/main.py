@@ -51,6 +51,7 @@ Join = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
 JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
+PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")]
 RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")]
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
@@ -324,7 +325,7 @@ def status(join: Join = None, as_json: Json = False) -> None:
 
 @app.command()
 def drain(
-    peer: Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")],
+    peer: PeerName,
     join: Join = None,
     as_json: Json = False,
 ) -> None:
@@ -336,10 +337,49 @@ def drain(
 
 @app.command()
 def token(join: Join = None, valid: Valid = "7d") -> None:
-    """Print a fresh invite token for the mesh, with the addresses of the peers that are there now."""
-    from peers.cli.status import print_token
+    """Print a fresh invite to the mesh that this machine is an admin of; `invite` has more to say."""
+    from peers.cli.members import run_invite
+    from peers.cli.peer import parse_duration_s
 
-    print_token(join, valid)
+    run_invite(join, "own", None, parse_duration_s(valid), as_json=False)
+
+
+@app.command()
+def invite(
+    join: Join = None,
+    role: Annotated[
+        str,
+        typer.Option(help="What who comes by it may do: compute, own (offer jobs too), admin (invite and revoke too)."),
+    ] = "compute",
+    uses: Annotated[int, typer.Option(min=0, help="How many peers it lets in; 0: any number.")] = 1,
+    valid: Annotated[str, typer.Option("--for", help="How long it lets peers in, e.g. 12h, 7d.")] = "1d",
+    as_json: Json = False,
+) -> None:
+    """Print a line that lets others join; on the machine that has started the mesh, or another admin's."""
+    from peers.cli.members import run_invite
+    from peers.cli.peer import parse_duration_s
+
+    run_invite(join, role, uses or None, parse_duration_s(valid), as_json=as_json)
+
+
+@app.command()
+def members(join: Join = None, as_json: Json = False) -> None:
+    """Show who is in the mesh as what, and who was revoked."""
+    from peers.cli.members import run_members
+
+    run_members(join, as_json=as_json)
+
+
+@app.command()
+def revoke(
+    peer: PeerName,
+    join: Join = None,
+    as_json: Json = False,
+) -> None:
+    """End a membership, and the invite that it came by; on an admin's machine."""
+    from peers.cli.members import run_revoke
+
+    run_revoke(peer, join, as_json=as_json)
 
 
 @app.command()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rich.table import Table
 
-from dht import MAX_ADDRESSES, Token
 from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from meshcee.plan import Plan
-from peers.cli.peer import parse_duration_s
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.cli.view import plan_table
 from peers.measure import MOST_MEASURED_BYTES_PER_S
 from peers.node import JoinOptions, join
 
-__all__ = ["print_token", "run_status", "show"]
+__all__ = ["run_status", "show"]
 
 
 def run_status(token: str | None, *, as_json: bool) -> None:
@@ -27,17 +24,6 @@ def run_status(token: str | None, *, as_json: bool) -> None:
         print(dumps(data), flush=True)
     else:
         show(data)
-
-
-def print_token(token: str | None, valid: str) -> None:
-    """`meshcee token`: the same mesh key, the addresses of whoever is there now, a new expiry."""
-    known = _required(token)
-    valid_s = parse_duration_s(valid)
-    configure_logging(as_json=False, level="warning")
-    data = run_async(_look(known))
-    mesh_key = Token.parse(known, time.time()).mesh_key
-    addresses = [a for p in data["peers"] if p["device"] for a in p["addresses"][:2]]
-    print(Token(tuple(addresses[:MAX_ADDRESSES]), mesh_key, time.time() + valid_s).encode())
 
 
 def _required(token: str | None) -> str:

@@ -4,7 +4,19 @@
 """
 
 from peers.node.assemble import JoinOptions, a_peer, join
+from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave, find_peer
 from peers.node.mesh import Mesh, Result
 
-__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "a_peer", "ask_to_leave", "find_peer", "join"]
+__all__ = [
+    "Authority",
+    "Departure",
+    "JoinOptions",
+    "Mesh",
+    "Result",
+    "a_peer",
+    "ask_to_leave",
+    "authority_of",
+    "find_peer",
+    "join",
+]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dht import Identity, MeshKey, PeerRecord, Store, TermFile
+from dht import Identity, Members, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.figures import DeviceProfile
@@ -72,6 +72,7 @@ class Agent(MeshView):
         graphs: Graphs | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        members: Members | None = None,
     ) -> None:
         super().__init__(
             identity,
@@ -85,6 +86,7 @@ class Agent(MeshView):
             terms=terms,
             clock=clock,
             monotonic=monotonic,
+            members=members,
         )
         self.options = options
         self.mesh_key = mesh_key

@@ -18,7 +18,21 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dht import Identity, MemoryStore, MeshKey, SharedMemory, TermFile, Token, dialable
+from dht import (
+    MAX_ADDRESSES,
+    ROLES,
+    Identity,
+    Members,
+    MemoryStore,
+    MeshKey,
+    Role,
+    SharedMemory,
+    TermFile,
+    Token,
+    certify,
+    dialable,
+    read_lists,
+)
 from meshcee.capture import prepare
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
@@ -31,6 +45,7 @@ from peers.transport import MemoryNetwork, StreamClosed, Transport
 
 if TYPE_CHECKING:
     from peers.device.emulation import Shape
+    from peers.node.admission import Admin
     from peers.transport.p2p import P2PDaemon
 
 __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
@@ -38,6 +53,7 @@ __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
 
 log = structlog.get_logger()
 
+LASTING_S = 10 * 365 * 86400.0  # of a mesh inside one process, whose clock may be any
 GREETINGS = 3  # tries to shake hands with a seed
 QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
 
@@ -145,6 +161,7 @@ class InProcess:
         self._clock, self._monotonic = clock, monotonic
         self.memory = SharedMemory(clock)
         self._key = MeshKey()
+        self.root = Identity.generate()  # everybody here was let in by it
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> InProcess:
@@ -160,6 +177,7 @@ class InProcess:
         name: str,
         *,
         lends: bool = True,
+        role: Role = "own",
         identity: Identity | None = None,
         terms: TermFile | None = None,
         pace: Pace | None = None,
@@ -173,8 +191,9 @@ class InProcess:
             if lends
             else None
         )
+        members = self.members_for(identity.peer_id, role, clock)
         transport = await self._stack.enter_async_context(
-            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick)
+            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, members=members)
         )
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)
@@ -195,9 +214,15 @@ class InProcess:
             terms=terms,
             clock=clock,
             monotonic=self._monotonic,
+            members=members,
         )
         self.agents[name] = await self._stack.enter_async_context(made)
         return made
+
+    def members_for(self, peer_id: str, role: Role = "own", clock: Callable[[], float] | None = None) -> Members:
+        """As a peer begins that was let in with this role."""
+        shown = certify(self.root, b"", self.root.peer_id, peer_id, role, "", self._clock(), LASTING_S)
+        return Members(self.root.peer_id, shown, clock=clock or self._clock)
 
     async def own(self, name: str, home: Home | None, clock: Callable[[], float] | None = None) -> Mesh:
         """A Mesh that may own jobs here."""
@@ -216,6 +241,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
     from dht.kademlia import KademliaStore
     from peers.measure import Measuring
+    from peers.node.admission import Admin, Membership, enrol, ledger_of, stay_member
+    from peers.node.authority import authority_of
     from peers.node.founding import Founding
     from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon
 
@@ -224,15 +251,13 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         timeouts = replace(timeouts, regroup_s=options.regroup_s)
     if options.leave_s is not None:
         timeouts = replace(timeouts, leave_s=options.leave_s)
-    token = Token.parse(options.token, time.time()) if options.token else None
+    token = Token.parse(options.token) if options.token else None
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
         founding, listen, chosen = None, options.listen, options.identity
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
-            key, listen, chosen = founding.key, founding.listen(listen), founding.identity
-        else:
-            key = token.mesh_key
+            listen, chosen = founding.listen(listen), founding.identity
         file = stack.enter_context(home.identity_file(chosen))
         identity = Identity.load_or_create(file)
         daemon = await stack.enter_async_context(
@@ -244,6 +269,32 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 timeouts=timeouts,
             )
         )
+        kept, admin = None, None
+        if founding is not None and founding.root is not None:
+            root = founding.root
+            admin = Admin(root, root.peer_id, bytes, identity.peer_id, ledger_of(file, root.peer_id), time.time)
+            before = Membership.load(file, root.peer_id)
+            certificate = admin.certify(identity.peer_id, "admin")
+            lists = before.lists if before else ()
+            kept = Membership(root.peer_id, founding.key, certificate, lists, Membership.place(file, root.peer_id))
+        elif token is not None and token.grant is not None:
+            kept = Membership.load(file, token.grant.root)
+            known = kept.holds(identity.peer_id, time.time()) if kept else None
+            if known is None or ROLES.index(known.role) < ROLES.index(token.grant.role):
+                if (here := authority_of(home, token)) is not None:
+                    kept = here.let_in(identity)
+                else:
+                    shown = Members(token.grant.root, token.grant.pack())
+                    door = Libp2pTransport(daemon.p2p, token.key, timeouts=timeouts, limits=limits, members=shown)
+                    async with door:
+                        kept = await enrol(door, token, Membership.place(file, token.grant.root))
+                with home.writable():
+                    kept.save()
+        key = kept.key if kept else MeshKey()
+        members = kept.members() if kept else Members()
+        if kept is not None and admin is None and members.own is not None and members.own.role == "admin":
+            ledger = ledger_of(file, kept.root)
+            admin = Admin(identity, kept.root, lambda: members.shown, identity.peer_id, ledger, time.time)
         transport: Transport
         pace, shape = options.pace, None
         if options.shape and options.shape_device:
@@ -257,6 +308,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             direct=Direct(daemon.listening, options.direct_port, timeouts) if options.direct_port >= 0 else None,
             timeouts=timeouts,
             limits=limits,
+            members=members,
         )
         if shape is None:
             transport = await stack.enter_async_context(real)
@@ -267,8 +319,11 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         real.addresses = daemon.addresses
         await _greet(transport, daemon, seeds)
         store = await stack.enter_async_context(
-            KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=not options.compute, timeouts=timeouts)
+            KademliaStore(
+                daemon.p2p, seeds, mesh_key=key, client_mode=not options.compute, timeouts=timeouts, members=members
+            )
         )
+        await read_lists(store, key, limits, members)  # who is revoked, before anybody's stream is served
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)
         compute, graphs = None, None
@@ -303,8 +358,18 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             limits=limits,
             graphs=graphs,
             terms=TermFile(Path(f"{identity.path}.{key.fingerprint}.terms")),
+            members=members,
         )
+        node.admin, node.joined_by = admin, token
+        if admin is not None:
+            admin.serve(transport, members, key)
         await stack.enter_async_context(node)
+        if kept is not None:
+            if options.compute:
+                kept.addresses = tuple(transport.addresses)
+            with home.writable():
+                kept.save()  # before anybody is told of this mesh: commands beside this peer read it
+            node.spawn(stay_member(node, kept, admin))
         if founding is not None:
             founding.note(options.listen, daemon.listening[0], file, node.invite(options.valid_s))
         if shape is not None:
@@ -345,9 +410,23 @@ async def _name_peers(shape: Shape, node: Agent) -> None:
 class Node(Agent):
     """An Agent on a real network; knows how to invite others."""
 
+    admin: Admin | None = None
+    joined_by: Token | None = None
+
     def invite(self, valid_s: float) -> str:
-        """A token for other machines (for this one only, when nothing but loopback is listened on)."""
-        return Token(tuple(self.transport.addresses)[:8], self.mesh_key, time.time() + valid_s).encode()
+        """A token for other machines (for this one only, when nothing but loopback is listened on).
+
+        An admin's lets in any number, to own jobs. Another peer's is the one that it came by, with its own addresses too.
+        """
+        here = tuple(self.transport.addresses)[:8]
+        if self.admin is not None:
+            return self.admin.invite(here, "own", None, valid_s).encode()
+        if self.joined_by is None:
+            return Token(here).encode()
+        grant = self.joined_by.grant
+        first = [a for a in self.joined_by.addresses if grant is None or a.endswith(grant.at)]
+        rest = [a for a in (*here, *self.joined_by.addresses) if a not in first]
+        return replace(self.joined_by, addresses=(*first, *rest)[:MAX_ADDRESSES]).encode()
 
     @property
     def reachable_from_elsewhere(self) -> bool:

@@ -21,7 +21,7 @@ from peers.node.agent import Agent
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages, need
 
-__all__ = ["Departure", "ask_to_leave", "find_peer"]
+__all__ = ["Departure", "ask_to_leave", "find_peer", "matching"]
 
 log = structlog.get_logger()
 
@@ -67,15 +67,20 @@ class Departure:
         await self._over.wait()
 
 
+def matching(known: Mapping[str, PeerRecord], wanted: str) -> list[PeerRecord]:
+    """Peers of this name, or, where none has it, whose id begins like this or ends like this."""
+    ending = wanted.removeprefix("…")
+    return [r for r in known.values() if r.name == wanted] or [
+        r for p, r in known.items() if p.startswith(wanted) or (len(ending) >= SHOWN and p.endswith(ending))
+    ]
+
+
 def find_peer(known: Mapping[str, PeerRecord], wanted: str) -> PeerRecord:
     """The peer of this name, or whose id begins like this or ends like this, as `meshcee status` shows it.
 
     Raises UsageError when none does, several do, or it lends no device.
     """
-    ending = wanted.removeprefix("…")
-    found = [r for r in known.values() if r.name == wanted] or [
-        r for p, r in known.items() if p.startswith(wanted) or (len(ending) >= SHOWN and p.endswith(ending))
-    ]
+    found = matching(known, wanted)
     lending = sorted(f"{r.name} ({p})" for p, r in known.items() if r.device is not None)
     if not found:
         raise UsageError(f"no peer of this mesh is called {wanted!r}; there are {', '.join(lending) or 'none'}")

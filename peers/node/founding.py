@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 
-from dht import MeshKey
+from dht import Identity, MeshKey
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk, dumps, loads
 from peers.transport.p2p import reserve
 
-__all__ = ["Founding"]
+__all__ = ["Founding", "founded"]
 
 log = structlog.get_logger()
 
@@ -28,8 +28,11 @@ log = structlog.get_logger()
 class Founding:
     """What is known of it; made by `of`."""
 
-    def __init__(self, home: Home, file: Path, key: MeshKey, kept: dict[str, Any], chosen: Path | None) -> None:
+    def __init__(
+        self, home: Home, file: Path, key: MeshKey, kept: dict[str, Any], chosen: Path | None, root: Identity | None
+    ) -> None:
         self.key = key
+        self.root = root  # whose signature makes members; None in an open mesh
         self._home = home
         self._file = file
         self._kept = kept
@@ -53,7 +56,8 @@ class Founding:
             except BlockingIOError:
                 raise UsageError(_runs_already(kept)) from None
             key = MeshKey() if is_open else MeshKey.load_or_create(base.with_name(base.name + ".mesh-key"))
-            yield cls(home, file, key, kept, identity)
+            root = None if is_open else Identity.load_or_create(_admin_key(base))
+            yield cls(home, file, key, kept, identity, root)
 
     def listen(self, where: str) -> str:
         """Where to listen when the user says this: on the port of the last time, if any is left to us."""
@@ -79,6 +83,19 @@ class Founding:
         }
         with self._home.writable():
             disk.write_whole(self._file, dumps(data, indent=1).encode())  # mode 0600: it holds the key
+
+
+def _admin_key(base: Path) -> Path:
+    return base.with_name(base.name + ".admin-key")
+
+
+def founded(home: Home) -> tuple[Identity, Path] | None:
+    """The admin's key, and the first peer's identity file, of the mesh that this machine has founded."""
+    base = home.folder / "mesh"
+    kept = _read(base.with_name(base.name + ".founded.json"))
+    if "identity" not in kept or not _admin_key(base).exists():
+        return None
+    return Identity.load_or_create(_admin_key(base)), Path(kept["identity"])
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -22,11 +22,11 @@ class GossipService:
 
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
-        self._gossiper = Gossiper(agent.directory, agent.peer_id, self._send)
+        self._gossiper = Gossiper(agent.directory, agent.peer_id, self.send)
         self.run = self._gossiper.run
         agent.transport.serve("gossip", self._serve)
 
-    async def _send(self, peer_id: str, rumours: Sequence[bytes]) -> None:
+    async def send(self, peer_id: str, rumours: Sequence[bytes]) -> None:
         agent = self._agent
         try:
             async with asyncio.timeout(agent.timeouts.handshake_s):

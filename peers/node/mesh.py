@@ -65,6 +65,7 @@ class Mesh:
 
         A plan that is `given` is only checked; its peers may be named by their names.
         """
+        self.agent.members.check_own("own", "offers no jobs")
         if given is not None:
             return await given_plan(self.agent, given, job, captured)
         return await ask_plan(self.agent, await question(self.agent, job, captured, stages, tuple(self._lent)))
@@ -180,6 +181,7 @@ class Mesh:
         `callbacks` hear of plans, steps, evaluations, checkpoints, losses and the end, and may steer the run.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
+        self.agent.members.check_own("own", "offers no jobs")
         if codec is not None:
             job = replace(job, codec=codec)
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)

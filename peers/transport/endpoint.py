@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
+from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError, leaves
 from meshcee.events import Event
@@ -68,8 +69,11 @@ class Endpoint(ABC):
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        members: Members | None = None,
     ) -> None:
         self.peer_id = peer_id
+        self.members = members or Members()
+        self.members.on_change.append(self._hang_up_on_the_revoked)
         self.addresses: Sequence[str] = ()
         self.timeouts = timeouts or Timeouts()
         self.limits = limits or Limits()
@@ -124,7 +128,7 @@ class Endpoint(ABC):
                     "check that it runs and that its address and port are reachable from here"
                 ) from error
             path = self.direct.to(peer_id, purpose) if self.direct is not None else None
-            shaking = handshake.dial(stream, self.peer_id, purpose, self._mesh_key, path=path)
+            shaking = handshake.dial(stream, self.peer_id, purpose, self._mesh_key, members=self.members, path=path)
             return await self._shake(stream, shaking, path)
         except BaseException:
             stream.abort()
@@ -204,6 +208,11 @@ class Endpoint(ABC):
         self._handling.add(task)
         task.add_done_callback(self._handling.discard)
 
+    def _hang_up_on_the_revoked(self) -> None:
+        for stream in list(self.streams):
+            if self.members.is_revoked(stream.peer_id):
+                stream.abort()
+
     @property
     def _cap(self) -> int:
         return self.limits.streams_per_peer
@@ -245,7 +254,9 @@ class Endpoint(ABC):
             return None
 
         path = self.direct.here(self.addresses) if self.direct is not None else None
-        shaking = handshake.accept(stream, self.peer_id, self._mesh_key, refusal=refusal, path=path)
+        shaking = handshake.accept(
+            stream, self.peer_id, self._mesh_key, members=self.members, refusal=refusal, path=path
+        )
         try:
             welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:

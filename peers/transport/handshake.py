@@ -1,11 +1,12 @@
-"""The first frames of every stream: who is there, which version, and proof of the mesh key from both sides.
+"""The first frames of every stream: who is there, which version, proof of the mesh key and of membership from both sides.
 
 The idea: HELLO and ANSWER carry a fresh nonce each. The proofs are HMACs, under the mesh key, of everything that was
 said and of the role. So neither can be replayed, reflected or moved to another pair of peers or purpose. The key
-itself is never sent. Whoever refuses says why in words that the other side can print.
+itself is never sent. Whoever refuses says why in words that the other side can print. What each shows is its certificate
+(dht/membership.py); who has none yet shows an invite, and proves that one's key instead of the mesh's.
 
-    dialer    hello   {version, software, peer, to, purpose, nonce}
-    acceptor  answer  {version, software, peer, nonce, proof}            or  refused {code, reason, version, software}
+    dialer    hello   {version, software, peer, to, purpose, nonce, shown}
+    acceptor  answer  {version, software, peer, nonce, shown, proof}     or  refused {code, reason, version, software}
     dialer    proof   {proof}                                            or  refused
 The dialer may send at once after `proof`: it has seen the acceptor's proof, so both hold the same key. Where both can leave
 libp2p for connections of their own, each of the three has a field `direct` as well (direct.py).
@@ -24,6 +25,7 @@ import msgpack
 from msgspec import Meta
 
 import meshcee
+from dht import Members
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from meshcee.fields import Count, read
 from peers.transport.base import Frame, Stream
@@ -36,15 +38,19 @@ __all__ = ["PROTOCOL_VERSION", "accept", "dial"]
 
 # Raised by one whenever peers of the old and of the new version would misunderstand each other. The names and types of
 # `version` and `software` in these frames never change.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 _TEXT_CHARS = 512
+SHOWN_BYTES = 1400  # a hello has HELLO_BYTES
 _Text = Annotated[str, Meta(min_length=1, max_length=_TEXT_CHARS)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Shown = Annotated[bytes, Meta(max_length=SHOWN_BYTES)]
 _Proof = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
-WRONG_KEY = "the token belongs to another mesh: ask for a new one with `meshcee token` on a peer of the mesh to join"
+WRONG_KEY = (
+    "the token belongs to another mesh: ask for a new one (`meshcee invite` on an admin's machine of the mesh to join)"
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,14 @@ class Hello:
     to: _Text
     purpose: _Text
     nonce: _Nonce
+    shown: _Shown
 
 
 @dataclass(frozen=True)
 class Answer:
     peer: _Text
     nonce: _Nonce
+    shown: _Shown
     proof: _Proof
 
 
@@ -93,8 +101,8 @@ def prove(key: bytes, role: str, hello: Mapping[str, Any], answer: Mapping[str, 
     said = [
         "meshcee handshake",
         role,
-        [hello[name] for name in ("version", "peer", "to", "purpose", "nonce")],
-        [answer[name] for name in ("version", "peer", "nonce")],
+        [hello[name] for name in ("version", "peer", "to", "purpose", "nonce", "shown")],
+        [answer[name] for name in ("version", "peer", "nonce", "shown")],
         *([hello["direct"], answer["direct"]] if "direct" in hello and "direct" in answer else ()),
     ]
     return hmac.digest(key, msgpack.packb(said), hashlib.sha256)
@@ -119,7 +127,7 @@ def _refused(frame: Frame, peer_id: str, version: int) -> NoReturn:
     said = read(frame.header, Refusal, "the refusal")
     if said.code == "version":
         raise _versions_differ(version, read(frame.header, Software, "the refusal"), peer_id)
-    if said.code in ("key", "identity"):
+    if said.code in ("key", "identity", "member"):
         raise NotPermittedError(f"peer {short(peer_id)} refused this peer: {said.reason}")
     raise JoinError(f"peer {short(peer_id)} refused the stream: {said.reason}")
 
@@ -130,13 +138,17 @@ async def dial(
     purpose: str,
     key: bytes,
     *,
+    members: Members | None = None,
     path: Path | None = None,
     version: int = PROTOCOL_VERSION,
 ) -> str:
     """Our side of a stream that we opened; `stream.peer_id` is whom we meant, `peer_id` ourselves. Returns the purpose.
 
+    `members` judge what the other side shows; without them nobody shows anything.
+
     With `path`, what comes of it is known when we return.
     """
+    members = members or Members()
     hello: dict[str, Any] = {
         "version": version,
         "software": meshcee.__version__,
@@ -144,6 +156,7 @@ async def dial(
         "to": stream.peer_id,
         "purpose": purpose,
         "nonce": secrets.token_bytes(NONCE_BYTES),
+        "shown": members.shown,
     }
     if path is not None:
         hello["direct"] = path.key
@@ -164,6 +177,11 @@ async def dial(
     if not hmac.compare_digest(theirs.proof, prove(key, "acceptor", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
         raise NotPermittedError(f"peer {short(stream.peer_id)} does not know our mesh key: {WRONG_KEY}")
+    try:
+        members.admit(stream.peer_id, theirs.shown)
+    except (NotPermittedError, ProtocolError) as error:
+        await _refuse(stream, "member", str(error), version)
+        raise NotPermittedError(str(error)) from error
     proof: dict[str, Any] = {"proof": prove(key, "dialer", hello, answer)}
     if path is not None and "direct" in answer:
         proof["direct"] = await path.dial(answer["direct"], prove(key, "direct", hello, answer))
@@ -176,11 +194,13 @@ async def accept(
     peer_id: str,
     key: bytes,
     *,
+    members: Members | None = None,
     refusal: Callable[[str], str | None] = lambda purpose: None,
     path: Path | None = None,
     version: int = PROTOCOL_VERSION,
 ) -> str:
     """The other side's stream; returns its purpose. `refusal(purpose)` says in words why none is taken; `path` as in `dial`."""
+    members = members or Members()
     frame = await stream.recv()
     if frame.kind != "hello":
         raise ProtocolError(f"expected the hello of a handshake, got {frame.kind!r}")
@@ -200,7 +220,13 @@ async def accept(
         "software": meshcee.__version__,
         "peer": peer_id,
         "nonce": secrets.token_bytes(NONCE_BYTES),
+        "shown": members.shown,
     }
+    try:
+        key = members.admit(theirs.peer, theirs.shown, theirs.purpose) or key
+    except (NotPermittedError, ProtocolError) as error:
+        await _refuse(stream, "member", str(error), version)
+        raise NotPermittedError(f"refused a stream {theirs.purpose!r}: {error}") from error
     why_not = refusal(theirs.purpose)
     if why_not is not None:
         await _refuse(stream, "purpose", why_not, version)

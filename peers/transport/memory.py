@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, UsageError
 from peers.transport.endpoint import Endpoint
@@ -234,8 +235,9 @@ class MemoryNetwork:
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        members: Members | None = None,
     ) -> MemoryTransport:
-        return MemoryTransport(self, peer_id, mesh_key, timeouts=timeouts, limits=limits)
+        return MemoryTransport(self, peer_id, mesh_key, timeouts=timeouts, limits=limits, members=members)
 
     def impair(self, source: str, target: str, impairment: Impairment) -> None:
         """Change one direction, at any time; what is under way keeps its arrival."""
@@ -315,8 +317,9 @@ class MemoryTransport(Endpoint):
         *,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        members: Members | None = None,
     ) -> None:
-        super().__init__(peer_id, mesh_key, timeouts=timeouts, limits=limits)
+        super().__init__(peer_id, mesh_key, timeouts=timeouts, limits=limits, members=members)
         self.addresses = (f"/memory/{peer_id}",)
         self.context = contextvars.copy_context()
         self._network = network

@@ -17,7 +17,7 @@ from dht.records import CLOCK_SKEW_S, LeaseRecord, LinkRecord, PeerRecord, seal
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError
+from meshcee.errors import ClockError, JoinError, MeshceeError, NotPermittedError, ProtocolError
 from meshcee.figures.profile import LinkProfile
 from tests.rig.virtual_time import virtual_time
 
@@ -175,9 +175,7 @@ async def test_only_valid_news_of_the_right_kinds_are_heard() -> None:
         await refused(bytes(Limits().record_bytes + 1), ProtocolError)
         await refused(seal(record, signer, MeshKey.generate(), expires_at), NotPermittedError)
         await refused(seal(LeaseRecord(other, _now(), 1), signer, KEY, expires_at), ProtocolError)
-        await refused(
-            seal(replace(record, sent_at=_now() + 2 * CLOCK_SKEW_S), signer, KEY, expires_at), NotPermittedError
-        )
+        await refused(seal(replace(record, sent_at=_now() + 2 * CLOCK_SKEW_S), signer, KEY, expires_at), ClockError)
         good = seal(record, signer, KEY, expires_at)
         await mesh.gossipers[me].hear(good)
         assert mesh.directories[me].peers[other].name == "renamed"

@@ -95,17 +95,17 @@ def test_times() -> None:
 
 def test_a_member_of_the_mesh_cannot_speak_for_another() -> None:
     """It holds the mesh key, so only the signature stands between them."""
-    kind, _, until, body, signature, _ = msgpack.unpackb(seal(RECORDS[0], ME, KEY, UNTIL))
-    covered = msgpack.packb(["meshcee record 1", kind, OTHER.peer_id, until, body])
-    forged = msgpack.packb([kind, OTHER.peer_id, until, body, signature, KEY.mac(covered + signature)])
+    kind, _, until, body, signature, shown, _ = msgpack.unpackb(seal(RECORDS[0], ME, KEY, UNTIL))
+    covered = msgpack.packb(["meshcee record 2", kind, OTHER.peer_id, until, body])
+    forged = msgpack.packb([kind, OTHER.peer_id, until, body, signature, shown, KEY.mac(covered + signature)])
     with pytest.raises(NotPermittedError, match="was not signed by it"):
         check(forged, KEY)
 
 
 def test_a_stranger_with_an_identity_of_its_own_lacks_the_mesh_key() -> None:
-    kind, who, until, body, signature, mac = msgpack.unpackb(seal(RECORDS[0], ME, MeshKey.generate(), UNTIL))
+    kind, who, until, body, signature, shown, mac = msgpack.unpackb(seal(RECORDS[0], ME, MeshKey.generate(), UNTIL))
     with pytest.raises(NotPermittedError, match="another mesh"):
-        check(msgpack.packb([kind, who, until, body, signature, mac]), KEY)
+        check(msgpack.packb([kind, who, until, body, signature, shown, mac]), KEY)
 
 
 @given(st.data())
@@ -133,9 +133,9 @@ nested = st.recursive(
 
 def sealed_body(kind: str, body: bytes) -> bytes:
     """What a hostile member of the mesh can send: any content, correctly signed."""
-    covered = msgpack.packb(["meshcee record 1", kind, ME.peer_id, UNTIL, body])
+    covered = msgpack.packb(["meshcee record 2", kind, ME.peer_id, UNTIL, body])
     signature = ME.sign(covered)
-    return bytes(msgpack.packb([kind, ME.peer_id, UNTIL, body, signature, KEY.mac(covered + signature)]))
+    return bytes(msgpack.packb([kind, ME.peer_id, UNTIL, body, signature, b"", KEY.mac(covered + signature)]))
 
 
 @given(st.sampled_from(RECORDS), st.data())

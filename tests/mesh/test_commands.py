@@ -17,7 +17,7 @@ import psutil
 import pytest
 import safetensors.torch
 
-from dht.signing import Token
+from dht.signing import Identity, Token
 from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, training, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -207,9 +207,9 @@ def test_an_open_mesh_is_joined_by_a_plain_multiaddress(tmp_path: Path) -> None:
 
 
 def test_a_dead_seed_beside_a_living_one_does_not_prevent_joining(mesh: Peers, tmp_path: Path) -> None:
-    known = Token.parse(mesh.token, time.time())
+    known = Token.parse(mesh.token)
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPPvGbzEUWVSnDV6UZBERMxBqXJziik2YZWwSW2LvAfhV"
-    both = Token((dead, *known.addresses), known.mesh_key, known.expires_at).encode()
+    both = replace(known, addresses=(dead, *known.addresses)).encode()
     done = meshcee("status", "--join", both, "--json", home=tmp_path / "home")
     assert done.code == 0, done.err
 
@@ -290,17 +290,66 @@ def test_a_job_that_the_peers_cannot_hold_says_how_many_bytes_are_missing(tmp_pa
     assert "bytes are missing" in done.err
 
 
-def test_another_meshs_token_is_refused(mesh: Peers, tmp_path: Path) -> None:
-    with peers(tmp_path / "other", 1) as other:
-        mine, theirs = Token.parse(mesh.token, time.time()), Token.parse(other.token, time.time())
-        mixed = Token(mine.addresses, theirs.mesh_key, mine.expires_at).encode()
-        done = meshcee("peer", "--join", mixed, home=tmp_path / "home")
-        expired = Token(mine.addresses, mine.mesh_key, time.time() - 60).encode()
-        late = meshcee("peer", "--join", expired, home=tmp_path / "home")
-    assert done.code == 8, done.err
-    assert "another mesh" in done.err
+def test_an_edited_a_forged_and_an_old_token_are_refused(mesh: Peers, tmp_path: Path) -> None:
+    mine, forger = Token.parse(mesh.token), Identity.generate()
+    assert mine.grant is not None
+    edited = replace(mine, grant=mine.grant._replace(expires_at=1e12))
+    forged = Token.sign(forger, mine.addresses, mine.grant._replace(issuer=forger.peer_id))
+    for token, why in ((edited, "changed since"), (forged, "another admin's, or of another mesh")):
+        done = meshcee("peer", "--join", token.encode(), home=tmp_path / "home")
+        assert done.code == 8, done.err
+        assert why in done.err
+    old = meshcee("peer", "--join", "meshcee1.vK4b1JOR2VEva", home=tmp_path / "home")
+    assert old.code == 8, old.err
+    assert "upgrade the first machine" in old.err
+
+
+def test_an_invite_admits_until_its_date_and_as_many_as_it_says(mesh: Peers, tmp_path: Path) -> None:
+    short = meshcee("invite", "--for", "1s", home=mesh.home)
+    assert short.code == 0, short.err
+    once = meshcee("invite", "--uses", "1", "--json", home=mesh.home).lines[0]["token"]
+    time.sleep(1.1)
+    late = meshcee("status", "--join", short.out.strip(), home=tmp_path / "late")
     assert late.code == 8, late.err
     assert "expired" in late.err
+    first = meshcee("status", "--join", once, home=tmp_path / "first")
+    assert first.code == 0, first.err
+    second = meshcee("status", "--join", once, home=tmp_path / "second")
+    assert second.code == 8, second.err
+    assert "has let in 1 peers" in second.err
+
+
+def test_who_came_to_compute_offers_no_job_and_invites_nobody(mesh: Peers, tmp_path: Path) -> None:
+    once, home = meshcee("invite", "--role", "compute", home=mesh.home).out.strip(), tmp_path / "away"
+    for command in (("train", str(write_job(tmp_path))), ("train", str(tmp_path / "job.py"))):  # again, as a member
+        done = meshcee(*command, "--join", once, home=home)
+        assert done.code == 8, done.err
+        assert "came by an invite to compute" in done.err
+    nobody = meshcee("invite", "--join", once, home=home)
+    assert nobody.code == 8, nobody.err
+    assert "has no admin's key" in nobody.err
+
+
+def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
+    with peers(tmp_path / "home", 1) as mesh:
+        invite = meshcee("invite", "--role", "own", "--uses", "2", home=mesh.home).out.strip()
+        away = Peers(tmp_path / "away", token=invite)
+        away.home.mkdir()
+        try:
+            away.start("away")
+            seen = meshcee("members", "--json", home=mesh.home).lines[0]
+            assert {m["name"]: m["role"] for m in seen["members"]} == {"peer-0": "admin", "away": "own"}
+            done = meshcee("revoke", "away", "--json", home=mesh.home)
+            assert done.code == 0, done.err
+            assert (done.lines[0]["peer"], done.lines[0]["heard"]) == (away.ids["away"], 1)
+            shown = meshcee("members", home=mesh.home).out
+            assert "members that are here: 1" in shown
+            assert f"revoked: {away.ids['away']}" in shown
+            back = meshcee("status", "--join", invite, home=away.home)
+            assert back.code == 8, (back.out, back.err)
+            assert "revoked" in back.err
+        finally:
+            away.close()
 
 
 def test_another_protocol_version_is_refused_and_names_the_upgrade(mesh: Peers, tmp_path: Path) -> None:
@@ -370,18 +419,25 @@ def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) 
 def test_a_restarted_first_machine_is_the_same_mesh(tmp_path: Path) -> None:
     with peers(tmp_path, 2) as both:
         name, second = both.ids
-        before, token = (both.ids[name], Token.parse(both.tokens[name], time.time())), both.tokens[name]
+        before, token = both.ids[name], both.tokens[name]
         both.kill(name)
         both.processes[name].communicate()
         both.token = ""  # started again without arguments
         both.start(name)
-        again = Token.parse(both.tokens[name], time.time())
-        assert (both.ids[name], again) == (before[0], replace(before[1], expires_at=again.expires_at))
+        again = both.tokens[name]
+        assert (both.ids[name], where(again)) == (before, where(token))
         wait_until("the other one sees it again", lambda: names(token, tmp_path) == {name, second}, 60)
+        assert names(token, tmp_path / "new") == {name, second}, "an invite outlives the restart"
         beside = meshcee("peer", home=tmp_path)
         assert beside.code == 2
-        told = Token.parse(beside.err.partition("meshcee peer --join ")[2].split()[0], time.time())
-        assert replace(told, expires_at=None) == replace(again, expires_at=None)
+        assert where(beside.err.partition("meshcee peer --join ")[2].split()[0]) == where(again)
+
+
+def where(token: str) -> tuple[object, ...]:
+    """Of an invite all but its name and date."""
+    known = Token.parse(token)
+    assert known.grant is not None
+    return known.addresses, known.grant._replace(id="", expires_at=0.0)
 
 
 def names(token: str, home: Path) -> set[str]:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import structlog
 
+from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, UsageError
 from peers.transport.direct import Direct
@@ -53,8 +54,9 @@ class Libp2pTransport(Endpoint):
         direct: Direct | None = None,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
+        members: Members | None = None,
     ) -> None:
-        super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits)
+        super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits, members=members)
         self._p2p = p2p
         self.direct = direct
 

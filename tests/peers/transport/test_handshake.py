@@ -92,7 +92,7 @@ async def test_a_peer_that_is_not_the_one_that_was_dialled_is_refused() -> None:
     async with sockets() as (near, far):
         task = asyncio.create_task(handshake.dial(near, "a", "x", KEY))
         hello = await far.recv()
-        answer = {"version": handshake.PROTOCOL_VERSION, "software": "0", "peer": "c", "nonce": b"n" * 32}
+        answer = {"version": handshake.PROTOCOL_VERSION, "software": "0", "peer": "c", "nonce": b"n" * 32, "shown": b""}
         proof = handshake.prove(KEY, "acceptor", hello.header, answer)
         await far.send(Frame("answer", {**answer, "proof": proof}))
         with pytest.raises(NotPermittedError, match="not the one that was dialled"):
@@ -129,6 +129,7 @@ async def test_an_acceptors_proof_cannot_be_reflected() -> None:
             "to": "b",
             "purpose": "x",
             "nonce": b"n" * 32,
+            "shown": b"",
         }
         await near.send(Frame("hello", hello))
         answer = await near.recv()
@@ -144,20 +145,22 @@ async def test_a_proof_holds_for_one_purpose_and_pair_only() -> None:
         "to": "b",
         "purpose": "x",
         "nonce": b"n" * 32,
+        "shown": b"",
     }
-    answer = {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32}
+    answer = {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "shown": b"v"}
     proofs = {handshake.prove(KEY, role, hello, answer) for role in ("dialer", "acceptor")}
     for name, value in (
         ("purpose", "y"),
         ("peer", "z"),
         ("to", "c"),
         ("nonce", b"o" * 32),
+        ("shown", b"w"),
         ("version", handshake.PROTOCOL_VERSION + 1),
     ):
         proofs.add(handshake.prove(KEY, "dialer", {**hello, name: value}, answer))
         if name in answer:
             proofs.add(handshake.prove(KEY, "dialer", hello, {**answer, name: value}))
-    assert len(proofs) == 2 + 5 + 3
+    assert len(proofs) == 2 + 6 + 4
 
 
 GOOD = {
@@ -167,6 +170,7 @@ GOOD = {
     "to": "b",
     "purpose": "x",
     "nonce": b"n" * 32,
+    "shown": b"",
 }
 
 
@@ -175,8 +179,8 @@ GOOD = {
     [
         ({"version": 3}, handshake.Version),
         ({"version": 4, "software": "9"}, handshake.Software),
-        ({"peer": "a", "to": "b", "purpose": "x", "nonce": b"n" * 32}, handshake.Hello),
-        ({"peer": "b", "nonce": b"n" * 32, "proof": b"p" * 32}, handshake.Answer),
+        ({"peer": "a", "to": "b", "purpose": "x", "nonce": b"n" * 32, "shown": b"c"}, handshake.Hello),
+        ({"peer": "b", "nonce": b"n" * 32, "shown": b"c", "proof": b"p" * 32}, handshake.Answer),
         ({"proof": b"p" * 32}, handshake.Proof),
         ({"code": "key", "reason": "another mesh"}, handshake.Refusal),
         ([b"k" * 32, ["/ip4/192.0.2.1/tcp/1"]], direct.Offer),
@@ -201,6 +205,8 @@ def test_each_field_that_is_read_before_anybody_is_known_is_checked(message: Any
         {"purpose": ["x"]},
         {"nonce": b"short"},
         {"nonce": "n" * 32},
+        {"shown": "c"},
+        {"shown": b"c" * 1401},
     ],
 )
 async def test_a_mistyped_hello_is_a_protocol_error(wrong: dict[str, Any]) -> None:
@@ -215,14 +221,14 @@ async def test_a_mistyped_hello_is_a_protocol_error(wrong: dict[str, Any]) -> No
     [
         Frame("something"),
         Frame("answer"),
-        Frame("answer", {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32}),
+        Frame("answer", {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "shown": b""}),
         Frame(
             "answer",
-            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m", "proof": b"p" * 32},
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m", "shown": b"", "proof": b"p" * 32},
         ),
         Frame(
             "answer",
-            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "proof": "p" * 32},
+            {"version": handshake.PROTOCOL_VERSION, "peer": "b", "nonce": b"m" * 32, "shown": b"", "proof": "p" * 32},
         ),
         Frame("refused", {}),
         Frame("refused", {"code": "key", "reason": "x" * 600}),

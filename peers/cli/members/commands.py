@@ -1,0 +1,106 @@
+"""The commands about members. Whoever has an admin's key on this machine invites and revokes; every member may look."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.table import Table
+
+from dht import MAX_ADDRESSES, ROLES, Role, Token
+from meshcee.errors import NotPermittedError, UsageError
+from meshcee.files import Home, dumps
+from peers.cli.session import Screen, configure_logging, run_async
+from peers.node import Authority, JoinOptions, authority_of, join
+
+__all__ = ["run_invite", "run_members", "run_revoke"]
+
+MINUTES_S = 600.0  # that this machine's own way in holds
+
+
+def run_invite(token: str | None, role: str, uses: int | None, for_s: float, *, as_json: bool) -> None:
+    """Print the line that lets others in."""
+    admin = _authority(token)
+    if role not in ROLES:
+        raise UsageError(f"--role {role!r} is none of {', '.join(ROLES)}")
+    configure_logging(as_json=as_json, level="warning")
+    found: Role = ROLES[ROLES.index(role)]
+    invite = admin.admin.invite(admin.addresses[:MAX_ADDRESSES], found, uses, for_s).encode()
+    if as_json:
+        print(dumps({"token": invite, "role": role, "uses": uses, "for_s": for_s}), flush=True)
+    else:
+        print(invite)
+
+
+def run_members(token: str | None, *, as_json: bool) -> None:
+    configure_logging(as_json=as_json, level="warning")
+    home = Home()
+    admin = authority_of(home, Token.parse(token) if token else None)
+    if token is None and admin is None:
+        raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
+    data = run_async(_members(_own_way_in(admin) if admin is not None else str(token)))
+    if as_json:
+        print(dumps(data), flush=True)
+        return
+    console = Screen()
+    table = Table(title=f"members that are here: {len(data['members'])}", title_justify="left")
+    for column in ("name", "id", "role", "certificate ends"):
+        table.add_column(column)
+    for one in data["members"]:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"])) if one["until"] else "-"
+        table.add_row(one["name"], "…" + one["peer"][-8:], one["role"] or "open mesh", until)
+    console.print(table)
+    for peer in data["revoked"]:
+        console.print(f"revoked: {peer}")
+
+
+async def _members(token: str) -> dict[str, Any]:
+    async with join(JoinOptions(token=token, name="members", observes=True), Home()) as mesh:
+        directory, members = mesh.agent.directory, mesh.agent.members
+        await directory.refresh()
+        known = members.known
+        found = [
+            {
+                "peer": peer,
+                "name": record.name,
+                "role": known[peer].role if peer in known else None,
+                "until": known[peer].until if peer in known else None,
+            }
+            for peer, record in sorted(directory.peers.items(), key=lambda item: (item[1].name, item[0]))
+        ]
+        return {"members": found, "revoked": members.revoked()}
+
+
+def run_revoke(wanted: str, token: str | None, *, as_json: bool) -> None:
+    """End a membership, and the invite that it came by."""
+    admin = _authority(token)
+    configure_logging(as_json=as_json, level="warning")
+    told = run_async(_revoke(wanted, admin))
+    if as_json:
+        print(dumps(told), flush=True)
+        return
+    print(
+        f"{told['name']} ({told['peer']}) is no member any more; {told['heard']} of {told['peers']} peers have heard it"
+    )
+    if told["invites"]:
+        print("The invite that it came by lets nobody in any more. For new machines: meshcee invite")
+
+
+async def _revoke(wanted: str, admin: Authority) -> dict[str, Any]:
+    async with join(JoinOptions(token=_own_way_in(admin), name="revoke", observes=True), Home()) as mesh:
+        return await admin.revoke(mesh.agent, wanted)
+
+
+def _authority(token: str | None) -> Authority:
+    found = authority_of(Home(), Token.parse(token) if token else None)
+    if found is None:
+        raise NotPermittedError(
+            "this machine has no admin's key of this mesh: run the command on the machine that has started the mesh, or on one "
+            "that came by `meshcee invite --role admin`"
+        )
+    return found
+
+
+def _own_way_in(admin: Authority) -> str:
+    """An invite for this machine: what was printed may have ended."""
+    return admin.admin.invite(admin.addresses, "own", 1, MINUTES_S).encode()

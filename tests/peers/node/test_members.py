@@ -1,0 +1,290 @@
+"""Joining, staying, being sent away: an invite lets in as many as it says and no longer, roles hold, revocations spread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from dht import ENROL, Grant, Identity, Members, MeshKey, PeerRecord, Role, Token
+from dht.membership import CERTIFICATE_S
+from meshcee.config import Timeouts
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
+from meshcee.files import Home
+from peers.node import admission
+from peers.node.admission import Admin, Membership, enrol
+from peers.node.agent import Agent
+from peers.node.assemble import InProcess, JoinOptions
+from peers.node.authority import Authority, authority_of
+from peers.node.departure import Departure, ask_to_leave
+from peers.node.founding import Founding
+from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed
+
+SHORT = Timeouts(dial_s=2.0, handshake_s=2.0, shutdown_s=1.0)
+KEY = MeshKey.generate()
+
+
+@dataclass
+class Office:
+    """An admin that serves in a network of this process, and newcomers."""
+
+    network: MemoryNetwork
+    root: Identity
+    admin: Admin
+    members: Members
+    at: str
+    clock: list[float] = field(default_factory=lambda: [time.time()])
+
+    def invite(self, role: Role = "compute", uses: int | None = 1, for_s: float = 3600.0) -> Token:
+        return self.admin.invite((f"/ip4/192.0.2.1/tcp/1/p2p/{self.at}",), role, uses, for_s)
+
+    async def let_in(self, token: Token, peer: Identity | None = None) -> Membership:
+        peer = peer or Identity.generate()
+        assert token.grant is not None
+        shown = Members(self.root.peer_id, token.grant.pack())
+        async with self.network.transport(peer.peer_id, token.key, timeouts=SHORT, members=shown) as door:
+            return await enrol(door, token)
+
+
+@asynccontextmanager
+async def office(ledger: Path | None = None) -> AsyncIterator[Office]:
+    root, first, network, clock = Identity.generate(), Identity.generate(), MemoryNetwork(), [time.time()]
+    admin = Admin(root, root.peer_id, bytes, first.peer_id, ledger, lambda: clock[0])
+    members = Members(root.peer_id, admin.certify(first.peer_id, "admin"), clock=lambda: clock[0])
+    async with network.transport(first.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:
+        admin.serve(transport, members, KEY)
+        yield Office(network, root, admin, members, first.peer_id, clock)
+
+
+async def test_an_invite_is_exchanged_for_a_certificate_and_the_meshs_key() -> None:
+    async with office() as here:
+        peer = Identity.generate()
+        kept = await here.let_in(here.invite("own"), peer)
+        assert kept.key == KEY
+        assert here.members.admit(peer.peer_id, kept.certificate, "job") is None
+        token = here.invite("own")
+        assert KEY.secret.hex() not in token.encode()
+        assert token.grant is not None
+        assert here.members.own is not None
+
+
+async def test_an_invite_lets_in_as_many_as_it_says_and_who_came_by_it_again(tmp_path: Path) -> None:
+    ledger, first = tmp_path / "invites.json", Identity.generate()
+    async with office(ledger) as here:
+        token = here.invite(uses=2)
+        await here.let_in(token, first)
+        await here.let_in(token)
+        await here.let_in(token, first)
+        with pytest.raises(NotPermittedError, match="has let in 2 peers, as many as it was made for"):
+            await here.let_in(token)
+        for _ in range(3):
+            await here.let_in(here.invite(uses=None))
+        again = Admin(here.root, here.root.peer_id, bytes, here.at, ledger, time.time)
+        assert token.grant is not None
+        assert again.invites_of(first.peer_id) == {token.grant.id}
+
+
+async def test_of_many_who_come_at_once_no_more_are_let_in(tmp_path: Path) -> None:
+    async with office(tmp_path / "invites.json") as here:
+        token = here.invite(uses=3)
+        done = await asyncio.gather(*(here.let_in(token) for _ in range(8)), return_exceptions=True)
+    assert sum(isinstance(one, Membership) for one in done) == 3
+    assert sum(isinstance(one, NotPermittedError) for one in done) == 5
+
+
+async def test_an_expired_invite_is_refused_by_the_admins_clock_whatever_the_newcomer_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with office() as here:
+        token = here.invite(for_s=60.0)
+        here.clock[0] += 61.0
+        with pytest.raises(NotPermittedError, match="the invite token expired"):
+            await here.let_in(token)
+
+
+@pytest.mark.parametrize("changes", [{"expires_at": 1e12}, {"role": "admin"}, {"uses": None}])
+async def test_an_edited_invite_proves_nothing(changes: dict[str, object]) -> None:
+    """Its holder leaves out every check of its own: what stands between is the admin's signature."""
+    async with office() as here:
+        token = here.invite(for_s=-60.0 if "expires_at" in changes else 60.0)
+        assert token.grant is not None
+        edited = replace(token, grant=Grant(**{**token.grant._asdict(), **changes}))
+        with pytest.raises(NotPermittedError):
+            await here.let_in(edited)
+
+
+async def test_who_proves_one_invite_cannot_name_a_better_one() -> None:
+    """Two streams at once, each with its own invite: what is granted is what this very stream has proven."""
+    async with office() as here:
+        mine, better, peer = here.invite("compute"), here.invite("admin"), Identity.generate()
+        assert mine.grant is not None
+        assert better.grant is not None
+        shown = Members(here.root.peer_id, mine.grant.pack())
+        async with here.network.transport(peer.peer_id, mine.key, timeouts=SHORT, members=shown) as door:
+            stream = await door.open(here.at, ENROL)
+            proof = admission.proven(mine.key, peer.peer_id)
+            await stream.send(Frame("enrol", {"invite": better.grant.pack(), "proof": proof}))
+            reply = await stream.recv()
+        assert reply.kind == "refused"
+        assert "does not know its signature" in reply.header["message"]
+
+
+async def test_a_member_cannot_be_reached_with_an_invite_alone() -> None:
+    async with office() as here:
+        token = here.invite("own")
+        assert token.grant is not None
+        shown = Members(here.root.peer_id, token.grant.pack())
+        async with here.network.transport(
+            Identity.generate().peer_id, token.key, timeouts=SHORT, members=shown
+        ) as door:
+            with pytest.raises(NotPermittedError):
+                await door.open(here.at, "join")
+
+
+async def test_what_a_member_was_given_is_kept_and_a_damaged_file_is_as_good_as_none(tmp_path: Path) -> None:
+    async with office() as here:
+        peer = Identity.load_or_create(tmp_path / "0.key")
+        kept = await here.let_in(here.invite(), peer)
+        file = Membership.place(tmp_path / "0.key", here.root.peer_id)
+        replace(kept, file=file, addresses=("/x",)).save()
+        assert file.stat().st_mode & 0o077 == 0, "it holds the mesh's key"
+        again = Membership.load(tmp_path / "0.key", here.root.peer_id)
+        assert again is not None
+        assert (again.key, again.certificate, again.addresses) == (kept.key, kept.certificate, ("/x",))
+        assert again.holds(peer.peer_id, time.time())
+        assert again.holds(peer.peer_id, time.time() + 2 * CERTIFICATE_S) is None
+        assert Membership.load(tmp_path / "0.key", peer.peer_id) is None
+        file.write_text("{")
+        assert Membership.load(tmp_path / "0.key", here.root.peer_id) is None
+
+
+def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert authority_of(home, None) is None
+    with Founding.of(home, None, is_open=False) as founding, home.identity_file(founding.identity) as file:
+        assert founding.root is not None
+        root, first = founding.root.peer_id, Identity.load_or_create(file)
+        admin = Admin(founding.root, root, bytes, first.peer_id, None, time.time)
+        place = Membership.place(file, root)
+        Membership(
+            root, founding.key, admin.certify(first.peer_id, "admin"), (), place, ("/ip4/192.0.2.1/tcp/1",)
+        ).save()
+        founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "TOKEN")
+    found = authority_of(home, None)
+    assert found is not None
+    assert (found.admin.root, found.admin.at, found.addresses) == (root, first.peer_id, ("/ip4/192.0.2.1/tcp/1",))
+    other = Token.sign(first, (), Grant(first.peer_id, first.peer_id, first.peer_id, "x", "own", 1, 1e12))
+    assert authority_of(home, other) is None, "a token of another mesh"
+
+
+# -- in a mesh
+
+
+@asynccontextmanager
+async def a_mesh(*roles: Role) -> AsyncIterator[tuple[InProcess, list[Agent]]]:
+    async with InProcess(JoinOptions(local=0, measures=False)) as here, AsyncExitStack():
+        agents = [await here.start(f"p{i}", lends=i == 0, role=role) for i, role in enumerate(roles)]
+        for agent in agents:
+            async with asyncio.timeout(10):
+                await agent.directory.wait_for(lambda agent=agent: len(agent.directory.peers) == len(roles))
+        yield here, agents
+
+
+async def test_a_member_that_only_computes_offers_no_job_and_drains_nobody() -> None:
+    async with a_mesh("compute", "compute", "own") as (_, (lender, member, owner)):
+        departure = Departure(lender)
+        for purpose in ("job", "plan", "leave"):
+            with pytest.raises(NotPermittedError, match=f"opens no stream '{purpose}': that takes the role own"):
+                await member.transport.open(lender.peer_id, purpose)
+        with pytest.raises(NotPermittedError):
+            await ask_to_leave(member, lender.peer_id, lambda s: None)
+        asked = asyncio.create_task(ask_to_leave(owner, lender.peer_id, lambda s: None))
+        async with asyncio.timeout(10):
+            assert await departure.run()
+        asked.cancel()
+        await asyncio.wait([asked])
+
+
+async def test_a_peer_without_a_certificate_is_nobody() -> None:
+    async with a_mesh("own") as (here, (agent,)):
+        async with here.network.transport("stranger", b"", timeouts=SHORT) as stranger:
+            with pytest.raises(NotPermittedError, match="shows no certificate"):
+                await stranger.open(agent.peer_id, "join")
+        ended = here.members_for("late", clock=time.time)
+        ended.shown = b""
+        async with here.network.transport("late", b"", timeouts=SHORT, members=ended) as late:
+            with pytest.raises(NotPermittedError):
+                await late.open(agent.peer_id, "join")
+
+
+def authority_in(here: InProcess) -> Authority:
+    admin = Admin(here.root, here.root.peer_id, bytes, "", None, time.time)
+    return Authority(admin, Membership(here.root.peer_id, MeshKey(), b""))
+
+
+async def test_who_is_revoked_is_gone_everywhere_within_seconds_streams_and_all() -> None:
+    async with a_mesh("own", "own", "own", "own", "own") as (here, agents):
+        admin, lost, *others = agents
+        others[0].transport.serve("held", _held)
+        stream = await lost.transport.open(others[0].peer_id, "held")
+        start_s = time.monotonic()
+        told = await authority_in(here).revoke(admin, "p1")
+        assert (told["heard"], told["peers"]) == (3, 3)
+        async with asyncio.timeout(10):
+            for agent in (admin, *others):
+                await agent.directory.wait_for(lambda agent=agent: lost.peer_id not in agent.directory.peers)
+            with pytest.raises(StreamClosed):
+                await stream.recv()
+        assert time.monotonic() - start_s < 10
+        for agent in others:
+            with pytest.raises(NotPermittedError, match="an admin has revoked"):
+                await lost.transport.open(agent.peer_id, "join")
+            await agent.directory.refresh()
+            assert lost.peer_id not in agent.directory.peers
+            assert lost.peer_id not in await agent.directory.read(PeerRecord)
+        with pytest.raises(UsageError, match="no peer of this mesh is called 'nobody'"):
+            await authority_in(here).revoke(admin, "nobody")
+        await authority_in(here).revoke(admin, others[0].peer_id)
+        assert sorted(admin.members.revoked()) == sorted([lost.peer_id, others[0].peer_id])
+
+
+async def _held(stream: Stream) -> None:
+    await stream.recv()
+
+
+async def test_who_was_away_learns_of_it_from_the_store_before_it_serves_anybody() -> None:
+    async with a_mesh("own", "own", "own") as (here, (admin, lost, _)):
+        await authority_in(here).revoke(admin, lost.peer_id)
+        late = await here.start("late", lends=False)
+        async with asyncio.timeout(10):
+            await late.directory.wait_for(lambda: late.members.is_revoked(lost.peer_id))
+        with pytest.raises(NotPermittedError, match="revoked"):
+            await lost.transport.open(late.peer_id, "join")
+
+
+async def test_a_certificate_is_renewed_by_an_admin_who_is_there_and_kept() -> None:
+    async with a_mesh("admin", "own") as (here, (first, member)):
+        admin = Admin(here.root, here.root.peer_id, bytes, first.peer_id, None, time.time)
+        admin.serve(first.transport, first.members, KEY)
+        old = admin.certify(member.peer_id, "own", "ab12", life_s=100.0)
+        kept = Membership(here.root.peer_id, KEY, old)
+        member.members.shown = old
+        given = await admission.renewed(member, kept, first.peer_id)
+        known = given.holds(member.peer_id, time.time() + CERTIFICATE_S / 2)
+        assert known is not None
+        assert known.role == "own", "no other role than it had"
+        member.members.shown = old = admin.certify(member.peer_id, "own", life_s=-3600.0)
+        with pytest.raises(MeshceeError, match="has ended"):
+            await admission.renewed(member, replace(kept, certificate=old), first.peer_id)
+
+
+async def test_without_its_admin_an_invite_lets_nobody_in_and_says_what_to_do() -> None:
+    async with office() as here:
+        token = here.invite()
+    with pytest.raises(JoinError, match="the machine that has made this invite does not answer"):
+        await here.let_in(token)
