@@ -23,7 +23,7 @@ import typer
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk, dumps
-from peers.cli.session import printable, read_token, spin_briefly
+from peers.cli.session import printable, read_token, spin_briefly, write_job
 
 __all__ = ["app", "main"]
 
@@ -152,6 +152,16 @@ def peer(
         ),
         as_json=as_json,
     )
+
+
+@app.command()
+def init(
+    kind: Annotated[str, typer.Argument(help="text, images, huggingface or table.")],
+    file: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.py"),
+) -> None:
+    """Write a job file that runs as it is; put your own data and model in."""
+    write_job(kind, file)
+    typer.echo(f"{file}: train it with `meshcee train {file} --local 2`")
 
 
 @app.command()

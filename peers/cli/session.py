@@ -38,6 +38,7 @@ __all__ = [
     "read_token",
     "run_async",
     "spin_briefly",
+    "write_job",
 ]
 
 T = TypeVar("T")
@@ -179,6 +180,23 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Of this process and of those that it starts."""
     if not any(name in environment for name in OWN):
         environment.update(SETTINGS)
+
+
+KINDS = ("text", "images", "huggingface", "table")
+
+
+def write_job(kind: str, path: Path) -> None:
+    """A job file that runs as it is, to be changed by its user. UsageError for a file that is there already."""
+    if kind not in KINDS:
+        raise UsageError(f"there is no job of the kind {kind!r:.40}: say {', '.join(KINDS)}")
+    if path.suffix != ".py" or not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: a job is a Python file in a folder that is there, e.g. job.py")
+    text = Path(__file__).with_name("jobs").joinpath(f"{kind}.txt").read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text.replace("FILE", path.name))
+    except FileExistsError as error:
+        raise UsageError(f"there is a file {path} already: name another one") from error
 
 
 def load_job(path: Path) -> Job:
