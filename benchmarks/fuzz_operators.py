@@ -71,6 +71,77 @@ class Spec:
         return math.prod(1 if self.repeated and d == 0 else size for d, size in enumerate(self.shape))
 
 
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> Spec:
+    return Spec(shape, dtype, tuple(range(len(shape))))
+
+
+def places(*shape: int) -> Spec:
+    return spec(*shape, dtype=torch.int64)
+
+
+_CELL = [spec(2, 3), spec(2, 4)]
+_STARTS: dict[str, list[Any]] = {  # shapes that chance seldom finds; defaults follow
+    "_grouped_mm.default": [spec(6, 16), spec(3, 16, 16), spec(3, dtype=torch.int32)],
+    "addbmm.default": [spec(3, 5), spec(2, 3, 4), spec(2, 4, 5)],
+    "addmm.default": [spec(3, 5), spec(3, 4), spec(4, 5)],
+    "addmv.default": [spec(3), spec(3, 4), spec(4)],
+    "addr.default": [spec(3, 4), spec(3), spec(4)],
+    "affine_grid_generator.default": [spec(2, 2, 3), [2, 1, 4, 4], False],
+    "avg_pool1d.default": [spec(2, 3, 8), [2]],
+    "avg_pool2d.default": [spec(1, 2, 4, 4), [2, 2]],
+    "baddbmm.default": [spec(2, 3, 5), spec(2, 3, 4), spec(2, 4, 5)],
+    "bilinear.default": [spec(2, 3), spec(2, 4), spec(5, 3, 4), spec(5)],
+    "col2im.default": [spec(1, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]],
+    "conv1d.padding": [spec(2, 3, 8), spec(4, 3, 3), None, [1], "same"],
+    "conv2d.default": [spec(1, 2, 6, 6), spec(4, 2, 3, 3), spec(4)],
+    "conv2d.padding": [spec(1, 2, 6, 6), spec(4, 2, 3, 3), None, [1, 1], "same"],
+    "conv3d.default": [spec(1, 2, 4, 4, 4), spec(3, 2, 2, 2, 2)],
+    "conv3d.padding": [spec(1, 2, 4, 4, 4), spec(3, 2, 2, 2, 2), None, [1, 1, 1], "same"],
+    "conv_tbc.default": [spec(5, 2, 3), spec(2, 3, 4), spec(4)],
+    "conv_transpose2d.input": [spec(1, 2, 3, 3), spec(2, 3, 2, 2)],
+    "conv_transpose3d.input": [spec(1, 2, 3, 3, 3), spec(2, 3, 2, 2, 2)],
+    "cosine_embedding_loss.default": [spec(3, 4), spec(3, 4), spec(3)],
+    "ctc_loss.IntList": [spec(5, 2, 3), places(2, 3), [5, 5], [2, 3]],
+    "ctc_loss.Tensor": [spec(5, 2, 3), places(2, 3), places(2), places(2)],
+    "einsum.default": ["ab,bc->ac", [spec(2, 3), spec(3, 4)]],
+    "grid_sampler_2d.default": [spec(1, 2, 3, 3), spec(1, 2, 2, 2), 0, 0, False],
+    "grid_sampler_3d.default": [spec(1, 2, 3, 3, 3), spec(1, 2, 2, 2, 3), 0, 0, False],
+    "group_norm.default": [spec(2, 4, 3), 2, spec(4), spec(4)],
+    "gru_cell.default": [*_CELL, spec(12, 3), spec(12, 4)],
+    "im2col.default": [spec(1, 2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]],
+    "index_add.default": [spec(3, 4), 0, places(2), spec(2, 4)],
+    "index_copy.default": [spec(3, 4), 0, places(2), spec(2, 4)],
+    "instance_norm.default": [spec(2, 3, 4), None, None, None, None, True, 0.1, 1e-5, False],
+    "layer_norm.default": [spec(2, 3, 4), [4], spec(4), spec(4)],
+    "lstm_cell.default": [_CELL[0], [_CELL[1]] * 2, spec(16, 3), spec(16, 4)],
+    "masked_fill.Tensor": [spec(3, 4), spec(3, 4, dtype=torch.bool), spec()],
+    "max_pool1d.default": [spec(2, 3, 8), [2]],
+    "max_pool3d.default": [spec(1, 2, 4, 4, 4), [2, 2, 2]],
+    "multi_margin_loss.default": [spec(3, 4), places(3)],
+    "mv.default": [spec(3, 4), spec(4)],
+    "orgqr.default": [spec(4, 3), spec(3)],
+    "reflection_pad2d.default": [spec(1, 2, 4, 4), [1, 1, 1, 1]],
+    "reflection_pad3d.default": [spec(1, 1, 3, 3, 3), [1] * 6],
+    "replication_pad3d.default": [spec(1, 1, 3, 3, 3), [1] * 6],
+    "rnn_relu_cell.default": [*_CELL, spec(4, 3), spec(4, 4)],
+    "rnn_tanh_cell.default": [*_CELL, spec(4, 3), spec(4, 4)],
+    "scatter.reduce": [spec(3, 4), 1, places(3, 2), spec(3, 2), "add"],
+    "stft.default": [spec(2, 16), 4, None, None, spec(4), False, True, True],
+    "stft.center": [spec(2, 16), 4, None, None, spec(4), True, "reflect", False, True, True],
+    "upsample_bicubic2d.vec": [spec(1, 2, 4, 4), [8, 8], False, None],
+    "upsample_bilinear2d.default": [spec(1, 2, 4, 4), [8, 8], False],
+    "upsample_linear1d.vec": [spec(1, 2, 4), [8], False, None],
+    "upsample_nearest1d.default": [spec(1, 2, 4), [8]],
+    "upsample_nearest1d.vec": [spec(1, 2, 4), [8], None],
+    "upsample_nearest2d.default": [spec(1, 2, 4, 4), [8, 8]],
+    "upsample_nearest2d.vec": [spec(1, 2, 4, 4), None, [2.0, 2.0]],
+    "upsample_nearest3d.default": [spec(1, 1, 2, 2, 2), [4, 4, 4]],
+    "upsample_nearest3d.vec": [spec(1, 1, 2, 2, 2), [4, 4, 4], None],
+    "upsample_trilinear3d.default": [spec(1, 1, 2, 2, 2), [4, 4, 4], False],
+    "where.self": [spec(3, 4, dtype=torch.bool), spec(3, 4), spec(3, 4)],
+}
+
+
 class Memory:
     """Slots between two pages that nobody may touch."""
 
@@ -118,6 +189,9 @@ class Fuzzer:
         self.rng = random.Random(f"{seed} {name}")
         self.pool: list[list[Any]] = []
         self.schema = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])._schema.arguments
+        start = _STARTS.get(name.removeprefix("aten.").replace("_.", "."))
+        if start is not None:
+            self.pool.append([*start, *(argument.default_value for argument in self.schema[len(start) :])])
 
     # -- arguments ---------------------------------------------------------------------------------------------------
 
@@ -200,9 +274,6 @@ class Fuzzer:
         rng, gates = self.rng, {"lstm": 4, "gru": 3}.get(self.operator.name.split(".")[1], 1)
         layers, ways, batch, steps, size, width = (rng.randint(1, 3) for _ in range(6))
         ways, biases, first = min(ways, 2), rng.random() < 0.5, rng.random() < 0.5
-
-        def spec(*shape: int) -> Spec:
-            return Spec(shape, torch.float32, tuple(range(len(shape))))
 
         params = []
         for layer in range(layers):
@@ -288,31 +359,34 @@ def made(value: Any, make: Any) -> Any:
 def work(names: list[str], seed: int, minutes: float, note: int) -> None:
     """The process that makes the calls: says what each operator did, and notes each call before it is made."""
     memory, end_s = Memory(), time.monotonic() + 60 * minutes
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries of kernels print there too
     torch.set_num_threads(1)
     prepare()
     fuzzers = {name: Fuzzer(name, seed) for name in names}
-    while time.monotonic() < end_s:
-        for name, fuzzer in fuzzers.items():
-            found: collections.Counter[str] = collections.Counter()
-            for _ in range(TRIES):
-                args = fuzzer.draw()
-                noted(note, f"{name} on meta tensors: {args}")
-                signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process
-                if not fuzzer.passes(args):
-                    continue
-                fuzzer.pool.append(args)
-                if len(fuzzer.pool) > 64:
-                    fuzzer.pool.pop(fuzzer.rng.randrange(64))
-                for _ in range(VALUES):
-                    values = fuzzer.rng.getrandbits(32)
-                    noted(note, f"{name}, values {values}: {args}")
-                    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-                    answer = fuzzer.call(args, values, memory)
-                    found[answer] += 1
-                    if answer == "unwritten":
-                        print(json.dumps({"name": name, "unwritten": f"values {values}: {args}"}), flush=True)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            print(json.dumps({"name": name, "calls": found}), flush=True)
+    for name, fuzzer in itertools.cycle(fuzzers.items()):
+        found: collections.Counter[str] = collections.Counter()
+        for _ in range(TRIES):
+            args = fuzzer.draw()
+            noted(note, f"{name} on meta tensors: {args}")
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process
+            if not fuzzer.passes(args):
+                continue
+            fuzzer.pool.append(args)
+            if len(fuzzer.pool) > 64:
+                fuzzer.pool.pop(fuzzer.rng.randrange(64))
+            for _ in range(VALUES):
+                values = fuzzer.rng.getrandbits(32)
+                noted(note, f"{name}, values {values}: {args}")
+                signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+                answer = fuzzer.call(args, values, memory)
+                found[answer] += 1
+                if answer == "unwritten":
+                    print(json.dumps({"name": name, "unwritten": f"values {values}: {args}"}), file=out)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps({"name": name, "calls": found}), file=out)
+        if time.monotonic() > end_s:
+            return
 
 
 def noted(file: int, text: str) -> None:
@@ -333,8 +407,12 @@ def watch(names: list[str], seed: int, minutes: float) -> Iterator[dict[str, Any
             assert process.stdout is not None
             process.stdin.write(json.dumps(rest).encode())
             process.stdin.close()
-            for line in process.stdout:
-                yield json.loads(line)
+            try:
+                for line in process.stdout:
+                    yield json.loads(line)
+            except GeneratorExit:
+                process.kill()
+                raise
             if process.wait() == 0:
                 return
             call = note.read().decode(errors="replace").strip()

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshcee.capture import capture, decode_program, encode_program
 from meshcee.capture.graph import NodeRefused
+from meshcee.capture.graph.guards import GUARDED
 from meshcee.capture.graph.operators import ALLOWED, find_operator
 from meshcee.capture.graph.verify import activation_bytes
 from meshcee.errors import CaptureError, GraphError
@@ -208,6 +209,7 @@ def test_every_argument_of_every_overload_has_a_rule() -> None:
     for name in ALLOWED["overloads"]:
         found = find_operator(name)
         assert set(found.argument_types) <= plain | {"ScalarType", "Layout", "MemoryFormat", "Device", "Generator"}
+        assert name in GUARDED or not any(argument.is_out for argument in found.call._schema.arguments)
         for argument, kind in zip(found.argument_names, found.argument_types):
             if kind in ("int", "SymInt"):
                 least, most = ALLOWED["integers_of"].get(name, {}).get(argument) or ALLOWED["integers"][argument]
