@@ -48,7 +48,7 @@ class Callback:
         """The run was begun before: what it reported, as JSON objects. What was asked of it then need not be asked again."""
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
-        """It is over: the Result, and what ended it early, if anything."""
+        """It is over: the Result, and what ended it early. Not where `async for` is left, or a second Ctrl-C ends it."""
 
 
 class _Each(Callback):
