@@ -4,8 +4,8 @@
 Those that everybody needs are in `rules`, which is loaded when one of them is asked for.
 """
 
-from meshcee.callbacks.callback import Callback, called
+from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
-from meshcee.callbacks.listeners import Listeners
+from meshcee.callbacks.listeners import Listeners, called
 
 __all__ = ["Callback", "Control", "Listeners", "called"]

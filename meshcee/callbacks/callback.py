@@ -6,14 +6,13 @@ do twice; what a callback wants of the run it asks of the `Control` that it is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from meshcee.callbacks.control import Control
-from meshcee.errors import UsageError
 
-__all__ = ["Callback", "called"]
+__all__ = ["Callback"]
 
 
 class Callback:
@@ -49,40 +48,3 @@ class Callback:
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
         """It is over: the Result, and what ended it early. Not where `async for` is left, or a second Ctrl-C ends it."""
-
-
-class _Each(Callback):
-    """A function that hears of every step."""
-
-    waits = "never"
-
-    def __init__(self, call: Callable[[Control, Any], object]) -> None:
-        self._call = call
-
-    def on_step(self, run: Control, report: Any) -> None:
-        self._call(run, report)
-
-
-def called(callbacks: Any) -> tuple[Callback, ...]:
-    """Callbacks from what a user gives. A function (run, report) hears of each step; a text names a logger."""
-    if not isinstance(callbacks, list | tuple):
-        raise UsageError("callbacks is a list: callbacks=[meshcee.EarlyStop()]")
-    found = []
-    for one in callbacks:
-        if isinstance(one, Callback):
-            if one.waits not in ("steps", "evaluations", "never"):
-                raise UsageError(
-                    f"{type(one).__name__}.waits is 'steps', 'evaluations' or 'never', not {one.waits!r:.40}"
-                )
-            found.append(one)
-        elif isinstance(one, str):
-            from meshcee.callbacks.loggers import logger
-
-            found.append(logger(one))
-        elif callable(one) and not isinstance(one, type):
-            found.append(_Each(one))
-        else:
-            raise UsageError(
-                f"a callback is a meshcee.Callback or a function of (run, report), or names a logger, not {one!r:.80}"
-            )
-    return tuple(found)

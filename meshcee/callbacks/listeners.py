@@ -11,9 +11,10 @@ from typing import Any
 
 from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
+from meshcee.errors import UsageError
 from meshcee.user_code import calling
 
-__all__ = ["Listeners"]
+__all__ = ["Listeners", "called"]
 
 ORDER = ("never", "evaluations", "steps")
 
@@ -67,3 +68,40 @@ class Listeners:
             return None
         self._is_over = True
         return self.event("on_end", result, error)
+
+
+class _Each(Callback):
+    """A function that hears of every step."""
+
+    waits = "never"
+
+    def __init__(self, call: Callable[[Control, Any], object]) -> None:
+        self._call = call
+
+    def on_step(self, run: Control, report: Any) -> None:
+        self._call(run, report)
+
+
+def called(callbacks: Any) -> tuple[Callback, ...]:
+    """Callbacks from what a user gives. A function (run, report) hears of each step; a text names a logger."""
+    if not isinstance(callbacks, list | tuple):
+        raise UsageError("callbacks is a list: callbacks=[meshcee.EarlyStop()]")
+    found = []
+    for one in callbacks:
+        if isinstance(one, Callback):
+            if one.waits not in ("steps", "evaluations", "never"):
+                raise UsageError(
+                    f"{type(one).__name__}.waits is 'steps', 'evaluations' or 'never', not {one.waits!r:.40}"
+                )
+            found.append(one)
+        elif isinstance(one, str):
+            from meshcee.callbacks.loggers import logger
+
+            found.append(logger(one))
+        elif callable(one) and not isinstance(one, type):
+            found.append(_Each(one))
+        else:
+            raise UsageError(
+                f"a callback is a meshcee.Callback or a function of (run, report), or names a logger, not {one!r:.80}"
+            )
+    return tuple(found)

@@ -18,7 +18,6 @@ import structlog
 from dht import Identity, MeshKey
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk, dumps, loads
-from peers.transport.p2p import reserve
 
 __all__ = ["Founding", "founded"]
 
@@ -65,6 +64,8 @@ class Founding:
         if kept is None:
             return where
         try:
+            from peers.transport.p2p import reserve
+
             _, sockets = reserve([kept])
         except JoinError as error:
             log.warning("this mesh has another port now, so its old tokens do not lead here", error=str(error))
