@@ -22,6 +22,7 @@ class Event(StrEnum):
     STATE_FOUND = "the state to go on from"
     RUN_GOES_ON = "the run goes on"
     MEMBERS_NEEDED = "members want to leave and the job cannot go on without them: start more peers"
+    SHARES = "micro-batches go to other pipelines: no plan changes"
     COPIES_MADE = "copies"
     FAR_COPIES_MADE = "far copies"
     NO_KEEPER = "a stage has no keeper: the peer has no memory for its copies"

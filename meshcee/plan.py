@@ -168,9 +168,14 @@ class Plan:
         return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none", "lossless"}
 
     @property
+    def shares_samples(self) -> bool:
+        """Whether a group divides the samples of micro-batches: sums then have another order than the plain loop's."""
+        return any(len(s.members) > 1 for p in self.pipelines for s in p.stages)
+
+    @property
     def sums_gradients(self) -> bool:
-        """Whether members add up gradients, in a group or over pipelines: sums then have another order than the plain loop's."""
-        return len(self.pipelines) > 1 or any(len(s.members) > 1 for p in self.pipelines for s in p.stages)
+        """Whether members add up gradients, in a group or over pipelines."""
+        return len(self.pipelines) > 1 or self.shares_samples
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object of `meshcee plan --json`."""

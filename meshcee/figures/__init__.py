@@ -13,7 +13,7 @@ from meshcee.figures.rate import LEAST_BYTES, Rate
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.figures.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.versions import Versions
-from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, KindTimes, Workload
+from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, SUM_BUCKET_BYTES, KindTimes, Workload
 
 __all__ = [
     "CODECS",
@@ -25,6 +25,7 @@ __all__ = [
     "MAX_DISTINCT",
     "MAX_SIZES",
     "MIXES",
+    "SUM_BUCKET_BYTES",
     "BlockCost",
     "BlockTimes",
     "Cluster",

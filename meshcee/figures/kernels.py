@@ -99,7 +99,7 @@ def remark(plan: Plan, devices: Mapping[str, DeviceProfile]) -> str | None:
     if not classes:
         return None
     if len(classes) == 1:
-        if plan.codecs or plan.sums_gradients:
+        if plan.codecs or plan.shares_samples:
             return f"kernel class: {classes[0]}"
         return f"equals the plain loop with {classes[0].plain_loop()}"
     return (

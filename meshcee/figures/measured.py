@@ -40,6 +40,7 @@ class JobCosts:
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
+    pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
     """
 
     blocks: Annotated[Sequence[BlockCost], Meta(min_length=1, max_length=MAX_BLOCKS)]
@@ -52,6 +53,7 @@ class JobCosts:
     tied: Annotated[tuple[tuple[Count, Count, _Parameter], ...], Meta(max_length=MAX_BLOCKS)] = ()
     codec: str = "none"
     groups: bool = False
+    pipelines: bool = False
     direct_sums: bool = False
     clips: bool = False
     mix: str = "devices"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshcee.errors import UsageError
 
-__all__ = ["CODECS", "HOST_MESSAGE_S", "Codec", "KindTimes", "StageTimes", "Workload"]
+__all__ = ["CODECS", "HOST_MESSAGE_S", "SUM_BUCKET_BYTES", "Codec", "KindTimes", "StageTimes", "Workload"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,6 +48,8 @@ CODECS: dict[str, Codec] = {
 # Of a core, at each end of a message between members of one host: packing, encryption, daemons, the owner's part and copies of the
 # state. From benchmarks/one_host.py: four members on two cores of an AMD EPYC took 0.25 core seconds a step, their kernels 0.13.
 HOST_MESSAGE_S = 2e-3
+
+SUM_BUCKET_BYTES = 4 << 20  # gradients that a sum sends in one piece
 PAYLOAD_S = 1e-4  # of every coded message: to the thread beside the device and back, on either side
 
 
@@ -207,6 +209,10 @@ class Workload:
         if members == 1 or self.group_sum == "ring":
             return 0
         return 2 * sum(self.gradient_bytes[first:end])
+
+    def term_bytes(self, first: int, end: int, num_micro: int) -> int:
+        """What a pipeline that is not the first holds of its micro-batches' gradients, each apart but for one, which is state."""
+        return 0 if self.group_sum == "ring" else max(0, num_micro - 1) * sum(self.gradient_bytes[first:end])
 
     def fed_bytes(self, first: int, end: int) -> int:
         """Raw inputs of a sample that the owner sends to a stage."""

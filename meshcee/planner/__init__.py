@@ -4,7 +4,7 @@ Dynamic programs propose (cut, rows, proposals), the simulator judges, small mov
 proposed, trust what figures count for, regions and probing what is near. Effort is counted, never timed. No torch.
 """
 
-from meshcee.planner.live import HURRIED, choose, has_room_for_copies, plan_job, regions_of, situation
+from meshcee.planner.live import HURRIED, choose, has_room_for_copies, most_micros, plan_job, regions_of, situation
 from meshcee.planner.probing import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
 from meshcee.planner.search import Effort, plans
@@ -14,6 +14,7 @@ __all__ = [
     "Effort",
     "choose",
     "has_room_for_copies",
+    "most_micros",
     "needs",
     "plan_job",
     "plans",

@@ -85,10 +85,14 @@ def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch:
     return tuple(taken)
 
 
-def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int]) -> int:
-    """Micro-batches between F and W for which every member has memory; 0 when not even one fits."""
+def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int], terms: int = 0) -> int:
+    """Micro-batches between F and W for which every member has memory; 0 when not even one fits.
+
+    terms   micro-batches whose gradients it keeps apart
+    """
     least = 1 << 30
     sums = workload.sum_bytes(stage.first, stage.end, len(stage.peers))
+    sums += workload.term_bytes(stage.first, stage.end, terms)
     for peer, n in zip(stage.peers, samples):
         held = workload.stage_bytes(stage.first, stage.end, n, 0, stage.recompute) + sums
         room = cluster.devices[peer].memory_bytes - held
@@ -114,16 +118,17 @@ def layout_of(plan: Plan) -> Layout:
 def to_plan(layout: Layout, cluster: Cluster, workload: Workload) -> Plan | None:
     """The plan of a layout; None when it does not fit into memory, sizes or links."""
     pipelines = []
-    for chain in layout:
-        stages = to_stages(chain, cluster, workload)
+    shared = any(len(stage.peers) > 1 for chain in layout for stage in chain.stages)
+    for k, chain in enumerate(layout):
+        stages = to_stages(chain, cluster, workload, chain.num_micro if k and not shared else 0)
         if stages is None:
             return None
         pipelines.append(Pipeline(chain.num_micro, stages))
     return Plan(layout[0].micro_batch, tuple(pipelines))
 
 
-def to_stages(chain: Chain, cluster: Cluster, workload: Workload) -> tuple[Stage, ...] | None:
-    """Of one pipeline."""
+def to_stages(chain: Chain, cluster: Cluster, workload: Workload, terms: int = 0) -> tuple[Stage, ...] | None:
+    """Of one pipeline. `terms`: micro-batches whose gradients its members keep apart."""
     members: list[tuple[int, ...]] = []
     lives: list[int] = []
     forward_backward, totals = [], []
@@ -131,7 +136,7 @@ def to_stages(chain: Chain, cluster: Cluster, workload: Workload) -> tuple[Stage
         taken = shares(cluster, workload, stage, chain.micro_batch)
         if taken is None:
             return None
-        live = most_live(cluster, workload, stage, taken)
+        live = most_live(cluster, workload, stage, taken, terms)
         if live < 1:
             return None
         times = [

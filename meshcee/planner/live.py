@@ -26,6 +26,7 @@ from meshcee.figures import (
     Measured,
     Workload,
     as_run,
+    class_of,
     fitting,
     with_classes,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "RUNS",
     "choose",
     "has_room_for_copies",
+    "most_micros",
     "plan_job",
     "regions_of",
     "situation",
@@ -52,7 +54,7 @@ __all__ = [
 
 # What every member of a mesh can run. Peers of another protocol version cannot even join, so this is a matter of the
 # version alone: whoever teaches the executor more, widens it here. Groups it runs too, but only for jobs that ask for
-# them: sample shares give sums another order.
+# them: sample shares give sums another order. Pipelines side by side are exact among devices of one kernel class.
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=150_000, rows=18_000_000)  # half a second for four devices
@@ -186,11 +188,35 @@ def has_room_for_copies(plan: Plan, devices: Mapping[str, DeviceProfile], job: J
     return not shortages(plan, cluster, workload)
 
 
+def most_micros(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts) -> tuple[int, ...]:
+    """Of each pipeline the micro-batches of a step that its members have memory for, if it had more than the plan says.
+
+    Pipelines that are not the first keep the gradient of each micro-batch apart.
+    """
+    cluster, workload = situation(Measured({peer: devices[peer] for peer in plan.peers}, {}, {}, {}), job)
+    total, found = sum(p.num_micro for p in plan.pipelines), []
+    for i, pipeline in enumerate(plan.pipelines):
+        fits = pipeline.num_micro
+        while fits < total:
+            more = (*plan.pipelines[:i], replace(pipeline, num_micro=fits + 1), *plan.pipelines[i + 1 :])
+            if any(
+                short.peer in {p for s in pipeline.stages for p in s.peers}
+                for short in shortages(replace(plan, pipelines=more), cluster, workload)
+            ):
+                break
+            fits += 1
+        found.append(fits)
+    return tuple(found)
+
+
 def _choose(
     mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None, tiers: int = 0
 ) -> tuple[Choice, Cluster, Workload]:
     cluster, workload = situation(mesh, job, tiers=tiers)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
+    if job.pipelines and stages is None:
+        classes = {p: str(class_of(mesh.devices[p], job.threads)) for p in cluster.devices}
+        runs = replace(runs, pipelines=None, classes=classes)
     if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}
         runs = replace(runs, group=None, alike=alike)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -44,6 +44,9 @@ class Runs:
     alike: Mapping[str, str] | None = None  # peer -> what the members of a stage must have in common
     stages: int | None = None  # of a pipeline, exactly so many
     pipelines: int | None = None  # side by side
+    classes: Mapping[str, str] | None = (
+        None  # peer -> its kernel class, which those have in common that hold a block side by side
+    )
     recompute_last: bool = True  # whether the last stage may recompute
     recompute: bool = False  # whether all others must
     codec: Callable[[Sequence[str], Sequence[str]], str] | None = None  # of the boundary between two groups
@@ -56,10 +59,24 @@ class Runs:
 
     def permits(self, layout: Layout) -> bool:
         """Whether a plan of this form may be proposed."""
-        return (self.pipelines is None or len(layout) <= self.pipelines) and all(
-            (self.stages is None or len(chain.stages) == self.stages)
-            and all(self.may_share(s.peers) for s in chain.stages)
-            for chain in layout
+        return (
+            (self.pipelines is None or len(layout) <= self.pipelines)
+            and all(
+                (self.stages is None or len(chain.stages) == self.stages)
+                and all(self.may_share(s.peers) for s in chain.stages)
+                for chain in layout
+            )
+            and (self.classes is None or self._are_alike(layout, self.classes))
+        )
+
+    @staticmethod
+    def _are_alike(layout: Layout, classes: Mapping[str, str]) -> bool:
+        """Whether all that hold a block in several pipelines compute the same bits."""
+        stages = [stage for chain in layout for stage in chain.stages]
+        return len(layout) == 1 or all(
+            len({classes[p] for p in (*a.peers, *b.peers)}) == 1
+            for a, b in combinations(stages, 2)
+            if a.first < b.end and b.first < a.end
         )
 
     def coded(self, layout: Layout) -> Layout:
@@ -109,9 +126,8 @@ def remarks(plan: Plan) -> tuple[str, ...]:
         found.append(
             f"some boundaries travel as {used}, which rounds; with --codec lossless all numbers are the plain loop's"
         )
-    if plan.sums_gradients:
-        who = "pipelines add up their gradients" if len(plan.pipelines) > 1 else "groups share samples"
-        found.append(f"{who}, so sums have another order than the plain loop's: losses agree to 1e-5")
+    if plan.shares_samples:
+        found.append("groups share samples, so sums have another order than the plain loop's: losses agree to 1e-5")
     return tuple(found)
 
 
@@ -138,7 +154,8 @@ def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
     return {
         m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
         + workload.sum_bytes(s.first, s.end, len(s.members) * len(plan.pipelines))
-        for p in plan.pipelines
+        + workload.term_bytes(s.first, s.end, p.num_micro if k and not plan.shares_samples else 0)
+        for k, p in enumerate(plan.pipelines)
         for s in p.stages
         for m in s.members
     }

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshcee.simulator.instance import Instance
+from meshcee.simulator.instance import Instance, Ring
 from meshcee.simulator.weather import Weather
 
 __all__ = ["Outcome", "Span", "run"]
@@ -121,6 +122,7 @@ def run(
             rings_of[n].append(r)
     ring_left = [[len(r.nodes) for r in instance.rings] for _ in range(steps)]
     ring_ready = [[0.0] * len(instance.rings) for _ in range(steps)]
+    chain_ready: dict[tuple[int, int, int], float] = {}  # (step, ring, node) -> when its last W was done
     reduce_left = [[len(r) for r in rings_of] for _ in range(steps)]
     votes_left = [[1 + n.below for n in nodes] for _ in range(steps)] if instance.votes else []
     first_head = heads[0]
@@ -262,13 +264,18 @@ def run(
                 continue
         elif what == REDUCE:
             ring = instance.rings[n]
-            end = max(leave(now, hop) for hop in ring.hops) + ring.latency_s
+            ends_s = [now]  # of the nodes, the last one first
+            if ring.up_s:
+                for hop, latency in zip(ring.hops, ring.back_s):
+                    ends_s.append(leave(ends_s[-1], hop) + latency)
+            else:
+                ends_s = [max(leave(now, hop) for hop in ring.hops) + ring.latency_s] * len(ring.nodes)
             for line, held in (x for hop in ring.hops for x in hop):
                 line_s[line] += held
             if record:
-                spans.append(Span(ring.nodes[0], "ring", extra, ring.block, now, end))
+                spans.append(Span(ring.nodes[0], "ring", extra, ring.block, now, ends_s[-1]))
             sequence += 1
-            for holder in ring.nodes:
+            for holder, end in zip(reversed(ring.nodes), ends_s):
                 push(heap, (end, sequence, REDUCED, holder, extra))
             continue
         elif what == REDUCED:
@@ -337,9 +344,14 @@ def run(
                         ends[nodes[n].end - 1 - k] = at
                     s = step_of[n]
                     for r in rings_of[n]:
-                        ring_ready[s][r] = max(ring_ready[s][r], ends[instance.rings[r].block])
+                        ring = instance.rings[r]
+                        ring_ready[s][r] = max(ring_ready[s][r], ends[ring.block])
+                        if ring.up_s:
+                            chain_ready[s, r, n] = ends[ring.block]
                         ring_left[s][r] -= 1
                         if not ring_left[s][r]:
+                            if ring.up_s:
+                                ring_ready[s][r] = _down(ring, [chain_ready.pop((s, r, m)) for m in ring.nodes])
                             sequence += 1
                             push(heap, (ring_ready[s][r], sequence, REDUCE, r, s))
             else:
@@ -369,6 +381,14 @@ def run(
                 for line, held in edge.lines:
                     line_s[line] += messages * held
     return out
+
+
+def _down(ring: Ring, ready_s: Sequence[float]) -> float:
+    """When the sum reaches the last node of a chain: each sends on what it has got when its own W's are done."""
+    at = ready_s[0]
+    for up_s, own_s in zip(ring.up_s, ready_s[1:]):
+        at = max(at + up_s, own_s)
+    return at
 
 
 def _repeated(applied_s: list[float], heads: list[int], arrives_s: list[float]) -> float | None:

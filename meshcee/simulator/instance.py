@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from meshcee.errors import PlanError
-from meshcee.figures import HOST_MESSAGE_S, Cluster, Workload
+from meshcee.figures import HOST_MESSAGE_S, SUM_BUCKET_BYTES, Cluster, Workload
 from meshcee.plan import Pipeline, Plan, Stage
 
 __all__ = ["Edge", "Instance", "Node", "Ring", "build"]
@@ -64,6 +64,10 @@ class Ring:
     nodes: tuple[int, ...]
     hops: tuple[tuple[tuple[int, float], ...], ...]  # per hop the lines and the seconds that each is held
     latency_s: float  # of all rounds
+    # Of a chain of pipelines: seconds from each node to the next. The hops then lead back, from the last node on, each with its
+    # latency.
+    up_s: tuple[float, ...] = ()
+    back_s: tuple[float, ...] = ()
 
 
 @dataclass
@@ -219,6 +223,9 @@ class _Builder:
             count, size = len(group), sum(self.workload.gradient_bytes[block] for block in blocks)
             if count < 2 or not size:
                 continue
+            if not self.plan.shares_samples:
+                found.append(self._chain(blocks[0], group, size))
+                continue
             share, rounds = self.workload.sum_costs(count)
             streams = self.workload.group_sum == "streams"
             pairs = [*permutations(group, 2)] if streams else [*zip(group, group[1:] + group[:1])]
@@ -226,6 +233,16 @@ class _Builder:
             latency_s = rounds * max(e.latency_s for e in edges)
             found.append(Ring(blocks[0], group, tuple(e.lines for e in edges), latency_s))
         return found
+
+    def _chain(self, block: int, holders: tuple[int, ...], size: int) -> Ring:
+        """To the last pipeline and back, in buckets: a node passes on what has come while the next bucket comes. So the first
+        hop counts with all bytes, and each later one, the way back included, with the last bucket alone.
+        """
+        bucket = min(size, SUM_BUCKET_BYTES)
+        up = [self.edge(a, b, bucket if i else size, "none") for i, (a, b) in enumerate(pairwise(holders))]
+        back = [self.edge(b, a, bucket, "none") for b, a in pairwise(holders[::-1])]
+        up_s = tuple(e.latency_s + max((held for _, held in e.lines), default=0.0) for e in up)
+        return Ring(block, holders, tuple(e.lines for e in back), 0.0, up_s, tuple(e.latency_s for e in back))
 
     def rings(self) -> list[Ring]:
         if self.workload.group_sum != "ring":

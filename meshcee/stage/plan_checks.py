@@ -12,7 +12,7 @@ from meshcee.capture import Program
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
 
-__all__ = ["check_generators", "check_pipelines"]
+__all__ = ["check_generators", "check_pipelines", "why_one_pipeline"]
 
 
 def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
@@ -42,10 +42,17 @@ def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> 
         )
 
 
-def check_pipelines(program: Program, plan: Plan) -> None:
-    """Raise PlanError where several pipelines would each keep statistics of their own micro-batches."""
-    if len(plan.pipelines) > 1 and (written := program.slice(0, plan.num_blocks).mutated):
-        raise PlanError(
-            f"the model cannot be in several pipelines: its buffer {written[0]!r} holds statistics of all micro-batches in "
-            "their order, and each pipeline would have only its own; put all devices of the plan in one pipeline"
+def why_one_pipeline(program: Program) -> str:
+    """Why a model cannot be in several pipelines side by side; "" where it can."""
+    if written := program.slice(0, program.num_blocks).mutated:
+        return (
+            f"its buffer {written[0]!r} holds statistics of all micro-batches in their order, and each pipeline would have only "
+            "its own"
         )
+    return ""
+
+
+def check_pipelines(program: Program, plan: Plan) -> None:
+    """Raise PlanError where a model cannot be in the several pipelines of a plan."""
+    if len(plan.pipelines) > 1 and (why := why_one_pipeline(program)):
+        raise PlanError(f"the model cannot be in several pipelines: {why}; put all devices of the plan in one pipeline")

@@ -12,7 +12,7 @@ buffers that F writes are the step's own until `apply`, and `rollback` forgets t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,7 @@ class StageRunner:
         self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
+        self.terms: dict[str, list[torch.Tensor]] = {}  # gradients of earlier micro-batches, by name: see `keep_terms`
         self.step = -1
         self.rollback()
 
@@ -128,6 +129,15 @@ class StageRunner:
         self._working = {name: self.weights.buffers[name] for name in self.spec.mutated}
         self._micros.clear()
         self._next = {"F": 0, "B": 0, "W": 0}
+        for earlier in self.terms.values():
+            earlier.clear()
+
+    def keep_terms(self, names: Iterable[str]) -> None:
+        """Keep the gradients of each micro-batch apart: in `.grad` is the newest alone, in `terms` those before, in order.
+
+        For who adds them to a sum that others have begun, in the plain loop's order.
+        """
+        self.terms |= {name: [] for name in names}
 
     @property
     def written(self) -> dict[str, torch.Tensor]:
@@ -388,6 +398,10 @@ class StageRunner:
             _check(name, partial, self.trainable[name])
             starts.append(self.trainable[name])
             given.append(partial.to(self.device))
+        for name, earlier in self.terms.items():
+            if (grad := self.trainable[name].grad) is not None:
+                earlier.append(grad)
+                self.trainable[name].grad = None
         if starts and wanted:
             torch.autograd.backward(starts, given, inputs=list(wanted))
 

@@ -1,7 +1,8 @@
 """Sums of gradients inside a group or over pipelines: over the members' own streams, or through a torch process group."""
 
 from peers.groups.buckets import FinishedBuckets
+from peers.groups.chain_sum import ChainSum
 from peers.groups.collective import GroupSum
 from peers.groups.direct_sum import DirectSum
 
-__all__ = ["DirectSum", "FinishedBuckets", "GroupSum"]
+__all__ = ["ChainSum", "DirectSum", "FinishedBuckets", "GroupSum"]

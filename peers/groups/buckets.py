@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
+from meshcee.figures import SUM_BUCKET_BYTES
 from peers.wire import need
 
 __all__ = ["BUCKET_BYTES", "Bucket", "FinishedBuckets", "buckets_of", "flattened", "presence_of", "spread"]
 
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = SUM_BUCKET_BYTES
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,15 @@ class Executor:
         runner = self._runner
         self.seconds = dict.fromkeys(("f", "b", "w", "wait", "apply"), 0.0)
         start_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         self.spans.start(round.trace)
         runner.begin(round.step)
         with contextlib.ExitStack() as summing:
             async with self.settlement.summing(round) as self._finished:
                 await self.take_actions(round)
                 summed_s = time.perf_counter()
+                self.seconds["run"] = loop.time() - began_s
                 summing.enter_context(self._waiting(lambda: self.settlement.summed_with))
         self._waited(summed_s)
         clip = await self.settlement.run(round)

@@ -26,7 +26,7 @@ from peers.transport import Frame
 from peers.wire import Links, Round, Spans, messages, need
 
 if TYPE_CHECKING:
-    from peers.groups import DirectSum, FinishedBuckets, GroupSum
+    from peers.groups import ChainSum, DirectSum, FinishedBuckets, GroupSum
 
 __all__ = ["Settlement"]
 
@@ -57,11 +57,15 @@ class Settlement:
         self.norm: float | None = None
         self._sums = {one.number: self._sum(one) for one in place.sums}
 
-    def _sum(self, one: Sum) -> GroupSum | DirectSum:
-        from peers.groups import DirectSum, GroupSum
+    def _sum(self, one: Sum) -> ChainSum | GroupSum | DirectSum:
+        from peers.groups import ChainSum, DirectSum, GroupSum
 
         place, links, spans = self.place, self._links, self._spans
         of = place.peer, one.peers, {name: self._runner.trainable[name] for name in one.names}
+        if not place.plan.shares_samples:
+            if place.peer != one.peers[0]:
+                self._runner.keep_terms(one.names)
+            return ChainSum(*of, self._compute, links, spans, terms=self._runner.terms, number=one.number)
         if place.meeting_host is None:
             return GroupSum(*of, self._compute, links, spans, number=one.number)
         return DirectSum(*of, self._compute, links, spans, host=place.meeting_host, number=one.number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -109,6 +109,12 @@ class Answers:
         if not all(0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
+
+    def as_planned(self, plan: Plan) -> Observed:
+        """What was observed, but how long members would have computed with the micro-batches that the plan has for them."""
+        found = self.observed()
+        share = [p.num_micro / portion.round.num_micro for p, portion in zip(plan.pipelines, self.portions)]
+        return replace(found, compute_s={peer: s * share[plan.where(peer)[0]] for peer, s in found.compute_s.items()})
 
     def observed(self) -> Observed:
         """Once it is complete."""

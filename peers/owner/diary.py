@@ -55,7 +55,7 @@ class Numbers:
 
     def begin(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
         """Steps are computed by this plan on these devices from now on."""
-        self.shares |= plan.sums_gradients
+        self.shares |= plan.shares_samples
         self.coded |= bool(plan.codecs)
         classes = {class_of(device, plan.threads) for device in devices.values()}
         self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}

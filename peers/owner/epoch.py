@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +23,7 @@ import torch
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
+from meshcee.events import Event
 from meshcee.files import large_apart
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
@@ -54,6 +55,7 @@ from peers.wire import (
 )
 
 if TYPE_CHECKING:
+    from meshcee.adapt import Shares
     from peers.measure import Trace
 
 __all__ = ["Owner", "Report"]
@@ -98,6 +100,7 @@ class Owner:
         trace: Trace | None = None,
         run: str = "",
         stalls: Stalls | None = None,
+        most: Sequence[int] = (),
     ) -> None:
         self._job = job
         self._capture = capture
@@ -126,6 +129,11 @@ class Owner:
         self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all rounds
         self._order: asyncio.Queue[Answers | None] = asyncio.Queue(maxsize=256)
         self._codecs = CodecNews(plan)
+        self._shares: Shares | None = None  # how micro-batches are divided among pipelines, where that may change
+        if len(plan.pipelines) > 1 and job.adapt and not plan.shares_samples:
+            from meshcee.adapt import Shares
+
+            self._shares = Shares(plan, most)
         self.failures = Failures()
         self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
         self.leaving: set[str] = set()  # members that have asked to be left out
@@ -184,7 +192,7 @@ class Owner:
         try:
             async with asyncio.TaskGroup() as group:
                 beside.append(group.create_task(self._watch_failures()))
-                if self.plan.sums_gradients:
+                if self.plan.shares_samples:
                     from meshcee.equality import check_sharing
 
                     await self.in_users_thread(check_sharing, self._job, self._capture, self.plan)
@@ -312,6 +320,7 @@ class Owner:
 
     async def _feed(self, feed: Feed) -> None:
         next_step, rounds = feed.start, feed.rounds()
+        fed: deque[Answers] = deque(maxlen=2)
         while (round := await self.in_users_thread(next, rounds, None)) is not None:
             if not round.forward_only:
                 if self.stopped and round.step >= self._kept.least:
@@ -326,8 +335,14 @@ class Owner:
                 next_step = round.step + 1
             if self._trace is not None and not round.forward_only:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])
-            answers = Answers(round, len(self._links), await self.in_users_thread(feed.portions, round, self.plan))
+            if self._shares is not None and len(fed) == 2:
+                await fed[0].complete.wait()  # a sum parts the steps anyway, and shares follow what a step has shown
+            counts = self._shares.counts if self._shares is not None else ()
+            answers = Answers(
+                round, len(self._links), await self.in_users_thread(feed.portions, round, self.plan, counts)
+            )
             self._answers[round.number] = answers
+            fed.append(answers)
             await self._order.put(answers)
             async with asyncio.TaskGroup() as group:
                 for k, portion in enumerate(answers.portions):
@@ -472,11 +487,22 @@ class Owner:
                 norm=next((a["norm"] for a in answers.applied.values() if a.get("norm") is not None), None),
                 lr=next((group.get("lr") for group in reversed(answers.round.hyper)), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
-                observed=answers.observed(),
+                observed=answers.as_planned(self.plan),
             )
             self._codecs.hear(answers)
+            if self._shares is not None:
+                self._move_shares(self._shares, answers)
             if not feed.evaluates_after(answers.round.step):
                 await self._tell(feed, report, held)
+
+    def _move_shares(self, shares: Shares, answers: Answers) -> None:
+        """The next steps' micro-batches go to the pipelines by what this step showed of them."""
+        seconds = [0.0] * len(self.plan.pipelines)
+        for link in self._links:
+            run_s = float(answers.applied[link.peer_id]["seconds"].get("run", 0.0))
+            seconds[link.place.pipeline] = max(seconds[link.place.pipeline], run_s)
+        if shares.hear([portion.round.num_micro for portion in answers.portions], seconds):
+            log.info(Event.SHARES, step=answers.round.step, shares=shares.counts)
 
     async def _tell(self, feed: Feed, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
         await report(what)

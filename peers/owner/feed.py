@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -159,10 +160,13 @@ class Feed:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
         return self._capture.inputs_of(self.samples(round, micro))
 
-    def portions(self, round: Round, plan: Plan) -> tuple[Portion, ...]:
-        """For each pipeline its part of the round."""
+    def portions(self, round: Round, plan: Plan, counts: Sequence[int] = ()) -> tuple[Portion, ...]:
+        """For each pipeline its part of the round: of a step so many micro-batches, if they are not to be the plan's."""
         found = []
-        for pipeline, (first, end) in zip(plan.pipelines, plan.shares_of(round.num_micro)):
+        shares = plan.shares_of(round.num_micro)
+        if counts and not round.forward_only:
+            shares = tuple(pairwise(accumulate(counts, initial=0)))
+        for pipeline, (first, end) in zip(plan.pipelines, shares):
             found.append(Portion(round.slice(first, end), self._shares(round, pipeline.stages[-1], first, end)))
         return tuple(found)
 

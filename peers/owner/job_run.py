@@ -151,7 +151,7 @@ class Training:
         self._lent = lent
         given = wanted.plan
         given_threads = given.threads if given is not None and given.threads else None
-        groups = job.groups or (given is not None and given.sums_gradients)
+        groups = job.groups or (given is not None and given.shares_samples)
         self._job = replace(job, groups=groups, threads=given_threads or job.threads)
         self._captured = captured
         self._wanted = wanted
@@ -584,6 +584,11 @@ class Training:
         chosen = None
         if self._agent.measures:
             chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
+        most: tuple[int, ...] = ()
+        if self._agent.measures and len(plan.pipelines) > 1:
+            from meshcee.planner import most_micros
+
+            most = await asyncio.to_thread(most_micros, plan, devices, self._request.job)
         self.owner = own(
             self._agent,
             self._job,
@@ -595,6 +600,7 @@ class Training:
             trace=self._trace,
             run=self._key,
             stalls=self._stalls,
+            most=most,
             kept=Supplies(
                 self.base,
                 store,

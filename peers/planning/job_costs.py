@@ -24,6 +24,7 @@ from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_r
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import read
+from meshcee.stage import why_one_pipeline
 from peers.device import versions
 from peers.mesh_view import MeshView
 from peers.transport import Frame, StreamClosed
@@ -59,6 +60,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         tied=tied(program),
         codec=job.codec,
         groups=job.groups,
+        pipelines=not why_one_pipeline(program),
         direct_sums=job.direct_sums,
         clips=job.clip_norm is not None,
         mix=job.mix,

@@ -144,14 +144,14 @@ def test_a_group_sums_as_the_executor_does_when_told_so() -> None:
 
 
 def test_pipelines_sum_as_the_executor_does_when_told_so() -> None:
-    # as the group above, where both hold all; cut differently, a pair sums each block when both have run its W's
+    # all eight bytes to b and back, 4.25 s each; cut differently, a pair sums each block when both have run its W's
     work = replace(workload(2, 2, gradient=4, optimizer=0.5), group_sum="streams")
     where = cluster({"r": ["a", "b", "c"]}, port=2, inside_s=0.25)
     timeline = simulated(plan(pipeline((0, 2, "a"), micros=1), pipeline((0, 2, "b"), micros=1)), where, work)
     rings = [(s.micro, s.start_s, s.end_s) for s in timeline.outcome.spans if s.kind == "ring" and s.step == 0]
-    assert rings == [(0, 6, 10.5)]
-    assert work_of(timeline, "a") == "F0 0-2, B0 2-4, W0 4-6, O0 10.75-11.75"
-    assert work_of(timeline, "b") == "F0 0-2, B0 2-4, W0 4-6, O0 11-12"
+    assert rings == [(0, 10.25, 14.5)]
+    assert work_of(timeline, "a") == "F0 0-2, B0 2-4, W0 4-6, O0 14.5-15.5"
+    assert work_of(timeline, "b") == "F0 0-2, B0 2-4, W0 4-6, O0 14.75-15.75"
     cut = pipeline((0, 1, "b"), (1, 2, "c"), micros=1)
     instance = build(plan(pipeline((0, 2, "a"), micros=1), cut), where, replace(work, group_sum="process group"))
     assert [(ring.block, ring.nodes) for ring in instance.rings] == [(0, (0, 1)), (1, (0, 2))]

@@ -31,6 +31,7 @@ from meshcee.simulator import period_s
 from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.job_run import Result, question
+from peers.planning import job_costs
 from peers.planning.coordinator import PlanRequest
 from peers.planning.given import placed
 from peers.planning.job_costs import costs_of, sizes_of
@@ -100,6 +101,7 @@ async def train(
     dies: tuple[int, str] = (-1, ""),
     folder: Path | None = None,
     plan: Plan | None = None,
+    stages: int | None = None,
 ) -> tuple[Result, dict[str, str], float]:
     """What it leaves, the peers' names, and the virtual seconds of a step once the first two are done.
 
@@ -124,7 +126,7 @@ async def train(
             expected_s = period_s(plan, *situation(known_of, request.job))
             plan = replace(plan, predicted=Predicted(expected_s, job.batch_size / expected_s, 0.0))
         names = mesh.agent.names()
-        async for report in mesh.train(job, captured=captured, plan=plan):
+        async for report in mesh.train(job, captured=captured, plan=plan, stages=stages):
             ends_s.append(now())
             if report.step == dies[0]:
                 here.crash(dies[1])
@@ -148,7 +150,10 @@ def assert_close(result: Result, job: Job) -> None:
 
 
 @virtual_time
-async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planned() -> None:
+async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_costs, "why_one_pipeline", lambda program: "this test is about groups")
     """p1 is twice as fast and takes twice as many samples; the numbers are the plain loop's, the step as expected."""
     job = lopsided()
     result, names, step_s = await train(job)
@@ -162,7 +167,8 @@ async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planne
 
 
 @virtual_time
-async def test_those_who_are_left_of_a_group_form_another(tmp_path: Path) -> None:
+async def test_those_who_are_left_of_a_group_form_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_costs, "why_one_pipeline", lambda program: "this test is about groups")
     job = lopsided(steps=12, checkpoint_every=2, adapt=False)
     result, names, _ = await train(job, {**PACES, "p2": 2e7}, dies=(6, "p2"), folder=tmp_path)
     assert [group.keys() for group in shares(result.plan, names)] == [PACES.keys()]
@@ -198,7 +204,7 @@ async def test_between_regions_that_pack_what_they_send_no_bit_differs() -> None
         groups=False,
         codec="lossless",
     )
-    result, names, _ = await train(job, {"a0": 1e7, "a1": 1e5, "b0": 1e7, "b1": 1e5}, home)
+    result, names, _ = await train(job, {"a0": 1e7, "a1": 1e5, "b0": 1e7, "b1": 1e5}, home, stages=2)
     assert result.plan is not None
     stages = result.plan.pipelines[0].stages
     at = [home[names[peer]] for stage in stages for peer in stage.peers]

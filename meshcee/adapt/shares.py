@@ -1,0 +1,62 @@
+"""How many of a step's micro-batches each pipeline has next, from how long its last ones took.
+
+The idea: sums go down the pipelines in the order of the micro-batches, so who has how many changes no number. The shares travel
+with each step and may differ in every one: no epoch, no hand-over. A pipeline of s stages takes (n + s - 1) paces for n
+micro-batches, as the first one passes all stages alone. Each micro-batch goes to who would be done with it first. Shares change
+only where that gains more than the paces vary by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshcee.plan import Plan
+
+__all__ = ["Shares"]
+
+LEAST_GAIN = 0.04  # of a step
+VARIES = 2.0  # times what paces have varied between two steps
+FORGETS = 0.8  # of how much they varied, each step
+
+
+class Shares:
+    """Of one epoch; the plan's own to begin with.
+
+    most   micro-batches that each pipeline has memory for; 0: as many as in the plan
+    """
+
+    def __init__(self, plan: Plan, most: Sequence[int] = ()) -> None:
+        self.counts = tuple(p.num_micro for p in plan.pipelines)
+        self._fill = tuple(len(p.stages) - 1 for p in plan.pipelines)
+        self._most = tuple(max(n, most[i] if i < len(most) else 0) for i, n in enumerate(self.counts))
+        self._paces: tuple[float, ...] = ()
+        self._noise = 0.0
+
+    def hear(self, counts: Sequence[int], seconds: Sequence[float]) -> bool:
+        """A step has been applied, in which the pipelines had `counts` micro-batches and took so long until their last W.
+
+        Returns whether the shares of the next steps are others.
+        """
+        if any(s <= 0 for s in seconds):
+            return False
+        before, self._paces = self._paces, tuple(s / (n + c) for s, n, c in zip(seconds, counts, self._fill))
+        varied = max((abs(a - b) / b for a, b in zip(self._paces, before)), default=0.0)
+        least = max(LEAST_GAIN, VARIES * self._noise)
+        self._noise = max(FORGETS * self._noise, min(varied, LEAST_GAIN))  # a jump is news, not noise
+        best = self._best()
+        if self._ends_s(best) >= (1 - least) * self._ends_s(self.counts):
+            return False
+        self.counts = best
+        return True
+
+    def _ends_s(self, counts: Sequence[int]) -> float:
+        return max(pace * (n + c) for pace, n, c in zip(self._paces, counts, self._fill))
+
+    def _best(self) -> tuple[int, ...]:
+        """Whole numbers, one at least, that make the last to finish as early as possible: each goes where it is done first."""
+        found = [1] * len(self.counts)
+        for _ in range(sum(self.counts) - len(found)):
+            room = [i for i, n in enumerate(found) if n < self._most[i]]
+            i = min(room, key=lambda i: (self._paces[i] * (found[i] + 1 + self._fill[i]), i))
+            found[i] += 1
+        return tuple(found)

@@ -1,0 +1,76 @@
+"""Pipelines side by side equal the plain loop bit for bit: gradients are added up in the order of the micro-batches.
+
+The idea: the plain loop is the definition. Models whose gradients are odd in some way (shared, missing in some micro-batches,
+channels last, in 16 bits, clipped) run in pipelines that are cut alike and differently, and nothing may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from meshcee.job import Job
+from tests.rig import zoo
+from tests.rig.mesh_fixture import Trained, beside, train
+from tests.rig.reference import reference
+
+MICRO = 3
+Row = tuple[int, Sequence[float]]  # micro-batches, and where the stages end, as parts of the model
+
+ROWS: dict[str, Sequence[Row]] = {
+    "alike": ((2, (0.5, 1)), (2, (0.5, 1))),
+    "cut differently": ((1, (1,)), (3, (0.3, 1))),
+    "three": ((2, (0.6, 1)), (1, (1,)), (3, (0.4, 1))),
+}
+
+
+async def beside_each_other(job: Job, rows: Sequence[Row]) -> Trained:
+    def adapt(plan: Any) -> Any:
+        count = plan.num_blocks
+        built = [(micros, [(max(1, round(end * count)), (MICRO,)) for end in ends]) for micros, ends in rows]
+        return beside(plan, *built)
+
+    return await train(job, 1, MICRO, adapt=adapt)
+
+
+def assert_equal(trained: Trained, job: Job) -> None:
+    """Of every weight, buffer and loss each bit."""
+    expected = reference(job)
+    share = 1.0 if job.reduction == "sum" else MICRO / job.batch_size
+    assert trained.losses == [sum(float(loss) * share for loss in step) for step in expected.losses]
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
+
+
+def job_of(name: str, rows: Sequence[Row], **options: Any) -> Job:
+    return zoo.make(name, batch_size=MICRO * sum(n for n, _ in rows), micro_batch_size=MICRO, **{"steps": 3} | options)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+async def test_a_gpt_with_dropout_and_a_tied_weight(rows: str, clip_norm: float | None) -> None:
+    job = job_of("char_gpt", ROWS[rows], clip_norm=clip_norm)
+    assert_equal(await beside_each_other(job, ROWS[rows]), job)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lora", {}),  # frozen weights
+        ("moe", {}),  # an expert that nobody chose has no gradient in some micro-batches
+        ("char_gpt", {"precision": "bf16", "clip_norm": 0.05}),
+        pytest.param("unet", {}, marks=pytest.mark.slow),
+        pytest.param("lstm", {}, marks=pytest.mark.slow),
+        pytest.param("shared_layer", {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("many", {}, marks=pytest.mark.slow),
+        pytest.param("fno", {}, marks=pytest.mark.slow),
+        pytest.param("t5", {}, marks=pytest.mark.slow),
+    ],
+)
+async def test_models_whose_gradients_are_odd(name: str, options: dict[str, Any]) -> None:
+    job = job_of(name, ROWS["cut differently"], **options)
+    assert_equal(await beside_each_other(job, ROWS["cut differently"]), job)
