@@ -150,12 +150,16 @@ class KademliaStore:
         except TimeoutError as error:
             raise JoinError("this peer's own p2pd does not answer: start the peer again") from error
         node.protocol.storage = old.protocol.storage if old is not None else _Storage(self._drop_ahead)
-        validate, call_store = node.protocol._validate_dictionary, node.protocol.call_store
+        call_store = node.protocol.call_store
 
         def validated(key: bytes, found: Any) -> bool:
-            """Of what another node has."""
+            """Of what another node has: what does not hold is left out, and hides nothing of the others."""
             self._drop_ahead(found, list(found.data))
-            return bool(validate(key, found))
+            for subkey, entry in list(found.data.items()):
+                record = DHTRecord(key, node.protocol.serializer.dumps(subkey), entry.value, entry.expiration_time)
+                if not self._validator.validate(record):
+                    del found[subkey]
+            return True
 
         async def stored(*args: Any, **more: Any) -> list[bool] | None:
             """A node that refuses is no replica, and what others have taken is stored."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import psutil
 import pytest
 
@@ -158,6 +159,20 @@ async def test_what_is_not_in_its_one_right_place_is_refused_everywhere(tmp_path
         assert list(await b.get()) == [b.identity.peer_id]
         assert await a.put_bytes(good, expires_at)
         assert set(await b.get()) == {me, b.identity.peer_id}
+
+
+async def test_an_entry_that_does_not_hold_hides_none_that_does(tmp_path: Path) -> None:
+    """As what one has written who is no member any more, and whose node goes on to hold it."""
+    async with (
+        one_peer(tmp_path, "a") as (node, _, store),
+        one_peer(tmp_path, "b", [node.address], client_mode=True) as (looker, _, _),
+    ):
+        until = time.time() + TTL_S
+        assert await node.put("a", until)
+        held = store.node.protocol.storage
+        (key,) = held.data
+        assert held.store_subkey(key, "nobody", msgpack.packb(b"no record"), until)
+        assert (await looker.get()).keys() == {node.identity.peer_id}
 
 
 async def test_a_plain_value_cannot_hide_the_entries_of_all(tmp_path: Path) -> None:

@@ -343,6 +343,7 @@ def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
             assert done.code == 0, done.err
             assert (done.lines[0]["peer"], done.lines[0]["heard"]) == (away.ids["away"], 1)
             shown = meshcee("members", home=mesh.home).out
+            assert "members that are here: 1" in shown, shown
             assert "away" not in shown
             assert f"revoked: {away.ids['away']}" in shown
             back = meshcee("status", "--join", invite, home=away.home)
