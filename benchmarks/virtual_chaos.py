@@ -172,6 +172,7 @@ class Storm:
         self._numbers = iter(range(1000))
         self._away: dict[str, Identity] = {}  # killed peers that may come back
         self._doomed: set[str] = set()  # who is cut off and will be lost
+        self._has_filled = False  # a device was out of memory
         self._hung: set[str] = set()
         self.full: set[str] = set()  # peer ids
         self.disk = RefusingDisk(folder)
@@ -319,7 +320,10 @@ class Storm:
             return f"{victim} on slow links for {last_s:.1f} s"
         if kind == "hung device" and len(self.lending) - len(self._hung) > least:
             return self._hang(last_s * 20)
-        if kind == "full device":
+        if (
+            kind == "full device" and not self._has_filled
+        ):  # two that fail alike on the same work end a run, as they should
+            self._has_filled = True
             victim = chance.choice(self.members())
             self.full.add(self.here.agents[victim].peer_id)
             return f"{victim} is out of memory in its next call"
