@@ -1,15 +1,18 @@
 """A peer's side of its workers: one stands ready, checks one task, ends, and the next one is started.
 
-The idea: whatever happens to a worker is one refusal: it says no, it ends, it takes too long. Bytes that have passed once pass
-again, so an epoch's new offer of the same graphs asks for no worker.
+The idea: whatever happens to a worker is one refusal: it says no, it ends, it takes too long. Workers are copies of one process
+that has imported torch, so the next one is there in milliseconds. Bytes that have passed once pass again, so an epoch's new offer
+of the same graphs asks for no worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,6 +29,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import GraphError, PlanError, ProtocolError
 from meshcee.fields import refuse_unprintable
 from peers.device.graphs import Graphs
+from peers.device.worker.child import NUMBER
 from peers.device.worker.packets import LENGTH, Confinement, Task, Verdict, length_of, message, sealed, understood
 
 __all__ = ["Workers"]
@@ -46,7 +50,6 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "L
 SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
     "CUDA_VISIBLE_DEVICES": ""
 }
-NICER = 5  # than the peer: what takes the place of a worker starts while a job begins
 CPU_S_PER_BYTE = 20e-6  # beside Limits.check_s: a large model's graph takes seconds on a slow machine
 PATIENCE = 3  # times its CPU seconds is what a check may take while others use the cores
 MOST_PASSED = 64  # graphs
@@ -64,6 +67,7 @@ class Workers(Graphs):
         self._work = work
         self._turn = asyncio.Lock()  # one check at a time: what others can make this peer compute is bounded
         self._group = asyncio.TaskGroup()
+        self._source: _Source | None = None
         self._spare: asyncio.Task[_Worker | None] | None = None
         self._is_over = False
         self._passed: dict[bytes, None] = {}
@@ -81,10 +85,12 @@ class Workers(Graphs):
         await self._group.__aexit__(kind, error, trace)
         if self._spare is not None and not self._spare.cancelled() and (worker := self._spare.result()) is not None:
             await worker.end()
+        if self._source is not None:
+            await self._source.end()
 
     async def get_ready(self) -> None:
         if self._spare is None:
-            self._prepare(nicer=0)
+            self._prepare()
         if self._spare is not None:
             await asyncio.wait([self._spare])
 
@@ -122,7 +128,7 @@ class Workers(Graphs):
                 wrong = f"a graph of {size} bytes was not checked within {cpu_s} s of CPU time"
         finally:
             await worker.end()
-            self._prepare(NICER)
+            self._prepare()
         if wrong:
             raise GraphError(wrong)
 
@@ -133,33 +139,43 @@ class Workers(Graphs):
             if worker.lives:
                 return worker
             await worker.end()
-        return await self._started(nicer=0)
+        return await self._started()
 
-    def _prepare(self, nicer: int) -> None:
+    def _prepare(self) -> None:
         if not self._is_over:
-            self._spare = self._group.create_task(self._started_if_possible(nicer))
+            self._spare = self._group.create_task(self._started_if_possible())
 
-    async def _started_if_possible(self, nicer: int) -> _Worker | None:
+    async def _started_if_possible(self) -> _Worker | None:
         try:
-            return await self._started(nicer)
+            return await self._started()
         except PlanError as error:
             log.warning(str(error))
             return None
 
-    async def _started(self, nicer: int) -> _Worker:
+    async def _started(self) -> _Worker:
         """PlanError when there is none: then this peer takes no graph."""
-        try:
-            worker = _Worker(self._work, self.limits.check_bytes, nicer)
-        except OSError as error:
-            raise PlanError(f"this peer cannot start a process that checks graphs: {error}") from error
+        source = self._source
+        if source is None or not source.lives:
+            if source is not None:
+                await source.end()
+            try:
+                source = self._source = _Source(self._work, self.limits.check_bytes)
+            except OSError as error:
+                raise PlanError(f"this peer cannot start a process that checks graphs: {error}") from error
+        worker: _Worker | None = None
         try:
             async with asyncio.timeout(self._timeouts.worker_s):
+                worker = await source.worker()
                 self._hear(await worker.confined())
-        except (TimeoutError, EOFError, ProtocolError) as error:
+                source.is_ready()
+        except (OSError, EOFError, ProtocolError) as error:  # TimeoutError is an OSError
             why = str(error) or f"it was not ready within {self._timeouts.worker_s:.0f} s"
-            raise PlanError(f"this peer's process that checks graphs did not start: {worker.said() or why}") from error
+            raise PlanError(f"this peer's process that checks graphs did not start: {source.said() or why}") from error
         finally:
-            if not worker.is_ready:
+            if worker is None:
+                await source.end()
+                self._source = None
+            elif not worker.is_ready:
                 await worker.end()
         return worker
 
@@ -173,13 +189,12 @@ class Workers(Graphs):
         tell("graphs of others are checked in a process of its own", confined_by=", ".join(confinement.got), **more)
 
 
-class _Worker:
-    """One process. It ends with `end`, or with this process."""
+class _Source:
+    """The process that workers are copies of, one at a time. It ends with `end`, or with this process."""
 
-    def __init__(self, work: str, memory_bytes: int, nicer: int) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
-        self.is_ready = False
+    def __init__(self, work: str, memory_bytes: int) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
         arguments = [ROOT, str(os.getpid()), str(theirs.fileno()), str(memory_bytes), work]
         try:
             self._process = subprocess.Popen(
@@ -193,28 +208,80 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
             )
         except BaseException:
-            self._channel.close()
+            self._control.close()
             raise
         finally:
             theirs.close()
-        if nicer:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + nicer, 19))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def lives(self) -> bool:
         return self._process.poll() is None
+
+    async def worker(self) -> _Worker:
+        """A new one. EOFError or OSError when there is none."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            (pid,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
+            return _Worker(self, pid, ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    async def ended(self) -> int:
+        """How the worker has ended that was made last, as `Popen.returncode` says it."""
+        try:
+            (code,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
+        except EOFError:
+            return -signal.SIGKILL
+        return int(code)
+
+    def is_ready(self) -> None:
+        """A worker came to be: what is written from now on may be of somebody else's making."""
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def said(self) -> str:
+        """The last line of what it has written before a worker was ready."""
+        stream = self._process.stderr
+        if stream is None or stream.closed:
+            return ""
+        os.set_blocking(stream.fileno(), False)
+        lines = (stream.read(1 << 20) or b"")[-MOST_SAID_BYTES:].decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    async def end(self) -> None:
+        self._control.close()
+        self._process.kill()  # its worker dies with it
+        await asyncio.to_thread(self._process.wait)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+class _Worker:
+    """A copy of the source, for one task. It ends with `end`, or with the source."""
+
+    def __init__(self, source: _Source, pid: int, channel: socket.socket) -> None:
+        self.is_ready = False
+        self._source, self.pid, self._channel = source, pid, channel
+        self._how: str | None = None  # it has ended
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._handle = -1  # it has ended
+
+    @property
+    def lives(self) -> bool:
+        return self._handle >= 0 and not select.select([self._handle], [], [], 0)[0]
 
     async def confined(self) -> Confinement:
         """Once it is ready: EOFError or ProtocolError when it is not."""
         confinement = understood(await self._message(), Confinement)
         for text in (*confinement.got, *confinement.missing, *confinement.possible):
             refuse_unprintable(text, "a worker's message")
-        assert self._process.stderr is not None
-        self._process.stderr.close()  # from now on it may be of somebody else's making
         self.is_ready = True
         return confinement
 
@@ -231,35 +298,31 @@ class _Worker:
         refuse_unprintable(wrong, "what a worker says of a graph")
         return wrong
 
-    def said(self) -> str:
-        """The last line of what it has written before it was ready."""
-        stream = self._process.stderr
-        if stream is None or stream.closed:
-            return ""
-        os.set_blocking(stream.fileno(), False)
-        lines = (stream.read(1 << 20) or b"")[-MOST_SAID_BYTES:].decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
     async def end(self) -> str:
         """How it has ended: a signal's name, or its exit status."""
-        self._channel.close()
-        self._process.kill()  # no more than a word where it has ended
-        code = await asyncio.to_thread(self._process.wait)
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-        return signal.Signals(-code).name if code < 0 else f"status {code}"
+        if self._how is None:
+            self._channel.close()
+            if self._handle >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)  # no more than a word where it has ended
+                os.close(self._handle)
+                self._handle = -1
+            code = await self._source.ended()
+            self._how = signal.Signals(-code).name if code < 0 else f"status {code}"
+        return self._how
 
     async def _message(self) -> bytes:
-        return await self._exactly(length_of(await self._exactly(LENGTH.size)))
+        return await _exactly(self._channel, length_of(await _exactly(self._channel, LENGTH.size)))
 
-    async def _exactly(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            try:
-                more = await asyncio.get_running_loop().sock_recv(self._channel, count - len(found))
-            except OSError as error:
-                raise EOFError("it ended") from error
-            if not more:
-                raise EOFError("it ended")
-            found += more
-        return found
+
+async def _exactly(channel: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        try:
+            more = await asyncio.get_running_loop().sock_recv(channel, count - len(found))
+        except OSError as error:
+            raise EOFError("it ended") from error
+        if not more:
+            raise EOFError("it ended")
+        found += more
+    return found

@@ -47,20 +47,21 @@ ROOT = Path(__file__).parents[3]
 @contextlib.asynccontextmanager
 async def workers(work: str = HOSTILE, limits: Limits = LIMITS) -> AsyncIterator[Workers]:
     """None of their processes is there afterwards."""
-    before = set(psutil.Process().children())
+    before = set(psutil.Process().children(recursive=True))
     async with Workers(limits, Timeouts(), work) as found:
         await found.get_ready()
         yield found
-    assert set(psutil.Process().children()) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 async def ready(found: Workers) -> int:
     """The process id of the one that waits for a task."""
     await found.get_ready()
-    [pid] = (
-        child.pid for child in psutil.Process().children() if HOSTILE in child.cmdline() or CHECKING in child.cmdline()
+    [source] = (
+        child for child in psutil.Process().children() if HOSTILE in child.cmdline() or CHECKING in child.cmdline()
     )
-    return pid
+    [worker] = source.children()
+    return worker.pid
 
 
 async def refusal(found: Workers, *graphs: bytes) -> str:
@@ -176,7 +177,7 @@ from peers.device.worker import Workers
 async def main():
     async with Workers(Limits(), Timeouts(), "tests.rig.hostile_work") as found:
         await found.get_ready()
-        print(psutil.Process().children()[0].pid, flush=True)
+        print(psutil.Process().children(recursive=True)[-1].pid, flush=True)
         await found.read([b"for ever"])
 
 asyncio.run(main())
