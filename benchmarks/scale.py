@@ -361,7 +361,14 @@ def decoded_once() -> Any:
     cached = functools.lru_cache(maxsize=1 << 14)(open_sealed)
 
     def decode(
-        kind: Any, subkey: str, data: bytes, key: MeshKey, limits: Any = None, *, now: float | None = None
+        kind: Any,
+        subkey: str,
+        data: bytes,
+        key: MeshKey,
+        limits: Any = None,
+        *,
+        now: float | None = None,
+        members: Any = None,
     ) -> Any:
         return cached(kind, subkey, data, key, limits)
 

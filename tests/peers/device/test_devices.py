@@ -59,7 +59,7 @@ async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPa
     job = zoo.make("char_gpt", steps=1)
     async with meshcee.join(local=2) as mesh:
         with pytest.raises(PlanError, match="lend devices of one kind"):
-            [report async for report in mesh.train(job)]
+            [report async for report in mesh.train(job, stages=2)]
         model = job.model
         assert isinstance(model, nn.Module)
         for module in model.modules():
