@@ -45,8 +45,8 @@ def test_a_fault_before_a_direct_sum_leaves_no_thread_and_no_socket(
     step: int,
     how: str,
 ) -> None:
-    if how == "stall":  # one member may be in the call already, and then only that time ends it
-        monkeypatch.setattr("peers.groups.direct_sum.TIMEOUT_S", 1.0)
+    # One member may be in the call already, and then only that time ends it.
+    monkeypatch.setattr("peers.groups.direct_sum.TIMEOUT_S", 1.0 if how == "stall" else 5.0)
     job, fault = job_of(0.5, True), Fault(how, kind, sender, receiver, step)
     with quiet():
         expected = undisturbed(SHARED, 0.5, True)
