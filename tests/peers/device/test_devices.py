@@ -65,7 +65,7 @@ async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPa
         for module in model.modules():
             if isinstance(module, nn.Dropout | zoo.Block):
                 module.p = 0.0
-        assert len([report async for report in mesh.train(job)]) == 1
+        assert len([report async for report in mesh.train(job, stages=2)]) == 1
 
 
 # -- graphs captured on a CPU, on other devices ------------------------------------------------------------------------
