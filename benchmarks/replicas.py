@@ -106,12 +106,12 @@ async def measure_all(options: argparse.Namespace, data: dict[str, Any]) -> None
 
 
 def shape(plan: Mapping[str, Any]) -> str:
-    """As "16: a0 3, a1 6 | 8: b0 9": micro-batches, then blocks of each stage."""
+    """As "16: a0 3, a1 6 + 8: b0 9": micro-batches, then blocks of each stage."""
     lines = []
     for pipeline in plan["pipelines"]:
         stages = (f"{s['members'][0]['peer']} {s['blocks'][1] - s['blocks'][0]}" for s in pipeline["stages"])
         lines.append(f"{pipeline['num_micro']}: {', '.join(stages)}")
-    return " | ".join(lines)
+    return " + ".join(lines)
 
 
 def table(data: Mapping[str, Any]) -> str:
