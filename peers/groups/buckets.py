@@ -18,9 +18,19 @@ import torch
 
 from meshcee.errors import ProtocolError
 from meshcee.figures import SUM_BUCKET_BYTES
+from peers.device import Compute
 from peers.wire import need
 
-__all__ = ["BUCKET_BYTES", "Bucket", "FinishedBuckets", "buckets_of", "flattened", "presence_of", "spread"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Bucket",
+    "FinishedBuckets",
+    "buckets_of",
+    "flattened",
+    "presence_of",
+    "spread",
+    "spread_aside",
+]
 
 BUCKET_BYTES = SUM_BUCKET_BYTES
 
@@ -127,3 +137,21 @@ def spread(
         start += parameter.numel()
         if is_there:
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(numbers.reshape(parameter.shape))
+
+
+def spread_aside(
+    compute: Compute,
+    parameters: Mapping[str, torch.Tensor],
+    bucket: Bucket,
+    present: Sequence[bool],
+    chunks: Sequence[torch.Tensor],
+) -> asyncio.Future[Any]:
+    """`spread` in the thread beside the device's, from chunks in the host's memory."""
+    staging = compute.staging
+    if staging is None:
+        return compute.run_aside(spread, parameters, bucket, present, chunks)
+
+    def work() -> None:
+        spread(parameters, bucket, present, staging.arrive(lambda: [staging.to_device(torch.cat(list(chunks)))]))
+
+    return compute.run_aside(work)

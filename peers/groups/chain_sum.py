@@ -13,14 +13,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from meshcee.errors import ProtocolError
 from meshcee.stage import tensors
 from peers.device import Compute
-from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread
+from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread_aside
 from peers.transport import Frame
 from peers.wire import Links, Spans, messages, need
 
@@ -100,7 +99,7 @@ class ChainSum:
             present, flat = await self._arrival(arrived.all, k)
             if self.before is not None:
                 await self._send(self.before, messages.SUM, round, k, (present, flat))
-            await self._spread(bucket, present, flat)
+            await spread_aside(self._compute, self.parameters, bucket, present, [flat])
             self._spans.add("sum", -1, start_s, time.perf_counter())
 
     def _folded(self, bucket: Bucket, before: Numbers | None) -> Awaitable[Numbers]:
@@ -117,17 +116,6 @@ class ChainSum:
         held = [self.parameters[name].grad for name in bucket.names]  # a step that ends early lets them go
         held += [term for name in bucket.names for term in self._terms.get(name, ())]
         return self._compute.run_aside(staging.leave, staging.mark(), work, held)
-
-    def _spread(self, bucket: Bucket, present: list[bool], flat: torch.Tensor) -> Awaitable[Any]:
-        """Set the gradients of a bucket that are present."""
-        parameters, staging = self.parameters, self._compute.staging
-        if staging is None:
-            return self._compute.run_aside(spread, parameters, bucket, present, [flat])
-
-        def work() -> None:
-            spread(parameters, bucket, present, staging.arrive(lambda: [staging.to_device(flat)]))
-
-        return self._compute.run_aside(work)
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART of the member before or a SUM of the one behind; its size and type follow from the bucket that it names."""

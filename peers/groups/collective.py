@@ -20,7 +20,7 @@ import torch
 from meshcee.errors import ProtocolError
 from meshcee.stage import tensors
 from peers.device import Compute
-from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread
+from peers.groups.buckets import BUCKET_BYTES, Bucket, FinishedBuckets, buckets_of, flattened, presence_of, spread_aside
 from peers.transport import Frame
 from peers.wire import Links, Spans, messages, need
 
@@ -112,7 +112,7 @@ class GroupSum:
             if any(present != chunks[0][0] for present, _ in chunks):
                 raise ProtocolError("those who add up gradients disagree about which parameters have one")
             numbers = [part for _, part in chunks]
-            await self._given(bucket, chunks[0][0], numbers)
+            await spread_aside(self._compute, self.parameters, bucket, chunks[0][0], numbers)
             self._spans.add("sum", -1, start_s, time.perf_counter())
 
     def _taken(self, bucket: Bucket) -> asyncio.Future[Chunk]:
@@ -127,17 +127,6 @@ class GroupSum:
 
         held = [parameters[name].grad for name in bucket.names]  # a step that ends early lets them go
         return self._compute.run_aside(staging.leave, staging.mark(), work, held)
-
-    def _given(self, bucket: Bucket, present: list[bool], numbers: list[torch.Tensor]) -> asyncio.Future[Any]:
-        """The inverse: set the gradients of a bucket that are present."""
-        parameters, staging = self.parameters, self._compute.staging
-        if staging is None:
-            return self._compute.run_aside(spread, parameters, bucket, present, numbers)
-
-        def work() -> None:
-            spread(parameters, bucket, present, staging.arrive(lambda: [staging.to_device(torch.cat(numbers))]))
-
-        return self._compute.run_aside(work)
 
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""
