@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from peers.groups import collective
+from peers.groups import buckets
 from peers.groups.buckets import FinishedBuckets, buckets_of
 from peers.groups.collective import GroupSum
 from peers.groups.direct_sum import DirectSum
@@ -54,7 +54,7 @@ async def test_sums_that_begin_early_are_those_of_the_end(direct: bool, monkeypa
 async def test_the_first_bucket_is_summed_before_the_last_w_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """W waits, in its thread, for a sum that begins while it runs, or for ten seconds."""
     sum_in_buckets_of(SMALL, monkeypatch)
-    finished, spread, summed, waits = FinishedBuckets.finish, collective.spread, threading.Event(), []
+    finished, spread, summed, waits = FinishedBuckets.finish, buckets.spread, threading.Event(), []
 
     def noted(*args: Any) -> None:
         spread(*args)
@@ -65,7 +65,7 @@ async def test_the_first_bucket_is_summed_before_the_last_w_is_over(monkeypatch:
             waits.append(summed.wait(10))
         finished(self, name, parameter)
 
-    monkeypatch.setattr(collective, "spread", noted)
+    monkeypatch.setattr(buckets, "spread", noted)
     monkeypatch.setattr(FinishedBuckets, "finish", waiting)
     await train(((3, 1), (MICRO,)))
     assert waits
