@@ -666,9 +666,15 @@ async def one(
 
 
 def play(seed: int, augmented: bool = False, kinds: Sequence[str] = BLOWS) -> dict[str, Any]:
-    """The run of a seed, on a loop of its own; its samples may be augmented, its blows of these kinds."""
+    """The run of a seed, on a loop of its own; its samples may be augmented, its blows of these kinds.
+
+    The log of a run that did not end as it should is kept, as the same seed may go another way the next time.
+    """
     with capture_logs() as logged, quick_planning(), one_thread():
-        return run(one(seed, logged, augmented, kinds), inline=True)
+        result = run(one(seed, logged, augmented, kinds), inline=True)
+    if result["outcome"] != "equal":
+        Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
+    return result
 
 
 @contextlib.contextmanager

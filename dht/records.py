@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
 import msgpack
 from msgspec import Meta
@@ -299,6 +299,11 @@ def _covered(kind: str, signer: str, expires_at: float, body: bytes) -> bytes:
 
 
 def _record(kind: type[R], body: bytes, signer: str, what: str) -> R:
+    return cast(R, _decoded(kind, body, signer, what))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.lru_cache(maxsize=4096)  # who polls reads most records again as they were
+def _decoded(kind: type[Record], body: bytes, signer: str, what: str) -> Record:
     return kind.from_wire(read(unpack(body, 1 << 20, what), dict[str, Any], what), signer, what)
 
 

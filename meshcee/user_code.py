@@ -70,9 +70,10 @@ def library_of(file: str) -> str:
     return _library(file)[0] if file else ""
 
 
+@functools.lru_cache(maxsize=4096)  # asked for each frame of each operator that a captured model calls
 def is_ours(file: str) -> bool:
     """Whether a file is meshcee's, torch's or Python's own, which tells a user nothing."""
-    if "/site-packages/" in file or not file.startswith(("<", *_OURS, f"{sysconfig.get_path('stdlib')}/")):
+    if "/site-packages/" in file or not file.startswith(("<", *_OURS, _LIBRARIES[0])):
         return _library(file)[0] == "torch"
     return True
 

@@ -22,7 +22,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     planning      NoPlan    the first: wait for our turn; a later one: fail                          turn, over
     planning      Changed   the newer term is known: ask for a plan; look around where some miss  planning, searching
     meeting       Met       offer the next epoch                                                     offered
-    meeting       Failed    a member has gone since: call the roll                                   calling
+    meeting       Failed    a member has gone since: call the roll; the sixth in vain is the end     calling, over
     epoch         Stepped   compare a step that was told of, count it, consider another plan         running, collecting
     epoch         Stepped   plan without members that want to leave                                  parting
     handing over  Stepped   compare, count, tell                                                     handing over
@@ -59,7 +59,7 @@ how a plan is asked for (peers/owner/recovery.py). Nor is what happens within an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -159,7 +159,7 @@ class Missing:
 
     gone: dict[str, float] = field(default_factory=dict)
     free: tuple[str, ...] = ()  # our own members, to be used whatever their records still say
-    answering: frozenset[str] = frozenset()  # who did when it was left out: it can still give what it holds
+    answering: frozenset[str] = frozenset()  # who may still give what it holds: it did answer, or was not asked since
     failed: frozenset[str] = frozenset()  # who ever answered, and failed
     parted: tuple[frozenset[str], frozenset[str]] | None = None  # who wanted to leave last, and the other devices then
 
@@ -172,9 +172,10 @@ class Missing:
         """Who was missed and has announced itself since."""
         return tuple(p for p, missed_at in self.gone.items() if announced.get(p, missed_at) > missed_at)
 
-    def leave_out(self, peers: Iterable[str], members: Iterable[str], at: float) -> None:
+    def leave_out(self, peers: Collection[str], at: float) -> None:
+        """Of the next plan, without having called them: the roll is called before anybody's copies count as gone."""
         self.gone.update(dict.fromkeys(peers, at))
-        self.free = tuple(sorted(set(members) - self.gone.keys()))
+        self.answering |= frozenset(peers)
 
 
 @dataclass
@@ -298,7 +299,7 @@ class Course:
             case Seen():
                 return self._seen()
             case Unseen():
-                self.missing.gone.update(dict.fromkeys(event.peers, event.at))
+                self.missing.leave_out(event.peers, event.at)
                 return self._no_plan(event.error)
             case Forgiven():
                 return [self._look()] if event.any else [AwaitChange()]
@@ -442,10 +443,11 @@ class Course:
             self._leave_out(leaving, around.at)
         return [AskPlanOf(self.missing.free, tuple(sorted(self.missing.gone)))]
 
-    def _leave_out(self, leaving: Iterable[str], at: float) -> None:
+    def _leave_out(self, leaving: Collection[str], at: float) -> None:
         assert self.plan is not None
         self._counts.recoveries += 1
-        self.missing.leave_out(leaving, self.plan.members, at)
+        self.missing.leave_out(leaving, at)
+        self.missing.free = tuple(sorted({*self.plan.members} - self.missing.gone.keys()))
 
     # -- an epoch fails
 

@@ -8,6 +8,7 @@ that they have accepted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +17,7 @@ import msgpack
 import structlog
 from msgspec import Meta
 
-from meshcee.errors import JoinError, MeshceeError, ProtocolError
+from meshcee.errors import JoinError, MeshceeError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
@@ -142,7 +143,10 @@ async def answer(agent: MeshView, request: PlanRequest) -> tuple[Plan, tuple[str
 
 
 async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
-    """Ask whoever holds the lease, waiting for an election if need be. Raises PlanError or JoinError."""
+    """Ask whoever holds the lease, waiting for an election if need be; plan here where that peer sees no way and this one does.
+
+    Raises PlanError or JoinError.
+    """
     last = "nobody holds the coordinator's lease"
     try:
         async with asyncio.timeout(agent.timeouts.join_s + PLANNING_S):
@@ -154,6 +158,12 @@ async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
                     return Planned(plan, lease.term, notes)
                 try:
                     return await _ask(agent, lease.peer_id, request)
+                except PlanError:  # of the mesh as the coordinator sees it, whose clock or links may be bad
+                    with contextlib.suppress(PlanError):
+                        plan, notes = await answer(agent, request)
+                        log.warning(Event.PLANNED_HERE, coordinator=lease.peer_id)
+                        return Planned(plan, lease.term, notes)
+                    raise
                 except (JoinError, StreamClosed) as error:
                     last = str(error)
                     await asyncio.sleep(agent.timeouts.directory_poll_s)

@@ -60,6 +60,8 @@ class World:
         self.apart: frozenset[str] = frozenset()  # members that lost each other's copies
         self.aside: frozenset[str] = frozenset()  # of these, who is left out now
         self.silent: frozenset[str] = frozenset()  # who has not answered the last roll call
+        self.unheard: frozenset[str] = frozenset()  # whom the last call of the roll found silent, and who was blamed
+        self.blamed: frozenset[str] = frozenset()
         self.start = self.step = 0  # of the next epoch; that the running one does next
         self.epochs = 0
         self.reported = list(self.told)
@@ -80,6 +82,7 @@ class World:
             self.running = None
         if isinstance(event, moves.Failed):
             self.apart = event.losses.apart
+            self.blamed = frozenset({event.losses.blamed} - {None})
         self.transitions.add((before.value, type(event).__name__, self.course.state.value))
         if isinstance(event, moves.Stopped):  # what was asked is still to be answered
             assert all(isinstance(command, moves.Stop) for command in commands)
@@ -168,6 +171,7 @@ class World:
                 return moves.Better(self.following)
             case moves.CallRoll(members):
                 here = self.some(frozenset(members))
+                self.unheard = (self.unheard - here) | ({*members} - here) | self.blamed
                 if self.course.state is State.CALLING:
                     missed = {*members} - here
                     self.silent = frozenset(missed)
@@ -181,6 +185,9 @@ class World:
             case moves.FindStates(done, mute):
                 assert not self.aside & mute, "who is only cut off from another one can give what it holds"
                 assert self.silent <= mute, "who does not answer gives nothing"
+                assert mute <= self.unheard, (
+                    "who was called last and answered, or was not called, can give what it holds"
+                )
                 self.aside = self.silent = frozenset()
                 older, newer = sorted(self.chance.randrange(done + 1) for _ in range(2))
                 return moves.States(older, self.chance.choice((None, newer)))
@@ -342,7 +349,7 @@ def goes_on(seed: int) -> None:
     ("story", "function", "line", "instead"),
     [
         (goes_on, Course, "type(event) not in self._awaited", "False"),
-        (goes_on, Course, "self.missing.gone.update(dict.fromkeys(event.peers, event.at))", "pass"),
+        (goes_on, Course, "self.missing.leave_out(event.peers, event.at)", "pass"),
         (goes_on, Course, "self._counts.epoch += 1", "pass"),
         (goes_on, Course, " or self.is_known(step.step)", ""),
         (goes_on, Course, "if late:", "if False:"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from meshcee.files.memory import settled
 
@@ -13,6 +16,13 @@ class Run:
 
     def __init__(self) -> None:
         self.me = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as tests/conftest.py left it
 
 
 def test_what_an_earlier_run_has_left_is_not_kept_as_long_as_the_next_one() -> None:
@@ -27,3 +37,12 @@ def test_what_an_earlier_run_has_left_is_not_kept_as_long_as_the_next_one() -> N
             assert of_this_one() is None
     finally:
         gc.enable()
+
+
+def test_a_run_inside_another_thaws_nothing() -> None:
+    with settled():
+        count = gc.get_freeze_count()
+        with settled():
+            pass
+        assert gc.get_freeze_count() == count > 0
+    assert gc.get_freeze_count() == 0

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.mesh.warm import started
+
 START_S = 60.0
 
 
@@ -39,16 +41,13 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 def meshcee(*arguments: str, home: Path, timeout_s: float = 120, cwd: Path | None = None) -> Done:
     """Run a command to its end."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "meshcee", *arguments],
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=cwd,
-        check=False,
-    )
-    return Done(ended.returncode, ended.stdout, ended.stderr)
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started(list(arguments), env=environment(home), cwd=cwd, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return Done(process.returncode, out, err)
 
 
 @dataclass
@@ -62,34 +61,22 @@ class Peers:
     tokens: dict[str, str] = field(default_factory=dict)
 
     def start(
-        self, name: str, *flags: str, entry: Sequence[str] = ("-m", "meshcee"), said: Sequence[str] = ("--threads", "1")
+        self, name: str, *flags: str, entry: Sequence[str] = (), said: Sequence[str] = ("--threads", "1")
     ) -> dict[str, Any]:
         """Start one peer, joining those that run; returns what it printed. `entry` may name a script that sabotages it.
 
         said  of its threads; (): nothing, as in a user's terminal
         """
-        command = [
-            sys.executable,
-            *entry,
-            "peer",
-            "--json",
-            "--name",
-            name,
-            "--listen",
-            "127.0.0.1:0",
-        ]
-        command += [*said, "--device", "cpu", *flags]
+        command = ["peer", "--json", "--name", name, "--listen", "127.0.0.1:0", *said, "--device", "cpu", *flags]
         if self.token and "--join" not in flags:
             command += ["--join", self.token]
+        env = {k: v for k, v in environment(self.home).items() if said or k != "OMP_NUM_THREADS"}
         with (self.home / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                env={k: v for k, v in environment(self.home).items() if said or k != "OMP_NUM_THREADS"},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+            where: Any = {"env": env, "stdout": subprocess.PIPE, "stderr": log, "start_new_session": True}
+            if entry:
+                process = subprocess.Popen([sys.executable, *entry, *command], text=True, **where)
+            else:
+                process = started(command, **where)
         self.processes[name] = process
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -137,14 +124,9 @@ def peers(home: Path, count: int, *flags: str) -> Iterator[Peers]:
 @contextmanager
 def training(mesh: Peers, job: Path, *flags: str, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     """`meshcee train JOB` on the mesh, once its first step is reported; killed if the block leaves it running."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshcee", "train", str(job), "--join", mesh.token, "--json", *flags],
-        env=environment(mesh.home),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-    )
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = ["train", str(job), "--join", mesh.token, "--json", *flags]
+    process = started(command, env=environment(mesh.home), cwd=cwd, **pipes)
     try:
         assert process.stdout is not None
         if not any('"report"' in line for line in process.stdout):

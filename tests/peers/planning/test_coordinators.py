@@ -16,11 +16,14 @@ from structlog.testing import capture_logs
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
 from meshcee.eager import plain
 from meshcee.epochs.course import REPLANS
+from meshcee.errors import PlanError
 from meshcee.events import Event
 from meshcee.plan import Plan
 from peers.device.compute import Pace
+from peers.mesh_view import MeshView
 from peers.node.agent import Agent
 from peers.owner.epoch import Report
+from peers.planning import PlanRequest, coordinator
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.virtual_time import quiet, run
 
@@ -51,6 +54,26 @@ def goes_on_with_peers(logged: list[Mapping[str, Any]]) -> bool:
     """Whether it went back, to copies and never further."""
     backs = [entry for entry in logged if entry["event"] == Event.STATE_FOUND]
     return bool(backs) and all(back["with_peers"] and back["next_step"] > 0 for back in backs)
+
+
+def test_a_coordinator_that_sees_no_way_does_not_end_a_run_for_which_the_owner_sees_one(tmp_path: Path) -> None:
+    """To one whose clock has leapt ahead the others' records have expired: it sees one device."""
+    usual = coordinator.answer
+
+    async def befall(storm: Storm) -> None:
+        blind = storm.here.agents[storm.coordinator() or ""].peer_id
+
+        async def answer(agent: MeshView, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+            if agent.peer_id == blind:
+                raise PlanError("2 stages were asked for and there are 1 devices")
+            return await usual(agent, request)
+
+        with mock.patch("peers.planning.coordinator.answer", answer):
+            assert await train(storm, lambda report: None, job_of()) == "equal"
+
+    activations, logged = played(tmp_path, befall)
+    assert len(activations.plans) == 1
+    assert any(entry["event"] == Event.PLANNED_HERE for entry in logged)
 
 
 def test_the_running_step_needs_no_coordinator_and_the_next_plan_a_new_one(tmp_path: Path) -> None:
