@@ -156,9 +156,13 @@ class MeshView:
         now_s = self.monotonic()
         return {peer for peer, (until_s, _) in self._shunned.items() if until_s > now_s}
 
+    def failed(self) -> set[str]:
+        """Those who were shunned, however long ago, and not forgiven since: a run that stands still tries others first."""
+        return {peer for peer, (until_s, _) in self._shunned.items() if until_s}
+
     def forgive(self) -> bool:
-        """There is no plan without those who are shunned: whether there are any. The next time counts as one more."""
-        found = self.shunned()
+        """There is no plan without those who have failed: whether there are any. The next time counts as one more."""
+        found = self.failed()
         self._shunned |= {peer: (0.0, self._shunned[peer][1]) for peer in found}
         return bool(found)
 

@@ -98,8 +98,8 @@ class Recovery:
 
     def around(self, missed: Iterable[str], members: Collection[str]) -> moves.Around:
         """Of who was missed: when each that may take part again has announced itself."""
-        known, shunned = self._agent.directory.peers, self._agent.shunned()
-        announced = {p: known[p].sent_at for p in missed if p in known and not known[p].leaving and p not in shunned}
+        known, failed = self._agent.directory.peers, self._agent.failed()
+        announced = {p: known[p].sent_at for p in missed if p in known and not known[p].leaving and p not in failed}
         return moves.Around(announced, frozenset(self._agent.devices(members)), self._agent.clock())
 
     async def see(self, members: Collection[str]) -> moves.Seen | moves.Unseen:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import virtual_chaos
 from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError, unwrap
+from peers.device.compute import Pace
 from peers.member.executor import Executor
 from peers.member.service import Member
 from peers.mesh_view import LONGEST_SHUNNED_S, SHUNNED_S
@@ -122,6 +123,28 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     assert len(plans[1] - plans[2]) == 1
 
 
+def test_a_device_that_hung_is_not_tried_again_while_others_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one hangs when the first would long have had another chance."""
+    monkeypatch.setattr("peers.mesh_view.SHUNNED_S", 0.1)
+    hung: list[str] = []
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        def hear(report: Report) -> None:
+            if report.step == STRUCK + 2 * len(hung) and len(hung) < 2:
+                hung.append(storm.members()[0])
+                storm.here.agents[hung[-1]].compute.pace = Pace(1e-9)
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert len(plans) == 3
+    assert not plans[1] & {hung[0]}
+    assert not plans[2] & {*hung}
+
+
 @pytest.mark.parametrize("planning", [(Training, "_plan"), (Recovery, "see")])
 def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[type, str]
@@ -163,6 +186,7 @@ async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_long
             agent.shun([other.peer_id])
             assert set(agent.devices()) == {agent.peer_id}
             assert agent.shunned() == {other.peer_id}
+            assert agent.failed() == {other.peer_id}
             now_s += min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
             assert set(agent.devices()) == {agent.peer_id, other.peer_id}
         agent.shun([other.peer_id])
