@@ -8,6 +8,7 @@ waits for nobody. Two that wait for each other have lost a frame between them. W
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = ["OWNER", "Doing", "Watch"]
 
 OWNER = "owner"  # in the place of a peer that is waited for
 HUNG_STEPS = 10  # so many steps without progress are too many
+RECENT = 8  # steps, of which the longest counts: one that a pause has made long is forgotten
 FIRST_STEPS = (
     4  # times as long, while no step of the epoch is done: kernels are compiled, memory is taken for the first time
 )
@@ -64,22 +66,24 @@ class Watch:
         self._timeouts = timeouts
         self._state_s = state_bytes / SLOWEST_STATE_BYTES_PER_S
         self._predicted_s = plan.predicted.step_s if plan.predicted is not None else None
-        self._longest_s: float | None = None  # of the epoch's steps
+        self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the epoch's newest
         self._doing: dict[str, Doing] = {}
         self.idle_s = 0.0  # without progress
 
     @property
     def limit_s(self) -> float:
         """That may pass without progress."""
-        steps_s, least_s = [s for s in (self._predicted_s, self._longest_s) if s is not None], self._timeouts.hung_s
+        steps_s, least_s = list(self._steps_s), self._timeouts.hung_s
+        if self._predicted_s is not None:
+            steps_s.append(self._predicted_s)
         if not steps_s:
             return self._timeouts.idle_step_s + self._state_s
-        first = FIRST_STEPS if self._longest_s is None else 1
+        first = 1 if self._steps_s else FIRST_STEPS
         return first * max(least_s, HUNG_STEPS * max(steps_s)) + self._state_s
 
     def stepped(self, seconds: float) -> None:
         """A step is done, and has taken so long."""
-        self._longest_s = max(seconds, self._longest_s or 0.0)
+        self._steps_s.append(seconds)
 
     def progress(self) -> None:
         """Somebody has answered."""

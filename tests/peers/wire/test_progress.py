@@ -15,7 +15,7 @@ from meshcee.errors import PeerLostError, ProtocolError
 from peers.device.compute import Pace
 from peers.member.settlement import Settlement
 from peers.owner.epoch import Owner, Report
-from peers.wire.progress import FIRST_STEPS, HUNG_STEPS, OWNER, Doing, Watch
+from peers.wire.progress import FIRST_STEPS, HUNG_STEPS, OWNER, RECENT, Doing, Watch
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import even_plan, train
 from tests.rig.virtual_time import quiet, run, virtual_time
@@ -110,6 +110,9 @@ def test_the_limit_follows_from_how_long_steps_take() -> None:
     watch.stepped(60.0)
     watch.stepped(1.0)
     assert watch.limit_s == 60.0 * HUNG_STEPS
+    for _ in range(RECENT):
+        watch.stepped(0.1)
+    assert watch.limit_s == TIMES.hung_s, "a step that a pause made long does not count for ever"
     assert Watch(even_plan(3, 3, 4, 2), TIMES, 10**11).limit_s == TIMES.idle_step_s + 2000
     assert FIRST_STEPS > 1
 
