@@ -302,7 +302,7 @@ def _record(kind: type[R], body: bytes, signer: str, what: str) -> R:
     return cast(R, _decoded(kind, body, signer, what))  # type: ignore[arg-type]  # a class is hashable
 
 
-@functools.lru_cache(maxsize=4096)  # who polls reads most records again as they were
+@functools.lru_cache(maxsize=256)  # of a small mesh, whose peers poll often and read most records as they were
 def _decoded(kind: type[Record], body: bytes, signer: str, what: str) -> Record:
     return kind.from_wire(read(unpack(body, 1 << 20, what), dict[str, Any], what), signer, what)
 

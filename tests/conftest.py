@@ -56,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WholeFiles(config, log)
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """For a test of what the collector passes over: nothing yet, as in a user's process."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """A command that a test runs in this process sets the level of logs for all; the next test begins as the first did."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,11 +17,7 @@ class Run:
         self.me = self
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.freeze()  # as tests/conftest.py left it
+pytestmark = pytest.mark.usefixtures("thawed")
 
 
 def test_what_an_earlier_run_has_left_is_not_kept_as_long_as_the_next_one() -> None:

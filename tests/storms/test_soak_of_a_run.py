@@ -11,6 +11,7 @@ from benchmarks.virtual_chaos import quick_planning
 from tests.rig.virtual_time import quiet, run
 
 
+@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize(
     ("steps", "epochs"),
     [(2_000, 4), pytest.param(100_000, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ async def run(
     until: int | None = None,
     resume: str | None = None,
 ) -> tuple[Result, list[Any]]:
-    """Train in this process; `until` abandons the run, as a crash would, once that step is reported."""
+    """Train in this process; `until` abandons the run, as a crash would, once that step is reported and a checkpoint is there."""
     found = []
     try:
         async with join(JoinOptions(local=stages), home) as mesh:
@@ -64,6 +65,9 @@ async def run(
             ):
                 found.append(report)
                 if report.step == until:
+                    async with asyncio.timeout(60):
+                        while home is not None and not CheckpointStore(home.run("last").checkpoints).complete():  # noqa: ASYNC110
+                            await asyncio.sleep(0.01)
                     break
             return mesh.result, found
     except BaseExceptionGroup as group:
