@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import os
 import tempfile
 import time
@@ -291,8 +292,10 @@ def count_threads() -> int:
 
 
 def falls_to(count: Callable[[], int], wanted: int) -> bool:
-    """Within twenty seconds, of real time: threads of torch end when a busy machine lets them."""
+    """Within twenty seconds, of real time: threads of torch end when a busy machine lets them. An error's traceback may be what
+    still holds a socket, in a circle that only the collector finds."""
     began_s = time.monotonic()
     while count() > wanted and time.monotonic() - began_s < 20:
+        gc.collect()
         time.sleep(0.01)
     return count() <= wanted
