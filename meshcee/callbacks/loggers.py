@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,20 +22,20 @@ __all__ = ["logger"]
 FIGURES = ("loss", "lr", "norm", "samples_per_s", "step_s")
 
 
-class _Logger(Callback):
+class _Logger(Callback, ABC):
     """`open` comes first, with what a run that is resumed has reported; then `log` for each step, and `close`."""
 
     waits = "never"
     _is_open = False
 
-    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
-    def close(self, error: str | None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self, error: str | None) -> None: ...
 
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         self._is_open = True

@@ -6,6 +6,7 @@ The idea: each is a function of the evaluations so far. A run that is resumed he
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from meshcee.errors import UsageError
 __all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
 
 
-class _OnMetric(Callback):
+class _OnMetric(Callback, ABC):
     """`_hear` gets one value an evaluation, in order."""
 
     def __init__(self, metric: str, mode: str) -> None:
@@ -33,8 +34,8 @@ class _OnMetric(Callback):
             )
         return float(metrics[self.metric])
 
-    def _hear(self, steps: int, value: float) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _hear(self, steps: int, value: float) -> bool: ...
 
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         for line in reports:

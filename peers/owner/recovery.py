@@ -19,7 +19,7 @@ from meshcee.epochs import moves
 from meshcee.errors import JoinError, MeshceeError, PlanError
 from meshcee.events import Event
 from peers.mesh_view import MeshView, named
-from peers.planning import Planned, PlanRequest, answer, request_plan
+from peers.planning import Planned, PlanRequest, plan_here, request_plan
 from peers.transport import StreamClosed
 
 __all__ = ["Recovery", "Stopwatch"]
@@ -147,6 +147,4 @@ class Recovery:
                 # A part of the time that there is: whatever keeps the coordinator, the owner still gets to plan itself.
                 async with asyncio.timeout(min(COORDINATOR_S, self._agent.timeouts.regroup_s / 3)):
                     return await request_plan(self._agent, request)
-        term = self._agent.newest_term
-        plan, notes = await answer(self._agent, request)
-        return Planned(plan, term, notes)
+        return await plan_here(self._agent, request, self._agent.newest_term)

@@ -1,7 +1,7 @@
 """Asking for a plan and answering: what the owner finds out about its job, the coordinator's service, plans that users give."""
 
 from peers.planning.asking import ask_plan, question
-from peers.planning.coordinator import Planned, PlanRequest, PlanService, answer, request_plan
+from peers.planning.coordinator import Planned, PlanRequest, PlanService, plan_here, request_plan
 from peers.planning.given import given_plan
 from peers.planning.job_costs import costs_of, profile
 
@@ -9,10 +9,10 @@ __all__ = [
     "PlanRequest",
     "PlanService",
     "Planned",
-    "answer",
     "ask_plan",
     "costs_of",
     "given_plan",
+    "plan_here",
     "profile",
     "question",
     "request_plan",

@@ -27,7 +27,7 @@ from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages
 
-__all__ = ["PlanRequest", "PlanService", "Planned", "answer", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "plan_here", "request_plan"]
 
 log = structlog.get_logger()
 
@@ -142,6 +142,12 @@ async def answer(agent: MeshView, request: PlanRequest) -> tuple[Plan, tuple[str
     return await asyncio.to_thread(request.plan, agent.measured(*chosen), agent.busy(*chosen))
 
 
+async def plan_here(agent: MeshView, request: PlanRequest, term: Term) -> Planned:
+    """As the coordinator of this term would, by this peer's own records. Raises PlanError, or JoinError when they stay unknown."""
+    plan, notes = await answer(agent, request)
+    return Planned(plan, term, notes)
+
+
 async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
     """Ask whoever holds the lease, waiting for an election if need be; plan here where that peer sees no way and this one does.
 
@@ -154,15 +160,14 @@ async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
                 async with asyncio.timeout(agent.timeouts.join_s):
                     lease = await agent.coordinator()
                 if lease.peer_id == agent.peer_id:
-                    plan, notes = await answer(agent, request)
-                    return Planned(plan, lease.term, notes)
+                    return await plan_here(agent, request, lease.term)
                 try:
                     return await _ask(agent, lease.peer_id, request)
                 except PlanError:  # of the mesh as the coordinator sees it, whose clock or links may be bad
-                    with contextlib.suppress(PlanError):
-                        plan, notes = await answer(agent, request)
+                    with contextlib.suppress(PlanError, JoinError):
+                        planned = await plan_here(agent, request, lease.term)
                         log.warning(Event.PLANNED_HERE, coordinator=lease.peer_id)
-                        return Planned(plan, lease.term, notes)
+                        return planned
                     raise
                 except (JoinError, StreamClosed) as error:
                     last = str(error)

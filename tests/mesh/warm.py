@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import io
 import json
 import os
@@ -31,6 +32,7 @@ __all__ = ["started"]
 
 ROOT = Path(__file__).parents[2]
 ENDED = struct.Struct("=ii")  # a process id, and its status as waitpid tells it
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 MOST_BYTES = 1 << 18  # of a request
 # Of torch, what a first capture and a first plan import.
 MORE = ("torch._dynamo", "torch.export._trace", "torch._inductor.utils", "hivemind", "uvloop", "safetensors.torch")
@@ -99,22 +101,17 @@ class _Copy(subprocess.Popen[str]):
     """Popen, but for who starts the process and who hears of its end."""
 
     def _execute_child(self, args: Any, *others: Any) -> None:
-        # The order of the standard library's own; positions are those of Python 3.11 to 3.13.
-        cwd, env = others[4], others[5]
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = others[9:15]
-        new_session = others[20]
+        given = inspect.signature(subprocess.Popen._execute_child).bind(self, args, *others).arguments
         null = os.open(os.devnull, os.O_RDWR)
-        theirs = [
-            null if p2cread == -1 else p2cread,
-            1 if c2pwrite == -1 else c2pwrite,
-            2 if errwrite == -1 else errwrite,
-        ]
-        request = {"arguments": args, "cwd": str(cwd or os.getcwd()), "env": env, "new_session": bool(new_session)}
+        standard = (given["p2cread"], null), (given["c2pwrite"], 1), (given["errwrite"], 2)
+        theirs = [usual if handle == -1 else handle for handle, usual in standard]
+        request: dict[str, Any] = {"arguments": args, "cwd": str(given["cwd"] or os.getcwd()), "env": given["env"]}
+        request["new_session"] = bool(given["start_new_session"])
         try:
             self.pid = _source().copy(request, theirs)
         finally:
             os.close(null)
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            self._close_pipe_fds(*(given[name] for name in PIPES))
         self._child_created = True
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
@@ -143,7 +140,7 @@ def main() -> None:
                 importlib.import_module(module.name)
     for name in MORE:
         importlib.import_module(name)
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control, here = socket.socket(fileno=int(sys.argv[1])), os.getpid()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -166,15 +163,18 @@ def main() -> None:
                 control.close()
                 os.close(woken)
                 os.close(wake)
-                _become(json.loads(request), handles)
+                _become(json.loads(request), handles, here)
                 return
             for handle in handles:
                 os.close(handle)
             control.sendall(ENDED.pack(pid, -1))
 
 
-def _become(request: dict[str, Any], handles: list[int]) -> None:
-    """A command, in this copy."""
+def _become(request: dict[str, Any], handles: list[int], source: int) -> None:
+    """A command, in this copy, which ends with the process that it is a copy of: so nothing is left of tests that were killed."""
+    from peers.device.worker.confine import die_with
+
+    die_with(source)
     for place, handle in enumerate(handles):
         os.dup2(handle, place)
         os.close(handle)
