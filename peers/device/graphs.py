@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from meshcee.capture import Program, decode_program
+from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
 
 __all__ = ["Graphs"]
@@ -22,7 +22,8 @@ class Graphs:
         self.guards: tuple[str, ...] | None = None  # of a process of its own
 
     async def get_ready(self) -> None:
-        """For the first graph."""
+        """For the first graph and the first step: nothing is imported once a run waits."""
+        await asyncio.to_thread(prepare)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
         """All of them, or GraphError. Takes seconds for a large model, and not on the event loop."""

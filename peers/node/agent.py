@@ -110,6 +110,7 @@ class Agent(MeshView):
 
     async def __aenter__(self) -> Agent:
         if self.compute is not None:
+            await self._graphs.get_ready()  # before the mesh counts on this device, and before the device is measured
             self._device = await measure_device(
                 self.compute,
                 self.options.memory_bytes,
@@ -134,7 +135,7 @@ class Agent(MeshView):
             self.gossip.run(),
         ]
         if self.member is not None and self.compute is not None and self._device is not None:
-            running += [self._watch_member(self.member), self._watch_graphs()]
+            running.append(self._watch_member(self.member))
             if self._measuring is not None:
                 running += self._measuring.lend(self.compute, self._device, self.member, self._graphs)
         self._tasks = [self._group.create_task(task) for task in running]
@@ -197,12 +198,6 @@ class Agent(MeshView):
         while True:
             await member.busy_changed.wait()
             member.busy_changed.clear()
-            await self._announce()
-
-    async def _watch_graphs(self) -> None:
-        """Be ready to read graphs, now that the device has been measured, and tell the mesh behind which guards."""
-        await self._graphs.get_ready()
-        if self._graphs.guards:
             await self._announce()
 
 

@@ -33,7 +33,6 @@ from dht import (
     dialable,
     read_lists,
 )
-from meshcee.capture import prepare
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from meshcee.files import Home
@@ -254,6 +253,16 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     token = Token.parse(options.token) if options.token else None
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
+        graphs = None
+        if options.compute:
+            if sys.platform == "linux":
+                from peers.device.worker import Workers
+
+                graphs = await stack.enter_async_context(Workers(limits, timeouts))  # starts beside what follows
+            else:
+                log.info(
+                    "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
+                )
         founding, listen, chosen = None, options.listen, options.identity
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
@@ -326,18 +335,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         await read_lists(store, key, limits, members)  # who is revoked, before anybody's stream is served
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)
-        compute, graphs = None, None
-        if options.compute:
-            if sys.platform == "linux":
-                from peers.device.worker import Workers
-
-                graphs = await stack.enter_async_context(Workers(limits, timeouts))
-            else:
-                log.info(
-                    "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
-                )
-                await asyncio.to_thread(prepare)
-            compute = await stack.enter_async_context(Compute(options.device, pace))
+        compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
         node = Node(
             # Several peers of one machine must be told apart.
             AgentOptions(

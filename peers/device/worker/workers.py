@@ -74,6 +74,7 @@ class Workers(Graphs):
 
     async def __aenter__(self) -> Workers:
         await self._group.__aenter__()
+        self._prepare()
         return self
 
     async def __aexit__(
@@ -89,8 +90,7 @@ class Workers(Graphs):
             await self._source.end()
 
     async def get_ready(self) -> None:
-        if self._spare is None:
-            self._prepare()
+        await super().get_ready()
         if self._spare is not None:
             await asyncio.wait([self._spare])
 

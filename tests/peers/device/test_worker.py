@@ -168,6 +168,30 @@ async def test_a_worker_that_cannot_start_is_an_error_of_this_peer_and_says_why(
             await found.read([b""])
 
 
+FIRST = """
+import asyncio, sys
+import torch
+from meshcee.config import Limits
+from peers.device import Graphs
+
+asyncio.run(Graphs(Limits()).get_ready())
+before = set(sys.modules)
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.AdamW([weight])
+weight.grad = torch.ones(2)
+optimizer.step()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_peer_that_is_ready_imports_nothing_for_its_first_step() -> None:
+    """torch._dynamo, which torch's optimizers import, took a newcomer 0.7 s while a run waited for its stage."""
+    found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [
+        name for name in found.stdout.split() if not name.startswith("torch.profiler.")
+    ] == []  # a few lines of torch's own
+
+
 ORPHAN = """
 import asyncio
 import psutil

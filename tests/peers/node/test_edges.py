@@ -16,6 +16,7 @@ from benchmarks.virtual_chaos import captured_job, job_of
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ClockError, JoinError, ProtocolError
 from meshcee.fields import plain
+from peers.device import Graphs
 from peers.measure.sounding import ASK_S, sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.state.restoring import Lender
@@ -74,6 +75,28 @@ async def test_a_mesh_that_nobody_coordinates_cannot_be_joined_and_says_so() -> 
         alone = await here.start("alone", lends=False)
         with pytest.raises(JoinError, match=r"nobody has coordinated this mesh .* `meshcee status`"):
             await alone.see_the_mesh()
+
+
+async def test_the_mesh_counts_on_a_device_once_its_graphs_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that was needed at once made a recovery wait for what it imported."""
+    ready, asked = asyncio.Event(), asyncio.Event()
+
+    async def get_ready(self: Graphs) -> None:
+        asked.set()
+        await ready.wait()
+
+    async with InProcess(JoinOptions()) as here:
+        first = await here.start("first", lends=False)
+        monkeypatch.setattr(Graphs, "get_ready", get_ready)
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            starting = group.create_task(here.start("late"))
+            await asked.wait()
+            await first.directory.refresh()
+            assert "late" not in first.names().values()
+            ready.set()
+            late = await starting
+            await first.wait_for_peers([late.peer_id])
+            assert first.devices()
 
 
 async def test_a_machine_whose_clock_is_behind_is_told_so_and_not_that_nobody_is_there() -> None:
