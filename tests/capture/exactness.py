@@ -48,11 +48,23 @@ def captured(job: Job, seed: int | None = None) -> Capture:
         share = drawn.choice([0.1, 0.3, 1.0])
         return [p for p in allowed if drawn.random() < share]
 
+    assert isinstance(job.model, nn.Module)
+    before = _places(job.model)
+    bits = copy.deepcopy(job.model.state_dict())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", chosen)
         found = capture(job)
+    assert _places(job.model) == before  # the user's model is left as it was
+    assert all(torch.equal(tensor, bits[name]) for name, tensor in job.model.state_dict().items())
     state = {name: tensor.contiguous() for name, tensor in found.state.items()}
     return dataclasses.replace(found, train=decode_program(encode_program(found.train)), state=state)
+
+
+def _places(model: nn.Module) -> dict[str, tuple[int, bool]]:
+    """Which object stands in each place, and a module's mode."""
+    named: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
+    named += [*model.named_buffers(remove_duplicate=False), *model.named_modules(remove_duplicate=False)]
+    return {name: (id(thing), getattr(thing, "training", False)) for name, thing in named}
 
 
 def difference(job: Job, orders: Sequence[str] = ("late", "fused"), seed: int | None = None) -> str:

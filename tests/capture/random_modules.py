@@ -49,6 +49,7 @@ class Module(nn.Module):
         )
         self.again = nn.Linear(WIDTH, WIDTH)
         self.again.weight = self.tied.weight
+        self.same = nn.ModuleList([self.tied, self.tied])  # one module in several places, as ALBERT's layers are
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("ema", torch.zeros(WIDTH))
         self.register_buffer("table", torch.randn(4, WIDTH).t()[:, ::2].t(), persistent=False)
@@ -79,7 +80,8 @@ def linear(m: Module, i: int, a: torch.Tensor, b: torch.Tensor, v: int) -> torch
 
 @step
 def shared(m: Module, i: int, a: torch.Tensor, b: torch.Tensor, v: int) -> torch.Tensor:
-    return (m.tied(a), a @ m.turned, F.linear(a, m.turned), a @ F.gelu(m.gaps), a @ m.tied.weight)[v % 5]
+    made = (m.tied(a), a @ m.turned, F.linear(a, m.turned), a @ F.gelu(m.gaps), a @ m.tied.weight, m.same[v % 2](a))
+    return made[v % 6]
 
 
 @step

@@ -223,7 +223,7 @@ def eager_runs(
     with _fake():
         fakes: dict[int, torch.Tensor] = {}
         entries: dict[str, torch.Tensor] = {}
-        for path, tensor in _entries(module):
+        for path, tensor in _slots(module):
             if id(tensor) not in fakes:
                 strides = canonical(tensor.shape, tensor.stride())
                 empty = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
@@ -281,6 +281,13 @@ def graph_run(program: Program, arguments: Mapping[str, torch.Tensor], samples: 
                     names[_key(values[-1])] = names[_key(args[0])]  # eager code writes the sample itself
         run.end(naming, values[program.outputs[0]], buffers)
     return run
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each place that holds a tensor once, by its first path: torch puts back what a place held once for each path given."""
+    for path, part in module.named_modules():
+        yield from part.named_parameters(path, recurse=False, remove_duplicate=False)
+        yield from part.named_buffers(path, recurse=False, remove_duplicate=False)
 
 
 def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
