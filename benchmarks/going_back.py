@@ -1,9 +1,10 @@
 """How far a run went back after each loss, by its owner's log, held against the copies of its state that there were.
 
-The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk, and
-of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the
-newest, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two of them in
-this run. When none does, it is the newest copy in other regions, or the last checkpoint.
+The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk,
+and of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the newest
+that is within reach, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two
+of them in this run. When none does, it is the newest copy in other regions, or the last checkpoint. Copies are out of reach when
+two epochs that began with them did not bring all to a member, as when a link between two that live is cut.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshcee.events import Event
+
 __all__ = ["Back", "Past", "going_back"]
+
+TRIES = 2  # epochs that begin with copies which do not reach a member
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             for _, held_by in [*whole["copies"], *whole["far copies"]]:
                 for peers in held_by:
                     peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
+        elif event == Event.COPIES_OUT_OF_REACH and entry["epochs"] >= TRIES:
+            tier = "far copies" if entry["far"] else "copies"
+            whole[tier] = [c for c in whole[tier] if c[0] != entry["next_step"]]
         elif event == "the state to go on from":
             done = entry["done"]
             near, far = (

@@ -26,6 +26,7 @@ class Event(StrEnum):
     SHARES = "micro-batches go to other pipelines: no plan changes"
     COPIES_MADE = "copies"
     FAR_COPIES_MADE = "far copies"
+    COPIES_OUT_OF_REACH = "copies are out of a member's reach"
     NO_KEEPER = "a stage has no keeper: the peer has no memory for its copies"
     NO_FAR_COPIES = "no copies in other regions: the peer has no memory for them"
     SOURCE_LEFT_OUT = "a source of copies is left out"

@@ -12,15 +12,20 @@ import contextlib
 from collections.abc import Collection, Iterator
 from functools import partial
 
+import structlog
+
 from meshcee.capture import Capture
 from meshcee.capture.recipes import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, ProtocolError
+from meshcee.events import Event
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
 
 __all__ = ["Offering"]
+
+log = structlog.get_logger()
 
 HELD_BYTES = 1 << 30  # of frames on their way, before another one is made
 
@@ -50,6 +55,7 @@ class Offering:
         if not isinstance(base, CopySet):
             raise ProtocolError("it asked again for what no peer was to give it")
         base.missed = self._missed
+        log.info(Event.COPIES_OUT_OF_REACH, next_step=base.next_step, far=base.far, epochs=base.missed, peer=peer)
         return NotFoundError(
             f"not all of the state after {base.next_step} steps has reached {peer}: a link to who holds it may have failed",
             (peer, *base.sources(names)),

@@ -29,6 +29,10 @@ def lost(*names: str) -> dict[str, Any]:
     return {"event": "a member was lost", "gone": list(names)}
 
 
+def out_of_reach(step: int, epochs: int) -> dict[str, Any]:
+    return {"event": "copies are out of a member's reach", "next_step": step, "far": False, "epochs": epochs}
+
+
 def went(done: int, next_step: int, *, with_peers: bool) -> dict[str, Any]:
     return {"event": "the state to go on from", "done": done, "next_step": next_step, "with_peers": with_peers}
 
@@ -68,6 +72,17 @@ def test_one_that_is_ahead_of_the_reports_does_not_count() -> None:
     assert read(*COPIED, lost("a"), went(7, 4, with_peers=True)).wrong == []
     assert read(*COPIED, lost("a"), went(7, 8, with_peers=True)).wrong == [
         "after 7 steps the run went back to 8 of peers, who held 4"
+    ]
+
+
+def test_copies_that_two_epochs_did_not_reach_do_not_count() -> None:
+    """Seed 701243 of the storms: those who were left could not reach each other."""
+    first = (saved(3), *COPIED, lost(), went(9, 8, with_peers=True), out_of_reach(8, 1), lost())
+    assert (
+        read(*first, went(9, 8, with_peers=True), out_of_reach(8, 2), lost(), went(9, 4, with_peers=True)).wrong == []
+    )
+    assert read(*first, went(9, 3, with_peers=False)).wrong == [
+        "after 9 steps the run went back to 3 of the disk, though peers held 8"
     ]
 
 
