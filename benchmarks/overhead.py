@@ -121,6 +121,9 @@ class Owner:
         elif frame.kind == messages.APPLIED:
             self.applied.put_nowait(frame.header["step"])
 
+    def rates(self) -> tuple[None, None]:
+        return None, None
+
 
 class OneStage:
     """All blocks of a job as one stage, walked by the executor."""

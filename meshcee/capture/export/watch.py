@@ -75,9 +75,9 @@ def _digest(*parts: Any) -> str:
 class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Names every storage that is written while it is on."""
 
-    def __init__(self, run: Run, names: dict[int, str]) -> None:
+    def __init__(self, run: Run, names: dict[int, str], seeded: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run, self._names = run, names
+        self._run, self._names, self._seeded = run, names, seeded
         self._held: list[Any] = []  # storages, so that their addresses stay theirs
         self._draws = 0
         self._usual = _surroundings()
@@ -122,17 +122,16 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts, grads, before = [self.name(given[0])], [], before
         elif name in _ZEROS:
             parts, grads = [repr((t.dtype, tuple(t.shape), t.stride())) for t in made], []
-        odd = ""
+        odd, line = "", _users_line()
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws += 1
             parts.append(str(self._draws))
             if torch.initial_seed() != _SEED:
-                odd = "a seed of its own"
+                odd, line = "a seed of its own", self._seeded[-1] if self._seeded else line
         recorded = torch.is_grad_enabled() and any(grads) and name not in _WITHOUT_GRADIENT
         odd = odd or next((what for what, now in _surroundings().items() if now != self._usual[what]), "")
         kind = "zeros" if name in _ZEROS else "same" if name in _SAME else str(func)
         operator = _digest(kind, parts, grads if recorded else (), odd)
-        line = _users_line()
         for i, tensor in enumerate((*written, *made)):
             own = _digest(operator, i)
             self._names[tensor.untyped_storage()._cdata] = own
@@ -238,7 +237,7 @@ def eager_runs(
                 names |= {_key(t): _digest("state", name_of(path)) for path, t in _entries(module)}
                 inputs = {n: torch.empty((samples, *t.shape[1:]), dtype=t.dtype) for n, t in arguments.items()}
                 names |= {_key(t): _digest("raw", n) for n, t in inputs.items()}
-                with torch.enable_grad(), _Naming(run, names) as naming:
+                with torch.enable_grad(), _seedings() as seeded, _Naming(run, names, seeded) as naming:
                     loss = module(*inputs.values())[0]
                 buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
                 run.end(naming, loss, buffers)
@@ -292,6 +291,23 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+@contextlib.contextmanager
+def _seedings() -> Iterator[list[str]]:
+    """The user's lines that seeded torch's generator, the newest last."""
+    lines: list[str] = []
+    before = torch.manual_seed
+
+    def noted(seed: int) -> torch.Generator:
+        lines.append(_users_line())
+        return before(seed)
+
+    torch.manual_seed = torch.random.manual_seed = noted
+    try:
+        yield lines
+    finally:
+        torch.manual_seed = torch.random.manual_seed = before
 
 
 @contextlib.contextmanager
