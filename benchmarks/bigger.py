@@ -4,8 +4,8 @@ The idea: real peers on this machine, each told to offer less memory than the pa
 callable model in a process that has imported everything, and whose peak of resident memory is then set back. What it
 grows by from there on, capture, offer, training, checkpoint and `--out` included, is held against the bytes of the
 parameters. The owner is told that its machine has as much free memory as a peer lends, or it would build the whole model to
-compare it with what was captured. The p2pd child of the owner is another process and is not counted. With --check the plain eager loop runs
-afterwards, in a process of its own, and every loss and weight must be equal.
+compare it with what was captured. The p2pd child of the owner is another process and is not counted. With --check the plain
+eager loop runs afterwards, in a process of its own, and every loss and weight must be equal.
 
     python benchmarks/bigger.py [--layers 22] [--width 1024] [--peers 5] [--memory 1GiB] [--check] [--json]
 """

@@ -9,11 +9,10 @@ activations of a micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -164,7 +163,7 @@ class Weights(TorchFunctionMode):
         return func(*real_args, **real_kwargs)
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_saving() -> Iterator[None]:
     """Autograd records, and keeps no tensor for a backward pass."""
 
@@ -217,7 +216,6 @@ class Blocks:
         finally:
             torch.set_rng_state(theirs)
         self._spec = None if spec.is_last else self._program.slice(spec.end, spec.end + 1)
-        _give_back()
 
     def _values(self, spec: StageSpec) -> dict[int, Any]:
         values = dict(self._arrived)
@@ -242,12 +240,6 @@ class Blocks:
             self._arrived[number] = held
         if spec.is_last:
             self.loss = values[spec.output_numbers[0]].detach()
-
-
-def _give_back() -> None:
-    """To the system what the allocator holds free: holes between small pieces, some 10 MiB more with each layer of a GPT."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _run(nodes: Sequence[tuple[int, Any]], values: dict[int, Any], numbers: set[Any], wanted: Set[int]) -> None:

@@ -33,6 +33,7 @@ from meshcee.equality.lines import line_that
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError
+from meshcee.files import large_apart
 from meshcee.job import Job, Optimizer, seed_of
 from meshcee.plan import Plan
 from meshcee.role import rows_of
@@ -94,7 +95,7 @@ def examine(
 
     `budget_s` is what it may take, about; by default what the capture took.
     """
-    with _quietly():
+    with _quietly(), large_apart():
         _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,21 +18,28 @@ __all__ = ["large_apart", "settled"]
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 20
+_lock, _entered = threading.Lock(), 0
 _USUAL_BYTES = 32 << 20  # where glibc's own adjustment ends up in a process that frees large tensors
 
 
 @contextmanager
 def large_apart() -> Iterator[None]:
-    """While this is entered, allocations of a MiB and more get pages of their own. Does nothing where there is no glibc."""
+    """While this is entered, by anybody, allocations of a MiB and more get pages of their own. Does nothing without glibc."""
+    global _entered
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         yield
         return
-    mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    with _lock:
+        _entered += 1
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     try:
         yield
     finally:
-        mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
+        with _lock:
+            _entered -= 1
+            if not _entered:
+                mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
 
 
 @contextmanager

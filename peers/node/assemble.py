@@ -35,7 +35,7 @@ from dht import (
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
-from meshcee.files import Home
+from meshcee.files import Home, large_apart
 from peers.device import Compute, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
@@ -254,15 +254,18 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
         graphs = None
-        if options.compute:
-            if sys.platform == "linux":
-                from peers.device.worker import Workers
+        if (
+            not options.compute
+        ):  # an owner's process computes nothing: what it holds for a moment goes back to the system
+            stack.enter_context(large_apart())
+        elif sys.platform == "linux":
+            from peers.device.worker import Workers
 
-                graphs = await stack.enter_async_context(Workers(limits, timeouts))  # starts beside what follows
-            else:
-                log.info(
-                    "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
-                )
+            graphs = await stack.enter_async_context(Workers(limits, timeouts))  # starts beside what follows
+        else:
+            log.info(
+                "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
+            )
         founding, listen, chosen = None, options.listen, options.identity
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, str, str, int]] = {
     "clock": ("x = x * (1 + time.time() % 1)  # HERE", "", "", 2),
     "own generator": ("x = x * float(np.random.default_rng().random())  # HERE", "", "", 2),
     "kept generator": ("x = x * float(self.rng.random())  # HERE", "", "", 2),
-    "seed": ("torch.manual_seed(0)\nx = F.dropout(x)  # HERE", "", "", 2),
+    "seed": ("torch.manual_seed(0)  # HERE\nx = F.dropout(x)", "", "", 2),
     "closure": ("", "", "steps[0] += 1  # HERE\nout = out * 0.5**steps[0]", 2),
     "global": ("CALLS.append(1)  # HERE\nx = x * (1 + len(CALLS))", "", "", 2),
     "one value a channel": ("x = F.batch_norm(x, None, None, training=True)  # HERE", "", "", 1),
