@@ -6,8 +6,10 @@ is no int, a text is no number, a field that the class does not have is passed o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -42,6 +44,8 @@ Name = Annotated[str, Meta(max_length=128)]
 ShortText = Annotated[str, Meta(max_length=64)]
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
+_known: set[Any] = set()  # types that msgspec knows whole
+_learning = threading.RLock()
 _BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
 
 
@@ -66,7 +70,7 @@ def read(value: Any, kind: type[T], what: str, *, defaults: bool = False) -> T:
     defaults  whether what a class has a default for may be left out: in files that people write
     """
     try:
-        found = msgspec.convert(value, kind, builtin_types=_BYTES, dec_hook=lambda kind, one: kind.from_json(one))
+        found = _converted(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         said, _, path = str(error).rpartition(" - at `")
         said, path = (said, path.strip("`").removeprefix("$.") + ": ") if said else (path, "")
@@ -75,6 +79,15 @@ def read(value: Any, kind: type[T], what: str, *, defaults: bool = False) -> T:
     if not defaults and (missing := _left_out(value, found)):
         raise ProtocolError(f"{what}: {missing} is missing")
     return found
+
+
+def _converted(value: Any, kind: type[T]) -> T:
+    """msgspec notes a type at its first use, before it knows the type whole: another thread would follow what is not there yet."""
+    with contextlib.nullcontext() if kind in _known else _learning:
+        try:
+            return msgspec.convert(value, kind, builtin_types=_BYTES, dec_hook=lambda kind, one: kind.from_json(one))
+        finally:
+            _known.add(kind)
 
 
 def _left_out(told: Any, found: Any) -> str | None:
