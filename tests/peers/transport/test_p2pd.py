@@ -182,6 +182,7 @@ async def main():
         print(daemon.pid, daemon.folder, flush=True)
         if sys.argv[2] == "fork" and os.fork() == 0:
             time.sleep(20)
+            os._exit(0)
         await asyncio.Event().wait()
 
 asyncio.run(main())
