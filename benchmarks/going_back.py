@@ -100,14 +100,14 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
                         peers.intersection_update(members)
         elif event == "checkpoint":
             kept = entry["next_step"]
-        elif event == "a member was lost":
+        elif event == Event.MEMBER_LOST:
             for _, held_by in [*whole["copies"], *whole["far copies"]]:
                 for peers in held_by:
                     peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
         elif event == Event.COPIES_OUT_OF_REACH and entry["epochs"] >= TRIES:
             tier = "far copies" if entry["far"] else "copies"
             whole[tier] = [c for c in whole[tier] if c[0] != entry["next_step"]]
-        elif event == "the state to go on from":
+        elif event == Event.STATE_FOUND:
             done = entry["done"]
             near, far = (
                 max((s for s, held_by in found if s <= done and all(held_by)), default=-1) for found in whole.values()

@@ -44,9 +44,9 @@ Name = Annotated[str, Meta(max_length=128)]
 ShortText = Annotated[str, Meta(max_length=64)]
 
 _SCALARS = (str, int, float, bool, bytes, type(None))
+_BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
 _known: set[Any] = set()  # types that msgspec knows whole
 _learning = threading.RLock()
-_BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
 
 
 def unpack(data: Any, max_bytes: int, what: str) -> Any:

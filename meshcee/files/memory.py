@@ -18,8 +18,8 @@ __all__ = ["large_apart", "settled"]
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _LARGE_BYTES = 1 << 20
-_lock, _entered = threading.Lock(), 0
 _USUAL_BYTES = 32 << 20  # where glibc's own adjustment ends up in a process that frees large tensors
+_lock, _entered = threading.Lock(), 0
 
 
 @contextmanager

@@ -254,10 +254,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
         graphs = None
-        if (
-            not options.compute
-        ):  # an owner's process computes nothing: what it holds for a moment goes back to the system
-            stack.enter_context(large_apart())
+        if not options.compute:
+            stack.enter_context(large_apart())  # an owner computes nothing: what it frees goes back to the system
         elif sys.platform == "linux":
             from peers.device.worker import Workers
 
