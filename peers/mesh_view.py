@@ -23,8 +23,8 @@ __all__ = ["MeshView", "named"]
 
 T = TypeVar("T")
 
-# That a peer which answers and fails is not planned with; twice as long each time.
-SHUNNED_S, LONGEST_SHUNNED_S = 60.0, 3600.0
+# That a peer which answers and fails is not planned with; twice as long each time. To try one that hangs takes two minutes.
+SHUNNED_S, LONGEST_SHUNNED_S = 1200.0, 24 * 3600.0
 LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
 LINKS_AWAITED_S = 6.0  # that a plan waits for the next link which nobody has measured yet
 
@@ -79,8 +79,8 @@ class MeshView:
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
         self._cut_off: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
-        # Peers that answer and fail: until when, and how often they have.
-        self._shunned: dict[str, tuple[float, int]] = {}
+        # Processes that answer and fail, by peer: until when, how often they have, and which process it was.
+        self._shunned: dict[str, tuple[float, int, str | None]] = {}
 
     @property
     def peer_id(self) -> str:
@@ -148,22 +148,27 @@ class MeshView:
     def shun(self, peers: Iterable[str]) -> None:
         """Plan no job of ours with these for a while: they answer, and fail."""
         for peer in peers:
-            _, times = self._shunned.get(peer, (0.0, 0))
+            _, times, _ = self._shunned.get(peer, (0.0, 0, None))
             for_s = min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
-            self._shunned[peer] = self.monotonic() + for_s, times + 1
+            self._shunned[peer] = self.monotonic() + for_s, times + 1, self._process(peer)
 
     def shunned(self) -> set[str]:
         now_s = self.monotonic()
-        return {peer for peer, (until_s, _) in self._shunned.items() if until_s > now_s}
+        return {peer for peer in self.failed() if self._shunned[peer][0] > now_s}
 
     def failed(self) -> set[str]:
-        """Those who were shunned, however long ago, and not forgiven since: a run that stands still tries others first."""
-        return {peer for peer, (until_s, _) in self._shunned.items() if until_s}
+        """Those who were shunned, however long ago, and neither forgiven nor started anew since: a run that stands still tries
+        others first."""
+        return {p for p, (until_s, _, process) in self._shunned.items() if until_s and process == self._process(p)}
+
+    def _process(self, peer: str) -> str | None:
+        record = self.directory.peers.get(peer)
+        return record.instance if record is not None else self._shunned.get(peer, (0.0, 0, None))[2]
 
     def forgive(self) -> bool:
         """There is no plan without those who have failed: whether there are any. The next time counts as one more."""
         found = self.failed()
-        self._shunned |= {peer: (0.0, self._shunned[peer][1]) for peer in found}
+        self._shunned |= {peer: (0.0, *self._shunned[peer][1:]) for peer in found}
         return bool(found)
 
     def cut_off(self, pairs: Iterable[tuple[str, str]]) -> None:

@@ -19,6 +19,10 @@ from meshcee.simulator import build
 
 __all__ = ["Paces"]
 
+TELLING = (
+    0.2  # of the model's average block: a stage that computes less shows what a call costs, and nothing of its device
+)
+
 
 class Paces:
     """One job's. What is known of a device outlives the plans in which it has shown it."""
@@ -41,8 +45,11 @@ class Paces:
         Raises PlanError for a plan that is none of this mesh.
         """
         for node in build(plan, cluster, workload).nodes:
+            kind = workload.times[cluster.devices[node.peer].kind]
+            block_s = kind.stage(0, workload.num_blocks, kind.largest).total_s / workload.num_blocks
+            stage_s = kind.stage(node.first, node.end, kind.largest).total_s
             profiled_s = node.num_micro * (node.f_s + node.b_s + node.w_s)
-            if node.peer in compute_s and profiled_s > 0:
+            if node.peer in compute_s and profiled_s > 0 and stage_s >= TELLING * block_s:
                 self._off[node.peer] = compute_s[node.peer] / profiled_s / slow.get(node.peer, 1.0)
 
     def ran(self, plan: Plan, step_s: float, priced_s: float) -> None:

@@ -258,8 +258,9 @@ class Adaptation:
             known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
             calm = None if self._calm_s is None else (self._mesh, self._calm_s)
             self._calm_s = None
+            recent_s = median([*self._steps_s][-LASTING_STEPS:])
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, *known, calm, search=searches)
+            await asyncio.to_thread(self._look, *known, calm, recent_s, search=searches)
             if searches:
                 self._shifts = []
                 now_s = self._agent.monotonic()
@@ -330,12 +331,14 @@ class Adaptation:
         compute_s: Mapping[str, float],
         slow: Mapping[str, float],
         calm: tuple[Measured, float] | None,
+        recent_s: float,
         *,
         search: bool,
     ) -> None:
         """Price everything anew under the present figures, and, if asked, search for what is better.
 
-        calm  the mesh before anything shifted under this plan, and seconds of a step then
+        calm      the mesh before anything shifted under this plan, and seconds of a step then
+        recent_s  of a step now: figures that price the running plan higher are wrong, and no reason to leave it
         """
         found: list[Plan] = []
         try:
@@ -357,6 +360,8 @@ class Adaptation:
         def price(plan: Plan) -> float:
             try:
                 seconds = period_s(plan, cluster, workload) * self._paces.share(plan)
+                if plan is self._plan:
+                    seconds = min(seconds, recent_s)
                 self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
                 return seconds
             except PlanError:  # a peer of it has gone, or is of another kind than the job can do with

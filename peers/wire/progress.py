@@ -24,9 +24,7 @@ __all__ = ["OWNER", "Doing", "Watch"]
 OWNER = "owner"  # in the place of a peer that is waited for
 HUNG_STEPS = 10  # so many steps without progress are too many
 RECENT = 8  # steps, of which the longest counts: one that a pause has made long is forgotten
-FIRST_STEPS = (
-    4  # times as long, while no step of the epoch is done: kernels are compiled, memory is taken for the first time
-)
+FIRST_STEPS = 4  # times as long at least, until a step of the epoch is done: kernels are compiled, memory is taken
 SLOWEST_STATE_BYTES_PER_S = 50e6  # at which a device copies and hashes its state, in one call
 MOST_WANTED = 1024
 
@@ -79,7 +77,7 @@ class Watch:
         if not steps_s:
             return self._timeouts.idle_step_s + self._state_s
         first = 1 if self._steps_s else FIRST_STEPS
-        return first * max(least_s, HUNG_STEPS * max(steps_s)) + self._state_s
+        return max(first * least_s, HUNG_STEPS * max(steps_s)) + self._state_s
 
     def stepped(self, seconds: float) -> None:
         """A step is done, and has taken so long."""

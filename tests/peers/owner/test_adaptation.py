@@ -40,6 +40,7 @@ from meshcee.events import Event
 from meshcee.figures.measured import Measured
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import LinkProfile
+from meshcee.figures.timing import BlockTimes
 from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
@@ -251,6 +252,33 @@ def test_a_device_that_has_not_worked_is_taken_to_be_off_as_most_are() -> None:
     assert off == pytest.approx({"near-0": 2.2, "near-1": 1.1, "far": 1.1}), (
         "that one has become slow is its own affair"
     )
+
+
+def test_a_stage_that_computes_next_to_nothing_says_nothing_of_its_device() -> None:
+    """A device that held an empty block, and took what a call takes, was taken to be 11,000 times as slow as its profile."""
+    plan, paces = fresh(POOR), Paces()
+    (stage, *_), first = plan.pipelines[0].stages, plan.pipelines[0].stages[0].peers[0]
+    assert stage.first == 0
+    times = profiles(dict.fromkeys(SPEEDS, 1.0))
+    job = replace(costs(), alike=(*(0 for _ in range(stage.end)), *(1 for _ in range(plan.num_blocks - stage.end))))
+
+    def of(whole: BlockTimes) -> BlockTimes:
+        empty = tuple(tuple(((1e-9, 1e-9, 1e-9), row[0]) for row in rows) for rows in whole.seconds)
+        return replace(whole, blocks=(0, 1), seconds=empty, apply_s=(0.0, 0.0))
+
+    here = Measured(mesh(1.0).devices, mesh(1.0).links, {p: of(t) for p, t in times.items()}, {})
+    paces.hear(plan, *situation(here, job), {first: 0.05}, {})
+    assert paces.applied(here, {}).times == here.times
+
+
+async def test_figures_that_price_the_running_plan_far_above_its_steps_are_no_reason_to_leave_it() -> None:
+    first = fresh(1.0)
+
+    def real(plan: Plan, factor: float) -> float:
+        return step_s(plan, 1.0 if plan.hash() == first.hash() else factor)
+
+    played = await rehearse([1.0] * 15 + [POOR] * 30, real=real)
+    assert (played.changes, played.searches > 0) == ([], True)
 
 
 async def test_a_probe_beside_the_traffic_of_steps_says_nothing() -> None:

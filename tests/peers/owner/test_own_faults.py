@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,10 @@ async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_long
             now_s += min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
             assert set(agent.devices()) == {agent.peer_id, other.peer_id}
         agent.shun([other.peer_id])
+        known = agent.directory.peers[other.peer_id]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(agent.directory.peers, other.peer_id, replace(known, instance="another process"))
+            assert (agent.shunned(), agent.failed()) == (set(), set()), "who is started anew begins anew"
         assert agent.forgive()
         assert not agent.forgive()
         assert other.peer_id in agent.devices()

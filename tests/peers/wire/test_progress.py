@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import virtual_chaos
 from meshcee.config import Timeouts
 from meshcee.errors import PeerLostError, ProtocolError
+from meshcee.plan import Predicted
 from peers.device.compute import Pace
 from peers.member.settlement import Settlement
 from peers.owner.epoch import Owner, Report
@@ -114,7 +116,12 @@ def test_the_limit_follows_from_how_long_steps_take() -> None:
         watch.stepped(0.1)
     assert watch.limit_s == TIMES.hung_s, "a step that a pause made long does not count for ever"
     assert Watch(even_plan(3, 3, 4, 2), TIMES, 10**11).limit_s == TIMES.idle_step_s + 2000
-    assert FIRST_STEPS > 1
+    told = replace(even_plan(3, 3, 4, 2), predicted=Predicted(0.1, 40.0, 0.1))
+    assert Watch(told, TIMES, 0).limit_s == FIRST_STEPS * TIMES.hung_s
+    slow = replace(even_plan(3, 3, 4, 2), predicted=Predicted(60.0, 0.1, 0.1))
+    assert Watch(slow, TIMES, 0).limit_s == 60.0 * HUNG_STEPS, (
+        "a prediction that is far off does not make it four times as long"
+    )
 
 
 @virtual_time
