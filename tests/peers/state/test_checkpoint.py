@@ -79,11 +79,14 @@ async def run(
     until: int | None = None,
     resume: str | None = None,
 ) -> Result:
-    """Train in this process; `until` abandons the run, as a crash would, once that step is reported."""
+    """Train in this process; `until` abandons the run, as a crash would, once that step is reported and a checkpoint is there."""
     try:
         async with join(JoinOptions(local=stages), home) as mesh:
             async for report in mesh.train(job, resume=resume, captured=captured or capture(job)):
                 if report.step == until:
+                    async with asyncio.timeout(60):
+                        while not CheckpointStore(home.run("last").checkpoints).complete():  # noqa: ASYNC110
+                            await asyncio.sleep(0.01)
                     break
             return mesh.result
     except BaseExceptionGroup as group:
