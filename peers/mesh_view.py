@@ -79,8 +79,8 @@ class MeshView:
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
         self._cut_off: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
-        # Processes that answer and fail, by peer: until when, how often they have, and which process it was.
-        self._shunned: dict[str, tuple[float, int, str | None]] = {}
+        # Peers that answer and fail: until when, how often they have, and which process of theirs it was.
+        self._shunned: dict[str, tuple[float, int, str]] = {}
 
     @property
     def peer_id(self) -> str:
@@ -148,22 +148,19 @@ class MeshView:
     def shun(self, peers: Iterable[str]) -> None:
         """Plan no job of ours with these for a while: they answer, and fail."""
         for peer in peers:
-            _, times, _ = self._shunned.get(peer, (0.0, 0, None))
-            for_s = min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
-            self._shunned[peer] = self.monotonic() + for_s, times + 1, self._process(peer)
+            times = self._shunned[peer][1] if peer in self._shunned else 0
+            until_s = self.monotonic() + min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
+            self._shunned[peer] = until_s, times + 1, self._instance(peer)
 
     def shunned(self) -> set[str]:
-        now_s = self.monotonic()
-        return {peer for peer in self.failed() if self._shunned[peer][0] > now_s}
+        return {peer for peer in self.failed() if self._shunned[peer][0] > self.monotonic()}
 
     def failed(self) -> set[str]:
-        """Those who were shunned, however long ago, and neither forgiven nor started anew since: a run that stands still tries
-        others first."""
-        return {p for p, (until_s, _, process) in self._shunned.items() if until_s and process == self._process(p)}
+        """Those who were shunned, however long ago, and not forgiven or started anew since: a run tries others first."""
+        return {p for p, (until_s, _, instance) in self._shunned.items() if until_s and instance == self._instance(p)}
 
-    def _process(self, peer: str) -> str | None:
-        record = self.directory.peers.get(peer)
-        return record.instance if record is not None else self._shunned.get(peer, (0.0, 0, None))[2]
+    def _instance(self, peer: str) -> str:
+        return self.directory.peers[peer].instance if peer in self.directory.peers else ""
 
     def forgive(self) -> bool:
         """There is no plan without those who have failed: whether there are any. The next time counts as one more."""
