@@ -68,7 +68,9 @@ class Session:
         crossed: Crossed,
         bandwidth: Bandwidth,
         moments: Moments,
+        ready: Frame,
     ) -> None:
+        """`ready` is told first once it runs: the owner lets neighbours attach then, who may be quick."""
         self.offer = offer
         self._timeouts = timeouts
         self.done = asyncio.Event()
@@ -79,6 +81,7 @@ class Session:
         # A neighbour may be a window ahead, the owner a step; whoever sends more than that ignores the plan.
         self._inbox = Inbox(limit=4 * offer.max_in_flight + 16)
         self._owner = Outbox(stream)
+        self._owner.post(ready)
         self._keeper = keeper
         self._executor = Executor(
             runner,
@@ -488,11 +491,10 @@ class Member:
         stream.max_payload_bytes = self._graphs.limits.payload_bytes
         keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
-        session = Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments)
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
-        await stream.send(Frame(messages.READY, header))
-        return session
+        ready = Frame(messages.READY, header)
+        return Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments, ready)
 
     async def serve_stage(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0  # until it has said which stage it is

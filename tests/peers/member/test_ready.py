@@ -21,8 +21,10 @@ from peers.wire import messages
 from peers.wire.failures import Failures
 from peers.wire.member_link import Link
 from tests.mutation import breaks, changed
+from tests.peers.member.test_training import make_job
 from tests.rig.faults import ALONE, STEPS, job_of, plan_of, undisturbed, world
-from tests.rig.virtual_time import run
+from tests.rig.mesh_fixture import train
+from tests.rig.virtual_time import run, virtual_time
 
 ANOTHER: dict[str, Any] = {"plan": "0" * 64, "state": "0" * 64, "epoch": [1, 2], "term": [2, "p0"]}
 
@@ -141,3 +143,22 @@ def test_without_its_line_a_member_that_gets_ready_late_hides_why_its_epoch_ende
 def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, instead: str) -> None:
     with changed(Offering, line, instead):
         assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))
+
+
+@virtual_time
+@pytest.mark.parametrize("late", range(3))
+async def test_a_neighbour_may_attach_as_soon_as_a_member_is_ready(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    """Nothing that a member does after it has told so may be needed for that."""
+    send, told = FramedStream.send, list[str]()
+
+    async def lingers(stream: FramedStream, frame: Frame) -> None:
+        await send(stream, frame)
+        if frame.kind == messages.READY:
+            told.append(stream.peer_id)
+            await asyncio.sleep(1.0 if len(told) == late + 1 else 0.0)
+
+    monkeypatch.setattr(FramedStream, "send", lingers)
+    trained = await train(make_job(), 3, 6)
+    assert len(told) == 3
+    monkeypatch.undo()
+    assert trained.losses == (await train(make_job(), 3, 6)).losses
