@@ -8,12 +8,15 @@ import functools
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from socket import socketpair
-from typing import Any
+from typing import Any, Self
 
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import LinkProfile
 from peers.device.emulation.shape import Shape, ShapedTransport
-from peers.transport.base import Frame, Stream, Transport
+from peers.transport.base import Frame, Handler, Stream, Transport
+from peers.transport.bridge import Bridged, Channel, Passing, channel
+from peers.transport.bridge.bridged import GIVES
+from peers.transport.bridge.passing import TAKES
 from peers.transport.direct import Direct
 from peers.transport.memory import MemoryNetwork
 from peers.transport.p2p.libp2p import Libp2pTransport
@@ -44,6 +47,54 @@ async def p2pd(**options: Any) -> AsyncIterator[P2P]:
                 await p2p.shutdown()
 
 
+class Everything:
+    def __contains__(self, purpose: object) -> bool:
+        return True
+
+
+class Beside(Bridged):
+    """The transport of a process beside `inner`'s, here in the same one."""
+
+    def __init__(self, inner: Transport, limits: Limits, timeouts: Timeouts) -> None:
+        near, far = channel.pair()
+        self._here, self._there = Channel(near, TAKES), Channel(far, GIVES)
+        super().__init__(inner.peer_id, self._there, limits=limits, timeouts=timeouts)
+        self._inner = inner
+        self.addresses = inner.addresses
+        self._passing = Passing(
+            inner,
+            self._here,
+            serves=(),
+            opens=Everything(),
+            addresses=lambda peer: (),
+            limits=limits,
+            timeouts=timeouts,
+        )
+        self._running: list[asyncio.Task[None]] = []
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        super().serve(purpose, handler)
+        self._passing.serve(purpose)
+
+    async def _take(self) -> None:
+        while True:
+            self.take(*await self._there.receive())
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        self._running = [asyncio.create_task(work) for work in (self._passing.run(), self._take())]
+        return await super().__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        await super().__aexit__(*error)
+        for task in self._running:
+            task.cancel()
+        await asyncio.wait(self._running)
+        await self._inner.__aexit__(*error)
+        self._here.close()
+        self._there.close()
+
+
 @contextlib.asynccontextmanager
 async def mesh(
     kind: str,
@@ -61,13 +112,15 @@ async def mesh(
         transports: list[Transport] = []
         for index in range(count):
             key = keys[index] if keys else KEY
-            if kind in ("memory", "shaped", "direct"):
+            if kind in ("memory", "shaped", "direct", "bridged"):
                 made: Any = network.transport(f"peer-{index}", key, timeouts=timeouts, limits=limits)
                 if kind == "direct":
                     made.addresses = (HERE,)
                     made.direct = Direct([HERE], 0, timeouts)
                 if kind == "shaped":
                     made = ShapedTransport(made, shape, limits=limits, close_s=timeouts.shutdown_s)
+                if kind == "bridged":
+                    made = Beside(made, limits, timeouts)
             else:
                 made = Libp2pTransport(await stack.enter_async_context(p2pd()), key, timeouts=timeouts, limits=limits)
             transports.append(await stack.enter_async_context(made))

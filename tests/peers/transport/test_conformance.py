@@ -25,7 +25,7 @@ def _many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "FULL_BYTES", 0)
 
 
-@pytest.fixture(params=["memory", "libp2p", "shaped", "direct"])
+@pytest.fixture(params=["memory", "libp2p", "shaped", "direct", "bridged"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -193,8 +193,9 @@ async def test_only_one_task_may_receive(kind: str) -> None:
         assert (await receiving).kind == "x"
 
 
-async def test_more_payload_than_allowed_ends_the_stream(bare: str) -> None:
-    async with mesh(bare) as (a, b):
+@pytest.mark.parametrize("kind", ["memory", "libp2p", "direct", "bridged"], indirect=True)
+async def test_more_payload_than_allowed_ends_the_stream(kind: str) -> None:
+    async with mesh(kind) as (a, b):
         near, far = await pair(a, b)
         far.max_payload_bytes = 1000
         await near.send(Frame("good", {}, [bytes(1000)]))

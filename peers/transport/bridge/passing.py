@@ -1,0 +1,173 @@
+"""The side with the network: streams of the transport are passed on to the other process, frame by frame.
+
+The idea: what crosses is what both ends would say anyway. This side reads frames as any peer does, with every check that they have,
+and knows nothing of what they mean. It holds at most one frame of each direction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import Any
+
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, leaves
+from peers.transport.base import Stream, StreamClosed, Transport
+from peers.transport.bridge.channel import Allow, Channel, Comes, Failed, Open, Opened, Rates, Throttle
+from peers.transport.stream import FramedStream
+
+__all__ = ["TAKES", "Passing", "joined"]
+
+TAKES = (Open, Allow, Throttle)  # from the other process
+RATES_EVERY_S = 1.0
+MOST_OPENING = 256
+
+
+async def joined(end: socket.socket, stream: FramedStream) -> None:
+    """Attach a stream to its end of a pair of sockets: both sides are known, so no hands are shaken."""
+    end.setblocking(False)
+    await asyncio.get_running_loop().create_connection(lambda: stream, sock=end)
+    stream.establish(stream.purpose)
+
+
+class Passing:
+    """Streams of `transport` that come for `serves` go over; the other process may open those of `opens`.
+
+    `addresses` gives hints where a peer listens. `run` lasts as long as the other process.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        channel: Channel,
+        *,
+        serves: Sequence[str],
+        opens: Container[str],
+        addresses: Callable[[str], Sequence[str]],
+        limits: Limits,
+        timeouts: Timeouts,
+    ) -> None:
+        self._transport = transport
+        self._channel = channel
+        self._opens = opens
+        self._addresses = addresses
+        self._limits, self._timeouts = limits, timeouts
+        self._group: asyncio.TaskGroup | None = None
+        self._passed: dict[int, Stream] = {}
+        self._number = 0
+        self._opening = 0
+        for purpose in serves:
+            self.serve(purpose)
+
+    def serve(self, purpose: str) -> None:
+        """Streams that come for this purpose go over."""
+        self._transport.serve(purpose, self._come)
+
+    async def run(self, other: Callable[[Any, int], None] | None = None) -> None:
+        """Take the other process's messages; `other` gets those that have nothing to do with streams.
+
+        StreamClosed when that process is gone, ProtocolError when it talks nonsense.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                while True:
+                    message, handle = await self._channel.receive()
+                    if isinstance(message, TAKES) and handle >= 0:
+                        socket.close(handle)
+                        raise ProtocolError("a descriptor came with a message that needs none")
+                    if isinstance(message, Open):
+                        self._opening += 1
+                        if self._opening > MOST_OPENING:
+                            raise ProtocolError(f"more than {MOST_OPENING} streams are to be opened at once")
+                        group.create_task(self._open(message))
+                    elif isinstance(message, Allow) and message.stream in self._passed:
+                        allowed = min(message.payload_bytes, self._limits.payload_bytes)
+                        self._passed[message.stream].max_payload_bytes = allowed
+                    elif isinstance(message, Throttle) and message.stream in self._passed:
+                        speed = message.bytes_per_s
+                        self._passed[message.stream].throttle(float("inf") if speed is None else speed)
+                    elif not isinstance(message, TAKES) and other is not None:
+                        other(message, handle)
+        finally:
+            self._group = None
+            for stream in self._passed.values():
+                stream.abort()
+
+    async def _come(self, stream: Stream) -> None:
+        if self._group is None:
+            raise StreamClosed("this peer's device is not there at the moment")
+        self._number += 1
+        await self._pass(self._number, stream, partial(Comes, peer=stream.peer_id, purpose=stream.purpose))
+
+    async def _open(self, asked: Open) -> None:
+        try:
+            if asked.purpose not in self._opens or asked.stream >= 0 or asked.stream in self._passed:
+                raise NotPermittedError(f"a stream of purpose {asked.purpose!r} may not be opened from there")
+            stream = await self._transport.open(asked.peer, asked.purpose, self._addresses(asked.peer))
+        except (MeshceeError, StreamClosed) as error:
+            kind = NotPermittedError if isinstance(error, NotPermittedError) else JoinError
+            self._channel.post(Failed(asked.stream, kind.__name__, str(error)[:2000]))
+            return
+        finally:
+            self._opening -= 1
+        try:
+            await self._pass(asked.stream, stream, Opened)
+        except (StreamClosed, ProtocolError):
+            pass  # both ends have heard
+        finally:
+            stream.abort()
+
+    async def _pass(self, number: int, stream: Stream, told: Callable[..., Any]) -> None:
+        """Until one end is over; then the other one ends as well, once what was sent has arrived there."""
+        ours, theirs = socket.socketpair()
+        ours_is_open = True
+        local = FramedStream(
+            stream.peer_id, purpose=stream.purpose, limits=self._limits, close_s=self._timeouts.shutdown_s, check=False
+        )
+        self._passed[number] = stream
+        try:
+            await joined(ours, local)
+            ours_is_open = False
+            self._channel.post(told(stream=number), theirs.detach())
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(self._tell(number, stream))
+                ways = [group.create_task(passed(*way)) for way in ((stream, local), (local, stream))]
+                for way in ways:
+                    await asyncio.wait([way])
+                telling.cancel()
+        except* ProtocolError as failures:
+            error = leaves(failures)[0]
+            with contextlib.suppress(StreamClosed, ProtocolError, TimeoutError):
+                self._channel.post(Failed(number, ProtocolError.__name__, str(error)[:2000]))
+                async with asyncio.timeout(self._timeouts.shutdown_s):
+                    while True:  # until the other process has heard, and ends its stream
+                        await local.recv()
+            raise error from None
+        finally:
+            del self._passed[number]
+            local.abort()
+            theirs.close()
+            if ours_is_open:
+                ours.close()
+
+    async def _tell(self, number: int, stream: Stream) -> None:
+        before = (0, 0)
+        while True:
+            await asyncio.sleep(RATES_EVERY_S)
+            now = stream.sent_bytes, stream.received_bytes
+            if now != before:
+                self._channel.post(Rates(number, *stream.rates(), stream.under_way()))
+            before = now
+
+
+async def passed(source: Stream, target: Stream) -> None:
+    """Frames from one stream to another, until one of the two is over."""
+    try:
+        while True:
+            await target.send(await source.recv())
+    except StreamClosed:
+        await target.aclose()
