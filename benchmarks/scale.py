@@ -144,11 +144,14 @@ class Peer:
                 memory_bytes=1 << 30,
                 timeouts=Timeouts(),
                 graphs=Graphs(Limits()),
-                accept=lambda owner, term: self.agent.elector.accept(term),
+                accept=self._accept,
             )
         self._lends = compute is not None
         self._group = mesh.group
         self._tasks: list[asyncio.Task[None]] = []
+
+    async def _accept(self, owner: str, term: Term) -> None:
+        self.agent.elector.accept(term)
 
     async def start(self, after_s: float = 0.0, links: Iterable[str] = ()) -> None:
         await asyncio.sleep(after_s)

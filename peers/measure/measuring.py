@@ -6,6 +6,7 @@ The idea: the peer plugs this in and trains without it; then it takes part in pl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -21,9 +22,9 @@ from peers.measure.link_report import LinkReport
 from peers.measure.probe import LIGHT_S, TARGET_S, probe_link, serve_probe
 from peers.measure.sounding import Wishes
 from peers.mesh_view import MeshView
-from peers.transport import StreamClosed
+from peers.transport import StreamClosed, Transport
 
-__all__ = ["Measuring"]
+__all__ = ["Measuring", "lend_profiles"]
 
 log = structlog.get_logger()
 
@@ -36,6 +37,28 @@ class Busy(Protocol):
 
     @property
     def is_busy(self) -> bool: ...
+
+
+def lend_profiles(
+    transport: Transport,
+    compute: Compute,
+    device: DeviceProfile,
+    member: Busy,
+    graphs: Graphs,
+    *,
+    shared: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Serve profiles of blocks on this device; `shared`: other peers of its host may measure too."""
+    profiler = BlockProfiler(
+        compute,
+        memory_bytes=device.memory_bytes,
+        graphs=graphs,
+        is_busy=lambda: member.is_busy,
+        clock=clock,
+        quiet=quiet if shared and device.kind == "cpu" else nullcontext,
+    )
+    transport.serve("profile", profiler.serve)
 
 
 class Measuring:
@@ -57,16 +80,13 @@ class Measuring:
         self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs
     ) -> list[Coroutine[Any, Any, None]]:
         """Serve profiles of blocks on this device; what is to run as long as it is lent."""
+        agent = self._agent
+        lend_profiles(agent.transport, compute, device, member, graphs, shared=bool(agent.host), clock=agent.monotonic)
+        return self.measure_links(member)
+
+    def measure_links(self, member: Busy) -> list[Coroutine[Any, Any, None]]:
+        """What is to run as long as a device is lent."""
         self._member = member
-        profiler = BlockProfiler(
-            compute,
-            memory_bytes=device.memory_bytes,
-            graphs=graphs,
-            is_busy=lambda: member.is_busy,
-            clock=self._agent.monotonic,
-            quiet=quiet if self._agent.host and device.kind == "cpu" else nullcontext,
-        )
-        self._agent.transport.serve("profile", profiler.serve)
         return [self._probe_forever(), self._links.run()]
 
     async def _probe_forever(self) -> None:

@@ -300,7 +300,7 @@ class Member:
         memory_bytes: int,
         timeouts: Timeouts,
         graphs: Graphs,
-        accept: Callable[[str, Term], None],
+        accept: Callable[[str, Term], Awaitable[None]],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:
@@ -479,7 +479,7 @@ class Member:
         programs = await self._graphs.read(Offer.graphs(frame))
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
-        self.accept(stream.peer_id, offer.term)
+        await self.accept(stream.peer_id, offer.term)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")

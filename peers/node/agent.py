@@ -19,6 +19,7 @@ from dht import Identity, Members, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.figures import DeviceProfile
+from meshcee.plan import Term
 from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
 from peers.mesh_view import MeshView
@@ -123,7 +124,7 @@ class Agent(MeshView):
                 memory_bytes=self._device.memory_bytes,
                 timeouts=self.timeouts,
                 graphs=self._graphs,
-                accept=lambda owner, term: self.elector.accept(term),
+                accept=self._accept,
                 **(self._measuring.for_member() if self._measuring is not None else {}),
             )
         await self._group.__aenter__()
@@ -157,6 +158,9 @@ class Agent(MeshView):
             for task in self._tasks:
                 task.cancel()
             await self._group.__aexit__(kind, error, trace)
+
+    async def _accept(self, owner: str, term: Term) -> None:
+        self.elector.accept(term)
 
     async def _announce(self) -> None:
         if self.options.observes:

@@ -40,7 +40,7 @@ from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import GRACE_S
 from tests.rig.frames import watched_frames
-from tests.rig.mesh_fixture import beside, even_plan, grouped
+from tests.rig.mesh_fixture import agreed, beside, even_plan, grouped
 from tests.rig.virtual_time import run
 
 MICRO, MICROS, STEPS, STRUCK = 4, 2, 4, 2  # samples, micro-batches a step, steps, the step that the fault strikes in
@@ -172,7 +172,7 @@ class World:
             memory_bytes=1 << 30,
             timeouts=TIMES,
             graphs=Graphs(LIMITS),
-            accept=lambda owner, term: None,
+            accept=agreed,
         )
 
     async def epoch(self, owner: Any) -> None:

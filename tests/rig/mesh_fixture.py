@@ -6,8 +6,9 @@ import asyncio
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
-from meshcee.plan import Pipeline, Plan, Stage
+from meshcee.plan import Pipeline, Plan, Stage, Term
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
@@ -88,6 +89,10 @@ def beside(plan: Plan, *rows: tuple[int, Sequence[tuple[int, Sequence[int]]]]) -
     return replace(plan, pipelines=tuple(pipelines))
 
 
+async def agreed(owner: str, term: Term) -> None:
+    """Whoever comes, its term holds."""
+
+
 @dataclass
 class Trained:
     """What one run left."""
@@ -124,7 +129,7 @@ async def members(
                     memory_bytes=memory_bytes,
                     timeouts=Timeouts(),
                     graphs=graphs or Graphs(limits),
-                    accept=lambda owner, term: None,
+                    accept=agreed,
                     begun=functools.partial(crossed, f"p{j}"),
                 )
             )
@@ -145,6 +150,7 @@ async def train(
     keep: Callable[[Plan], Supplies] = lambda plan: Supplies(),
     memory_bytes: int = 1 << 30,
     crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
+    here: Callable[[MemoryNetwork, int], AbstractAsyncContextManager[list[Any]]] | None = None,
 ) -> Trained:
     """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported); `crossed`
     gives each peer whom its session tells of steps."""
@@ -160,8 +166,8 @@ async def train(
             after_step[1]()
 
     count = len(plan.peers)
-    here = members(network, count, limits, device, memory_bytes, crossed)
-    async with here as found, network.transport("owner") as transport:
+    lent = here(network, count) if here is not None else members(network, count, limits, device, memory_bytes, crossed)
+    async with lent as found, network.transport("owner") as transport:
         trained.members = found
         owner = Owner(
             job,

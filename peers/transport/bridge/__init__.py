@@ -4,8 +4,8 @@
 messages and a pair of sockets for each stream.
 """
 
-from peers.transport.bridge.bridged import Bridged
-from peers.transport.bridge.channel import Channel
-from peers.transport.bridge.passing import Passing
+from peers.transport.bridge.bridged import GIVES, Bridged
+from peers.transport.bridge.channel import Channel, pair
+from peers.transport.bridge.passing import TAKES, Passing
 
-__all__ = ["Bridged", "Channel", "Passing"]
+__all__ = ["GIVES", "TAKES", "Bridged", "Channel", "Passing", "pair"]

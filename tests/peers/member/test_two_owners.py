@@ -15,6 +15,7 @@ from peers.member.service import Member
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
+from tests.rig.mesh_fixture import agreed
 from tests.rig.virtual_time import virtual_time
 
 RUN = "a run"
@@ -29,8 +30,7 @@ async def followed(*offers: tuple[str, Frame]) -> list[str]:
     """What a member answers to each: "" where it looks into the offer, else why it does not."""
     network, answers = MemoryNetwork(), list[str]()
     async with network.transport("member") as here, Compute("cpu") as compute:
-        accept = lambda owner, term: None  # noqa: E731
-        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), graphs=Graphs(Limits()), accept=accept)
+        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), graphs=Graphs(Limits()), accept=agreed)
         looked: list[Any] = []
 
         async def prepare(*args: Any) -> None:

@@ -29,7 +29,7 @@ from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.offer import Offer
 from peers.wire.pulse import while_moving
-from tests.rig.mesh_fixture import even_plan
+from tests.rig.mesh_fixture import agreed, even_plan
 from tests.rig.virtual_time import quiet, run, virtual_time
 
 PEERS, WIDTH = 8, 468
@@ -111,8 +111,7 @@ async def world(folder: Path, network: MemoryNetwork) -> AsyncIterator[World]:
         for j in range(PEERS):
             transport = await stack.enter_async_context(network.transport(f"p{j}", limits=LIMITS))
             compute = await stack.enter_async_context(Compute())
-            accept = lambda owner, term: None  # noqa: E731
-            Member(transport, compute, memory_bytes=1 << 30, timeouts=TIMES, graphs=Graphs(LIMITS), accept=accept)
+            Member(transport, compute, memory_bytes=1 << 30, timeouts=TIMES, graphs=Graphs(LIMITS), accept=agreed)
         owner = await stack.enter_async_context(network.transport("owner", limits=LIMITS))
         yield World(network, owner, folder)
 

@@ -1,0 +1,131 @@
+"""What a peer and the process of its device say to each other, beside what their streams need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from meshcee.config import Limits, Timeouts
+from meshcee.fields import Count
+from meshcee.figures import DeviceProfile
+
+__all__ = [
+    "FROM_DEVICE",
+    "TO_DEVICE",
+    "Accept",
+    "Accepted",
+    "Bandwidth",
+    "Begin",
+    "Begun",
+    "Check",
+    "Crossed",
+    "Drop",
+    "Leave",
+    "Passed",
+    "Ready",
+    "State",
+]
+
+_Text = Annotated[str, Meta(max_length=2000)]
+_Name = Annotated[str, Meta(max_length=256)]
+_Number = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Figure = Annotated[float, Meta(ge=0)]
+_Figures = Annotated[Mapping[_Name, _Figure], Meta(max_length=128)]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """To the device, first: who it works for, and with what."""
+
+    peer: _Name
+    device: _Name
+    threads: Annotated[int, Meta(ge=1, le=4096)]
+    memory_bytes: Count | None
+    host: _Text
+    threads_said: bool
+    limits: Limits
+    timeouts: Timeouts
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The device has been measured."""
+
+    device: DeviceProfile
+
+
+@dataclass(frozen=True)
+class State:
+    """The device has become busy or idle."""
+
+    busy: bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """Graphs of an offer or a request, in the memory that comes along, to be checked in a process with nothing to lose."""
+
+    number: _Number
+    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=16)]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The answer: what is wrong with them, or ""."""
+
+    number: _Number
+    wrong: _Text
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Whether an owner's term is none that is over."""
+
+    number: _Number
+    owner: _Name
+    term: tuple[_Number, _Name]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The answer: why not, or ""."""
+
+    number: _Number
+    wrong: _Text
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A plan begins, of which each step is told."""
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Of a step: by peer, bytes per second that crossed the link, and frames that queued for it."""
+
+    rates: _Figures
+    depths: _Figures
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Of the links from here, as published; a peer that is not named has none."""
+
+    bytes_per_s: _Figures
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Take no further offer."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """End the running job here."""
+
+
+TO_DEVICE: tuple[type[Any], ...] = (Begin, Passed, Accepted, Bandwidth, Leave, Drop)
+FROM_DEVICE: tuple[type[Any], ...] = (Ready, State, Check, Accept, Begun, Crossed)

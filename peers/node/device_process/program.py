@@ -1,0 +1,164 @@
+"""The device's process: a transport that ends at the peer, one device, the member and the profiler that use it.
+
+The idea: what touches a stage knows of others only through its transport, so all of it runs here as it does in the peer's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshcee.capture import Program, decode_program
+from meshcee.config import Limits
+from meshcee.errors import GraphError, NotPermittedError
+from meshcee.plan import Term
+from peers.device import Compute, Graphs, measure_device
+from peers.device.worker.confine import die_with
+from peers.device.worker.packets import sealed
+from peers.measure import lend_profiles
+from peers.member import Member
+from peers.node.device_process.messages import (
+    TO_DEVICE,
+    Accept,
+    Accepted,
+    Bandwidth,
+    Begin,
+    Begun,
+    Check,
+    Crossed,
+    Drop,
+    Leave,
+    Passed,
+    Ready,
+    State,
+)
+from peers.transport import StreamClosed
+from peers.transport.bridge import GIVES, Bridged, Channel
+
+__all__ = ["main"]
+
+
+class _Questions:
+    """Asked of the peer, answered by number."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[str]] = {}
+
+    async def ask(self, kind: type[Any], handle: int = -1, **fields: Any) -> str:
+        number = next(self._numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.post(kind(number=number, **fields), handle)
+            return await answer
+        finally:
+            del self._open[number]
+
+    def hear(self, answer: Passed | Accepted) -> None:
+        waits = self._open.get(answer.number)
+        if waits is not None and not waits.done():
+            waits.set_result(answer.wrong)
+
+
+class _Graphs(Graphs):
+    """The peer has them checked."""
+
+    def __init__(self, limits: Limits, questions: _Questions) -> None:
+        super().__init__(limits)
+        self._questions = questions
+
+    async def read(self, graphs: Sequence[bytes]) -> list[Program]:
+        memory = await asyncio.to_thread(sealed, graphs)
+        if wrong := await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs))):
+            raise GraphError(wrong)
+        return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
+
+
+async def serve(end: socket.socket) -> None:
+    """Until the peer closes the channel."""
+    channel = Channel(end, (*TO_DEVICE, *GIVES))
+    try:
+        begin, _ = await channel.receive()
+        assert isinstance(begin, Begin)
+        await _serve(channel, begin)
+    except* StreamClosed:
+        pass
+    finally:
+        channel.close()
+
+
+async def _serve(channel: Channel, begin: Begin) -> None:
+    torch.set_num_threads(begin.threads)
+    questions, known = _Questions(channel), dict[str, float]()
+    graphs = _Graphs(begin.limits, questions)
+
+    async def accept(owner: str, term: Term) -> None:
+        if wrong := await questions.ask(Accept, owner=owner, term=tuple(term)):
+            raise NotPermittedError(wrong)
+
+    def begun() -> Any:
+        channel.post(Begun())
+        return crossed
+
+    def crossed(rates: Mapping[str, float], depths: Mapping[str, float]) -> None:
+        channel.post(Crossed(dict(rates), dict(depths)))
+
+    async with Compute(begin.device) as compute:
+        device = await measure_device(compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said)
+        transport = Bridged(begin.peer, channel, limits=begin.limits, timeouts=begin.timeouts)
+        async with transport, asyncio.TaskGroup() as group:
+            member = Member(
+                transport,
+                compute,
+                memory_bytes=device.memory_bytes,
+                timeouts=begin.timeouts,
+                graphs=graphs,
+                accept=accept,
+                begun=begun,
+                bandwidth=lambda peer: known.get(peer, math.inf),
+            )
+            lend_profiles(transport, compute, device, member, graphs, shared=bool(begin.host))
+            group.create_task(_tell_state(channel, member))
+            channel.post(Ready(device))
+            while True:
+                message, handle = await channel.receive()
+                match message:
+                    case Passed() | Accepted():
+                        questions.hear(message)
+                    case Bandwidth():
+                        known.clear()
+                        known.update(message.bytes_per_s)
+                    case Leave():
+                        member.leave()
+                    case Drop():
+                        group.create_task(member.drop())
+                    case _:
+                        transport.take(message, handle)
+
+
+async def _tell_state(channel: Channel, member: Member) -> None:
+    while True:
+        await member.busy_changed.wait()
+        member.busy_changed.clear()
+        channel.post(State(member.is_busy))
+
+
+def main() -> None:
+    """Arguments: the parent's process id, the descriptor of the channel."""
+    parent, handle = map(int, sys.argv[1:3])
+    die_with(parent)
+    asyncio.run(serve(socket.socket(fileno=handle)))
+    os._exit(0)  # no thread of torch's is waited for
+
+
+if __name__ == "__main__":
+    main()
