@@ -36,6 +36,7 @@ from meshcee.capture import capture
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.job import Job, Optimizer
+from meshcee.plan import Term
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member

@@ -122,6 +122,13 @@ def peer(
         float | None,
         typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
     ] = None,
+    device_process: Annotated[
+        bool,
+        typer.Option(
+            "--device-process",
+            help="Compute in a process of its own, without this peer's keys: a crash ends only that.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join.
@@ -149,6 +156,7 @@ def peer(
             jitter_ms=jitter_ms,
             pace_gflops=pace_gflops,
             leave_within=leave_within,
+            device_process=device_process,
         ),
         as_json=as_json,
     )

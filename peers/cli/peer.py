@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class PeerOptions:
     jitter_ms: float
     pace_gflops: float | None
     leave_within: float | None
+    device_process: bool
 
 
 def parse_bytes(text: str) -> int:
@@ -73,6 +75,10 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--shape paces the device itself: leave out --pace-gflops")
     if options.join and options.open:
         raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
+    if options.device_process and (options.shape or options.pace_gflops):
+        raise UsageError("an emulated device computes in the peer's own process: leave out --device-process")
+    if options.device_process and sys.platform != "linux":
+        raise UsageError("--device-process needs Linux: leave it out here")
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     where = JoinOptions(
         token=options.join,
@@ -92,6 +98,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         jitter_s=options.jitter_ms / 1e3,
         pace=paced(options.pace_gflops * 1e9) if options.pace_gflops else None,
         leave_s=options.leave_within,
+        device_process=options.device_process,
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     if options.threads:

@@ -50,6 +50,11 @@ class LinkReport:
         known = self.known.get(peer)
         return known.bandwidth_bytes_per_s if known is not None and known.bandwidth_bytes_per_s < FAST else math.inf
 
+    def bandwidths(self) -> dict[str, float]:
+        """Those that are finite, the newest first."""
+        newest = sorted(self.known, key=lambda peer: -self.known[peer].measured_at)
+        return {peer: speed for peer in newest if (speed := self.bandwidth(peer)) < math.inf}
+
     def begin(self) -> Crossed:
         """A plan begins, of which each step is to be told: for how fast it is, a link's bandwidth counts where frames queued."""
         self._senses = Senses.of({(self._me, peer): link for peer, link in self.known.items()})

@@ -62,7 +62,7 @@ def lend_profiles(
 
 
 class Measuring:
-    """One peer's. It answers other peers' probes; a peer that lends a device runs what `lend` returns."""
+    """One peer's. It answers other peers' probes; a peer that lends a device runs what `measure_links` returns."""
 
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
@@ -76,13 +76,14 @@ class Measuring:
         """Of its sessions: whom a member reports what crossed its links, and what it may know of them."""
         return {"begun": self._links.begin, "bandwidth": self._links.bandwidth}
 
-    def lend(
-        self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Serve profiles of blocks on this device; what is to run as long as it is lent."""
+    def for_process(self) -> dict[str, Callable[..., Any]]:
+        """The same for a member in a process of its own, which is told what is known."""
+        return {"begun": self._links.begin, "bandwidths": self._links.bandwidths}
+
+    def lend(self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs) -> None:
+        """Serve profiles of blocks on this device."""
         agent = self._agent
         lend_profiles(agent.transport, compute, device, member, graphs, shared=bool(agent.host), clock=agent.monotonic)
-        return self.measure_links(member)
 
     def measure_links(self, member: Busy) -> list[Coroutine[Any, Any, None]]:
         """What is to run as long as a device is lent."""

@@ -24,12 +24,14 @@ from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.node.gossip import GossipService
+from peers.node.lent import Lent
 from peers.planning import PlanService
 from peers.state import Shelf
 from peers.transport import PROTOCOL_VERSION, Stream, Transport
 
 if TYPE_CHECKING:
     from peers.measure import Measuring
+    from peers.node.device_process import DeviceProcess
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -54,8 +56,8 @@ class AgentOptions:
 class Agent(MeshView):
     """Lifetime is `async with`: inside, the peer is announced, elects, serves, and may own jobs.
 
-    Without a `compute` it holds no stage: then it is an owner or an observer, and never coordinator. `graphs` reads those of
-    others; without, this process does.
+    It lends a `device`, which computes in this process or in its own. Without one it holds no stage: then it is an owner or an
+    observer, and never coordinator. `graphs` reads those of others; without, this process does.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Agent(MeshView):
         mesh_key: MeshKey,
         transport: Transport,
         store: Store,
-        compute: Compute | None,
+        device: Compute | DeviceProcess | None,
         *,
         timeouts: Timeouts,
         limits: Limits,
@@ -80,7 +82,7 @@ class Agent(MeshView):
             mesh_key,
             transport,
             store,
-            may_coordinate=compute is not None,
+            may_coordinate=device is not None,
             timeouts=timeouts,
             limits=limits,
             host=options.host,
@@ -91,10 +93,11 @@ class Agent(MeshView):
         )
         self.options = options
         self.mesh_key = mesh_key
-        self.compute = compute
+        self.compute = device if isinstance(device, Compute) else None
+        self._process = None if isinstance(device, Compute) else device
         self._graphs = graphs or Graphs(limits)
         self._device: DeviceProfile | None = None
-        self.member: Member | None = None
+        self.member: Lent | None = None
         self._measuring = options.measuring(self) if options.measuring is not None else None
         self.measures = self._measuring is not None
         PlanService(self)
@@ -105,28 +108,17 @@ class Agent(MeshView):
     @property
     def lends(self) -> bool:
         """Whether it lends a device."""
-        return self.compute is not None
+        return self.compute is not None or self._process is not None
 
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Agent:
-        if self.compute is not None:
+        if self.lends:
             await self._graphs.get_ready()  # before the mesh counts on this device, and before the device is measured
-            self._device = await measure_device(
-                self.compute,
-                self.options.memory_bytes,
-                host=self.options.host,
-                threads_said=self.options.threads_said,
-            )
-            self.member = Member(
-                self.transport,
-                self.compute,
-                memory_bytes=self._device.memory_bytes,
-                timeouts=self.timeouts,
-                graphs=self._graphs,
-                accept=self._accept,
-                **(self._measuring.for_member() if self._measuring is not None else {}),
-            )
+        if self.compute is not None:
+            self.member = await self._lend_here(self.compute)
+        elif self._process is not None:
+            self.member = await self._lend_apart(self._process)
         await self._group.__aenter__()
         await self._announce()
         running = [
@@ -135,10 +127,10 @@ class Agent(MeshView):
             self.elector.run(),
             self.gossip.run(),
         ]
-        if self.member is not None and self.compute is not None and self._device is not None:
+        if self.member is not None:
             running.append(self._watch_member(self.member))
             if self._measuring is not None:
-                running += self._measuring.lend(self.compute, self._device, self.member, self._graphs)
+                running += self._measuring.measure_links(self.member)
         self._tasks = [self._group.create_task(task) for task in running]
         return self
 
@@ -159,8 +151,46 @@ class Agent(MeshView):
                 task.cancel()
             await self._group.__aexit__(kind, error, trace)
 
+    async def _lend_here(self, compute: Compute) -> Member:
+        options, measuring = self.options, self._measuring
+        device = self._device = await measure_device(
+            compute, options.memory_bytes, host=options.host, threads_said=options.threads_said
+        )
+        member = Member(
+            self.transport,
+            compute,
+            memory_bytes=device.memory_bytes,
+            timeouts=self.timeouts,
+            graphs=self._graphs,
+            accept=self._accept,
+            **(measuring.for_member() if measuring is not None else {}),
+        )
+        if measuring is not None:
+            measuring.lend(compute, device, member, self._graphs)
+        return member
+
+    async def _lend_apart(self, process: DeviceProcess) -> DeviceProcess:
+        options, measuring = self.options, self._measuring
+        self._device = await process.begin(
+            self.transport,
+            timeouts=self.timeouts,
+            memory_bytes=options.memory_bytes,
+            host=options.host,
+            threads_said=options.threads_said,
+            accept=lambda owner, term: self.elector.accept(term),
+            addresses=self._where,
+            **(measuring.for_process() if measuring is not None else {}),
+        )
+        return process
+
     async def _accept(self, owner: str, term: Term) -> None:
         self.elector.accept(term)
+
+    async def _where(self, peer: str) -> tuple[str, ...]:
+        """JoinError for a peer that the mesh does not come to know in time."""
+        if peer not in self.directory.peers:
+            await self.wait_for_peers([peer])
+        return self.directory.peers[peer].addresses
 
     async def _announce(self) -> None:
         if self.options.observes:
@@ -197,7 +227,7 @@ class Agent(MeshView):
             return False
         return True
 
-    async def _watch_member(self, member: Member) -> None:
+    async def _watch_member(self, member: Lent) -> None:
         """Announce at once when this peer becomes busy or idle, or is about to leave."""
         while True:
             await member.busy_changed.wait()

@@ -36,7 +36,7 @@ from dht import (
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from meshcee.files import Home, large_apart
-from peers.device import Compute, Pace, host_id
+from peers.device import Compute, Graphs, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
 from peers.node.mesh import Mesh
@@ -45,6 +45,7 @@ from peers.transport import MemoryNetwork, StreamClosed, Transport
 if TYPE_CHECKING:
     from peers.device.emulation import Shape
     from peers.node.admission import Admin
+    from peers.node.device_process import DeviceProcess
     from peers.transport.p2p import P2PDaemon
 
 __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
@@ -82,6 +83,7 @@ class JoinOptions:
     regroup_s: float | None = None
     leave_s: float | None = None
     threads_said: bool = False  # by the user, who has set torch's number
+    device_process: bool = False  # the device computes in a process of its own
     measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
 
 
@@ -242,6 +244,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     from peers.measure import Measuring
     from peers.node.admission import Admin, Membership, enrol, ledger_of, stay_member
     from peers.node.authority import authority_of
+    from peers.node.device_process import DeviceProcess
     from peers.node.founding import Founding
     from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon
 
@@ -253,7 +256,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     token = Token.parse(options.token) if options.token else None
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
-        graphs = None
+        graphs, process = None, None
         if not options.compute:
             stack.enter_context(large_apart())  # an owner computes nothing: what it frees goes back to the system
         elif sys.platform == "linux":
@@ -264,6 +267,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             log.info(
                 "graphs of others are checked in the process that holds this peer's keys: a process apart needs Linux"
             )
+        if options.compute and options.device_process:
+            process = await stack.enter_async_context(DeviceProcess(options.device, graphs or Graphs(limits)))
         founding, listen, chosen = None, options.listen, options.identity
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
@@ -336,7 +341,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         await read_lists(store, key, limits, members)  # who is revoked, before anybody's stream is served
         daemon.on_restart(real.rebind)
         daemon.on_restart(store.rebind)
-        compute = await stack.enter_async_context(Compute(options.device, pace)) if options.compute else None
+        device: Compute | DeviceProcess | None = process
+        if options.compute and process is None:
+            device = await stack.enter_async_context(Compute(options.device, pace))
         node = Node(
             # Several peers of one machine must be told apart.
             AgentOptions(
@@ -352,7 +359,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             key,
             transport,
             store,
-            compute,
+            device,
             timeouts=timeouts,
             limits=limits,
             graphs=graphs,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from itertools import islice
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -14,6 +15,7 @@ from meshcee.figures import DeviceProfile
 
 __all__ = [
     "FROM_DEVICE",
+    "MOST_CHECKS",
     "TO_DEVICE",
     "Accept",
     "Accepted",
@@ -25,15 +27,21 @@ __all__ = [
     "Drop",
     "Leave",
     "Passed",
+    "Ping",
+    "Pong",
     "Ready",
+    "Said",
     "State",
+    "first",
 ]
 
 _Text = Annotated[str, Meta(max_length=2000)]
 _Name = Annotated[str, Meta(max_length=256)]
 _Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Figure = Annotated[float, Meta(ge=0)]
-_Figures = Annotated[Mapping[_Name, _Figure], Meta(max_length=128)]
+MOST_FIGURES = 128
+MOST_CHECKS = 8  # that wait
+_Figures = Annotated[Mapping[_Name, _Figure], Meta(max_length=MOST_FIGURES)]
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,14 @@ class Begin:
     memory_bytes: Count | None
     host: _Text
     threads_said: bool
+    known: DeviceProfile | None  # what an earlier process has measured, and the mesh was promised
     limits: Limits
     timeouts: Timeouts
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The device has been measured."""
+    """The device has been measured, and a first step imports nothing."""
 
     device: DeviceProfile
 
@@ -118,6 +127,25 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Is anybody there?"""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The answer."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line for the peer's log."""
+
+    level: Literal["info", "warning", "error"]
+    event: _Text
+    fields: Annotated[Mapping[_Name, _Text], Meta(max_length=8)]
+
+
+@dataclass(frozen=True)
 class Leave:
     """Take no further offer."""
 
@@ -127,5 +155,10 @@ class Drop:
     """End the running job here."""
 
 
-TO_DEVICE: tuple[type[Any], ...] = (Begin, Passed, Accepted, Bandwidth, Leave, Drop)
-FROM_DEVICE: tuple[type[Any], ...] = (Ready, State, Check, Accept, Begun, Crossed)
+TO_DEVICE: tuple[type[Any], ...] = (Begin, Passed, Accepted, Bandwidth, Ping, Leave, Drop)
+FROM_DEVICE: tuple[type[Any], ...] = (Ready, State, Check, Accept, Begun, Crossed, Pong, Said)
+
+
+def first(figures: Mapping[str, float]) -> dict[str, float]:
+    """As many as a message may have."""
+    return dict(islice(figures.items(), MOST_FIGURES))

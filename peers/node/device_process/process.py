@@ -1,24 +1,33 @@
-"""The peer's side of its device's process: starts it, passes its streams on, answers it, and starts the next one when it ends."""
+"""The peer's side of its device's process: starts it, passes its streams on, answers it, and starts the next one when it ends.
+
+The idea: whatever happens to the process is this device's local error. The owner of its job hears how the process has ended, and
+the peer stays in the mesh. What the mesh was told of the device holds for the next process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import structlog
+import torch
 
-from meshcee.errors import MeshceeError, PlanError
+from meshcee.config import Timeouts
+from meshcee.errors import MeshceeError, PlanError, ProtocolError, leaves
+from meshcee.fields import refuse_unprintable
 from meshcee.figures import DeviceProfile
 from meshcee.plan import Term
 from peers.device import Graphs
 from peers.device.worker.packets import opened
+from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
-    FROM_DEVICE,
+    MOST_CHECKS,
     Accept,
     Accepted,
     Bandwidth,
@@ -29,11 +38,18 @@ from peers.node.device_process.messages import (
     Drop,
     Leave,
     Passed,
+    Ping,
+    Pong,
     Ready,
+    Said,
     State,
+    first,
 )
-from peers.transport import StreamClosed, Transport
-from peers.transport.bridge import TAKES, Channel, Passing, pair
+from peers.node.device_process.sayings import Hearing
+from peers.transport import Frame, Stream, StreamClosed, Transport
+from peers.transport.bridge import Passing
+from peers.wire import Crossed as Hear
+from peers.wire import messages
 
 __all__ = ["DeviceProcess"]
 
@@ -41,112 +57,202 @@ log = structlog.get_logger()
 
 SERVES = ("job", "stage", "copies", "profile")
 OPENS = ("stage", "copies")
-START = """
-import sys
-root = sys.argv.pop(1)
-if root not in sys.path:
-    sys.path.insert(0, root)
-from peers.node.device_process.program import main
-main()
-"""
+ASK_S = 1.0  # between two questions whether it is there
+MOST_TEXT = 2000
+MOST_GRAPHS = 3  # of an offer
+LONGEST_PAUSE_S = 60.0  # before a process is started again that has ended before it was ready
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the process may ask of its peer, and tell."""
+
+    accept: Callable[[str, Term], None]
+    addresses: Callable[[str], Awaitable[Sequence[str]]]
+    begun: Callable[[], Hear]
+    bandwidths: Callable[[], Mapping[str, float]]
 
 
 class DeviceProcess:
-    """What an agent lends (`Lent`), in a process. Lifetime is `async with`; `device` is known once it is entered."""
+    """What an agent lends (`Lent`), in a process. Lifetime is `async with`, which starts it; `begin` says for whom it works."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        begin: Begin,
-        *,
-        graphs: Graphs,
-        accept: Callable[[str, Term], None],
-        addresses: Callable[[str], Any],
-        begun: Callable[[], Callable[[Mapping[str, float], Mapping[str, float]], None]],
-    ) -> None:
-        self._transport, self._begin, self._graphs = transport, begin, graphs
-        self._accept, self._addresses, self._begun = accept, addresses, begun
-        self._crossed: Callable[[Mapping[str, float], Mapping[str, float]], None] = lambda rates, depths: None
-        self._ready: asyncio.Future[DeviceProfile] = asyncio.get_running_loop().create_future()
+    def __init__(self, device: str, graphs: Graphs) -> None:
+        self.is_leaving = False
+        self.busy_changed = asyncio.Event()
+        self.child: Child
+        self._device, self._graphs = device, graphs
+        self._begin: Begin
+        self._asked: _Asked
+        self._crossed: Hear = lambda rates, depths: None
+        self._known: asyncio.Future[DeviceProfile] = asyncio.get_running_loop().create_future()
         self._group = asyncio.TaskGroup()
+        self._running: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.is_busy = self.is_leaving = False
-        self.busy_changed = asyncio.Event()
-        self.device: DeviceProfile
+        self._checks = 0  # that wait
+        self._hearing = Hearing()
 
     async def __aenter__(self) -> DeviceProcess:
-        near, far = pair()
-        root = str(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))))
-        with far:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, root, str(os.getpid()), str(far.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[far.fileno()],
-                start_new_session=True,
-            )
-        self._channel = Channel(near, (*FROM_DEVICE, *TAKES))
-        self._passing = Passing(
-            self._transport,
-            self._channel,
-            serves=SERVES,
-            opens=OPENS,
-            addresses=self._addresses,
-            limits=self._begin.limits,
-            timeouts=self._begin.timeouts,
-        )
-        self._channel.post(self._begin)
+        self.child = Child()
         await self._group.__aenter__()
-        self._running = self._group.create_task(self._run())
-        async with asyncio.timeout(self._begin.timeouts.worker_s):
-            await asyncio.wait([self._ready, self._running], return_when=asyncio.FIRST_COMPLETED)
-        if not self._ready.done():
-            raise PlanError("the process of this peer's device ended before it was ready")
-        self.device = self._ready.result()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._channel.close()
-        self._running.cancel()
-        await self._group.__aexit__(None, None, None)
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait)
-
-    async def _run(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        self.child.kill()
         try:
-            await self._passing.run(self._hear)
-        except* StreamClosed as closed:
-            log.warning("the process of this peer's device has ended", why=str(closed.exceptions[0]))
+            await self._group.__aexit__(kind, error, trace)
         finally:
-            self._idle.set()
+            await self.child.end()
 
-    def _hear(self, message: Any, handle: int) -> None:
+    async def begin(
+        self,
+        transport: Transport,
+        *,
+        timeouts: Timeouts,
+        accept: Callable[[str, Term], None],
+        addresses: Callable[[str], Awaitable[Sequence[str]]],
+        memory_bytes: int | None = None,
+        host: str = "",
+        threads_said: bool = False,
+        begun: Callable[[], Hear] = lambda: lambda rates, depths: None,
+        bandwidths: Callable[[], Mapping[str, float]] = dict,
+    ) -> DeviceProfile:
+        """Serve this transport's streams from now on; what the device is. PlanError when its process is not there.
+
+        accept      (owner, term) -> raises NotPermittedError where the term is over
+        addresses   where a peer of this mesh listens; JoinError for any other
+        begun       a plan begins: what is to be told of each of its steps
+        bandwidths  of the links from here, as published, the newest first
+        """
+        threads, limits = torch.get_num_threads(), self._graphs.limits
+        self._begin = Begin(
+            transport.peer_id, self._device, threads, memory_bytes, host, threads_said, None, limits, timeouts
+        )
+        self._asked = _Asked(accept, addresses, begun, bandwidths)
+        self._running = self._group.create_task(self._run(transport))
+        return await self._known
+
+    async def _run(self, transport: Transport) -> None:
+        pause_s = 0.0
+        while True:
+            how = await self._serve(transport, self.child)
+            self._crossed = lambda rates, depths: None
+            self._idle.set()
+            self.busy_changed.set()
+            if not self._known.done():
+                said = f": {self.child.written}" if self.child.written else ""
+                self._known.set_exception(PlanError(f"the process of this peer's device {how}{said}"))
+                return
+            log.error("this peer's device is away: its process has ended", how=how, written=self.child.written)
+            pause_s = 0.0 if self.child.ready.is_set() else min(LONGEST_PAUSE_S, max(1.0, 2 * pause_s))
+            await asyncio.sleep(pause_s)
+            try:
+                self.child = Child()
+            except OSError as error:
+                log.error("the process of this peer's device does not start", error=str(error))
+                self.child.ready.clear()
+
+    async def _serve(self, transport: Transport, child: Child) -> str:
+        """Until it has ended: how it has."""
+        passing = Passing(
+            transport,
+            child.channel,
+            serves=SERVES,
+            opens=OPENS,
+            addresses=self._asked.addresses,
+            limits=self._begin.limits,
+            timeouts=self._begin.timeouts,
+            farewell=partial(self._farewell, child),
+        )
+        self._tell(replace(self._begin, known=self._known.result() if self._known.done() else None))
+        if self.is_leaving:
+            self._tell(Leave())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(child))
+                await passing.run(partial(self._hear, child))
+        except* StreamClosed:
+            pass
+        except* ProtocolError as errors:
+            child.kill(f"broke the protocol ({leaves(errors)[0]})")
+        return await child.end()
+
+    async def _watch(self, child: Child) -> None:
+        """Ends it when it is silent; no error of its own ends anything."""
+        timeouts, known = self._begin.timeouts, dict[str, float]()
+        try:
+            async with asyncio.timeout(timeouts.worker_s):
+                await child.ready.wait()
+        except TimeoutError:
+            child.kill(f"was not ready within {timeouts.worker_s:.0f} s")
+            return
+        while child.silent_for * ASK_S < timeouts.silent_s:
+            if (now := first(self._asked.bandwidths())) != known:
+                known = now
+                self._tell(Bandwidth(now))
+            child.silent_for += 1
+            self._tell(Ping())
+            await asyncio.sleep(ASK_S)
+        child.kill(f"did not answer for {timeouts.silent_s:.0f} s")
+
+    async def _farewell(self, child: Child, stream: Stream) -> None:
+        """The owner of a job hears the cause before its consequences."""
+        if stream.purpose != "job":
+            stream.abort()
+            return
+        error = MeshceeError(f"the process of its device {await child.end()}")
+        async with asyncio.timeout(self._begin.timeouts.shutdown_s):
+            await stream.send(Frame(messages.FAILED, messages.error_header(error, of=None, step=None)))
+
+    def _hear(self, child: Child, message: Any, handle: int) -> None:
+        if isinstance(message, Check):
+            self._take_check(child, message, handle)
+            return
+        if handle >= 0:
+            os.close(handle)
+            raise ProtocolError("a descriptor came with a message that needs none")
         match message:
-            case Ready() if not self._ready.done():
-                self._ready.set_result(message.device)
+            case Ready() if not child.ready.is_set():
+                refuse_unprintable(message.device, "a device")
+                if not self._known.done():
+                    self._known.set_result(message.device)
+                child.ready.set()
+                self.busy_changed.set()
+            case Pong():
+                child.silent_for = 0
             case State():
-                self.is_busy = message.busy
                 (self._idle.clear if message.busy else self._idle.set)()
                 self.busy_changed.set()
-            case Check():
-                self._group.create_task(self._check(message, handle))
             case Accept():
-                self._channel.post(Accepted(message.number, self._wrong_term(message)))
+                self._tell(Accepted(message.number, self._wrong_term(message)))
             case Begun():
-                self._crossed = self._begun()
+                self._crossed = self._asked.begun()
             case Crossed():
                 self._crossed(message.rates, message.depths)
+            case Said():
+                self._hearing.hear(message)
 
     def _wrong_term(self, asked: Accept) -> str:
         try:
-            self._accept(asked.owner, Term(*asked.term))
+            self._asked.accept(asked.owner, Term(*asked.term))
         except MeshceeError as error:
-            return str(error) or "it is refused"
+            return str(error)[:MOST_TEXT] or "it is refused"
         return ""
 
-    async def _check(self, asked: Check, memory: int) -> None:
+    def _take_check(self, child: Child, asked: Check, memory: int) -> None:
+        if memory < 0:
+            raise ProtocolError("graphs are to be checked, and none came")
+        if self._checks >= MOST_CHECKS or sum(asked.sizes) > MOST_GRAPHS * self._graphs.limits.graph_bytes:
+            os.close(memory)
+            raise ProtocolError("more graphs are to be checked than an offer has, or than wait at once")
+        self._checks += 1
+        self._group.create_task(self._check(child, asked, memory))
+
+    async def _check(self, child: Child, asked: Check, memory: int) -> None:
         wrong = ""
         try:
             graphs = [bytes(part) for part in opened(memory, asked.sizes)]
@@ -154,24 +260,32 @@ class DeviceProcess:
         except MeshceeError as error:
             wrong = str(error) or "it is malformed"
         finally:
-            if memory >= 0:
-                os.close(memory)
-        if not self._channel.closed:
-            self._channel.post(Passed(asked.number, wrong[:2000]))
+            self._checks -= 1
+            os.close(memory)
+        with contextlib.suppress(StreamClosed):
+            child.channel.post(Passed(asked.number, wrong[:MOST_TEXT]))
+
+    def _tell(self, message: Any) -> None:
+        """Nothing where the process has ended: that is heard elsewhere."""
+        with contextlib.suppress(StreamClosed):
+            self.child.channel.post(message)
 
     # -- what an agent asks of what it lends
 
-    def tell_bandwidths(self, figures: Mapping[str, float]) -> None:
-        self._channel.post(Bandwidth(dict(figures)))
+    @property
+    def is_busy(self) -> bool:
+        """With a job, or with getting ready."""
+        is_there = self.child.ready.is_set() and not self.child.channel.closed
+        return not is_there or not self._idle.is_set()
 
     def leave(self) -> None:
         self.is_leaving = True
-        self._channel.post(Leave())
+        self._tell(Leave())
         self.busy_changed.set()
 
     async def drop(self) -> None:
-        if not self._channel.closed:
-            self._channel.post(Drop())
+        self._tell(Drop())
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._begin.timeouts.shutdown_s):
                 await self._idle.wait()
 

@@ -6,19 +6,22 @@ The idea: what touches a stage knows of others only through its transport, so al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import uvloop
 
 from meshcee.capture import Program, decode_program
 from meshcee.config import Limits
-from meshcee.errors import GraphError, NotPermittedError
+from meshcee.errors import GraphError, NotPermittedError, ProtocolError
 from meshcee.plan import Term
 from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
@@ -26,6 +29,7 @@ from peers.device.worker.packets import sealed
 from peers.measure import lend_profiles
 from peers.member import Member
 from peers.node.device_process.messages import (
+    MOST_CHECKS,
     TO_DEVICE,
     Accept,
     Accepted,
@@ -37,9 +41,13 @@ from peers.node.device_process.messages import (
     Drop,
     Leave,
     Passed,
+    Ping,
+    Pong,
     Ready,
     State,
+    first,
 )
+from peers.node.device_process.sayings import say_by
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, Bridged, Channel
 
@@ -56,7 +64,8 @@ class _Questions:
 
     async def ask(self, kind: type[Any], handle: int = -1, **fields: Any) -> str:
         number = next(self._numbers)
-        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._open[number] = answer
         try:
             self._channel.post(kind(number=number, **fields), handle)
             return await answer
@@ -75,11 +84,13 @@ class _Graphs(Graphs):
     def __init__(self, limits: Limits, questions: _Questions) -> None:
         super().__init__(limits)
         self._questions = questions
+        self._turns = asyncio.Semaphore(MOST_CHECKS)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
-        memory = await asyncio.to_thread(sealed, graphs)
-        if wrong := await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs))):
-            raise GraphError(wrong)
+        async with self._turns:
+            memory = await asyncio.to_thread(sealed, graphs)
+            if wrong := await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs))):
+                raise GraphError(wrong)
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
@@ -88,12 +99,20 @@ async def serve(end: socket.socket) -> None:
     channel = Channel(end, (*TO_DEVICE, *GIVES))
     try:
         begin, _ = await channel.receive()
-        assert isinstance(begin, Begin)
+        if not isinstance(begin, Begin):
+            raise ProtocolError("the peer of this device does not say first for whom it works")
+        say_by(partial(_post, channel))
         await _serve(channel, begin)
     except* StreamClosed:
         pass
     finally:
         channel.close()
+
+
+def _post(channel: Channel, message: Any) -> None:
+    """Nothing where the peer is gone: then this process ends anyway."""
+    with contextlib.suppress(StreamClosed):
+        channel.post(message)
 
 
 async def _serve(channel: Channel, begin: Begin) -> None:
@@ -106,14 +125,17 @@ async def _serve(channel: Channel, begin: Begin) -> None:
             raise NotPermittedError(wrong)
 
     def begun() -> Any:
-        channel.post(Begun())
+        _post(channel, Begun())
         return crossed
 
     def crossed(rates: Mapping[str, float], depths: Mapping[str, float]) -> None:
-        channel.post(Crossed(dict(rates), dict(depths)))
+        _post(channel, Crossed(first(rates), first(depths)))
 
     async with Compute(begin.device) as compute:
-        device = await measure_device(compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said)
+        await graphs.get_ready()
+        device = begin.known or await measure_device(
+            compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
+        )
         transport = Bridged(begin.peer, channel, limits=begin.limits, timeouts=begin.timeouts)
         async with transport, asyncio.TaskGroup() as group:
             member = Member(
@@ -137,6 +159,8 @@ async def _serve(channel: Channel, begin: Begin) -> None:
                     case Bandwidth():
                         known.clear()
                         known.update(message.bytes_per_s)
+                    case Ping():
+                        channel.post(Pong())
                     case Leave():
                         member.leave()
                     case Drop():
@@ -156,7 +180,8 @@ def main() -> None:
     """Arguments: the parent's process id, the descriptor of the channel."""
     parent, handle = map(int, sys.argv[1:3])
     die_with(parent)
-    asyncio.run(serve(socket.socket(fileno=handle)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(socket.socket(fileno=handle)))
     os._exit(0)  # no thread of torch's is waited for
 
 

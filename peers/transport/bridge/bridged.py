@@ -31,7 +31,7 @@ class _Stream(FramedStream):
 
     number = 0
     channel: Channel | None = None
-    told: Rates | None = None
+    newest: Rates | None = None
     under_way_bytes: int | None = None
 
     def _ask(self, message: Allow | Throttle) -> None:
@@ -51,8 +51,8 @@ class _Stream(FramedStream):
         self._ask(Throttle(self.number, None if math.isinf(bytes_per_s) else bytes_per_s))
 
     def rates(self) -> tuple[float | None, float | None]:
-        told, self.told = self.told, None
-        return (told.out, told.into) if told is not None else (None, None)
+        newest, self.newest = self.newest, None
+        return (newest.out, newest.into) if newest is not None else (None, None)
 
     def under_way(self) -> int | None:
         return self.under_way_bytes
@@ -152,7 +152,7 @@ class Bridged:
                     error = NotPermittedError if message.error == NotPermittedError.__name__ else JoinError
                     coming.set_exception(error(message.text))
             case Rates() if (stream := self._streams.get(message.stream)) is not None:
-                stream.told, stream.under_way_bytes = message, message.under_way
+                stream.newest, stream.under_way_bytes = message, message.under_way
 
     def _come(self, message: Comes, end: socket.socket) -> None:
         handler = self._handlers.get(message.purpose)

@@ -101,6 +101,7 @@ class Channel:
         self._kinds: Mapping[str, type] = {kind.__name__: kind for kind in kinds}
         self._queue: deque[tuple[bytes, int]] = deque()
         self._loop = asyncio.get_running_loop()
+        self._awake = asyncio.Event()  # there is something to be received, or nothing ever more
         self._why = ""  # it is over
 
     @property
@@ -166,10 +167,10 @@ class Channel:
             raise
 
     async def _readable(self) -> None:
-        ready = self._loop.create_future()
-        self._loop.add_reader(self._socket, lambda: ready.done() or ready.set_result(None))
+        self._awake.clear()
+        self._loop.add_reader(self._socket, self._awake.set)
         try:
-            await ready
+            await self._awake.wait()
         finally:
             if not self._why:
                 self._loop.remove_reader(self._socket)
@@ -181,6 +182,7 @@ class Channel:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        self._awake.set()
         while self._queue:
             _close(self._queue.popleft()[1])
 

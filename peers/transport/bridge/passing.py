@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = ["TAKES", "Passing", "joined"]
 TAKES = (Open, Allow, Throttle)  # from the other process
 RATES_EVERY_S = 1.0
 MOST_OPENING = 256
+ENDING_S = 0.2  # a process that ends closes its sockets one after the other
 
 
 async def joined(end: socket.socket, stream: FramedStream) -> None:
@@ -33,10 +34,21 @@ async def joined(end: socket.socket, stream: FramedStream) -> None:
     stream.establish(stream.purpose)
 
 
+class _Local(FramedStream):
+    """The end of a stream that goes over."""
+
+    was_lost = False  # the other process has ended it without a word, or has ended itself
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.was_lost = not self.closed
+        super().connection_lost(exc)
+
+
 class Passing:
     """Streams of `transport` that come for `serves` go over; the other process may open those of `opens`.
 
-    `addresses` gives hints where a peer listens. `run` lasts as long as the other process.
+    `addresses` gives hints where a peer listens, or raises JoinError. `run` lasts as long as the other process. When that ends,
+    `farewell` has the last word on each stream that had come.
     """
 
     def __init__(
@@ -46,19 +58,22 @@ class Passing:
         *,
         serves: Sequence[str],
         opens: Container[str],
-        addresses: Callable[[str], Sequence[str]],
+        addresses: Callable[[str], Awaitable[Sequence[str]]],
         limits: Limits,
         timeouts: Timeouts,
+        farewell: Callable[[Stream], Awaitable[None]] | None = None,
     ) -> None:
         self._transport = transport
         self._channel = channel
         self._opens = opens
         self._addresses = addresses
+        self._farewell = farewell
         self._limits, self._timeouts = limits, timeouts
         self._group: asyncio.TaskGroup | None = None
         self._passed: dict[int, Stream] = {}
         self._number = 0
         self._opening = 0
+        self._is_over = asyncio.Event()  # the other process has gone, or talks nonsense
         for purpose in serves:
             self.serve(purpose)
 
@@ -92,10 +107,14 @@ class Passing:
                         self._passed[message.stream].throttle(float("inf") if speed is None else speed)
                     elif not isinstance(message, TAKES) and other is not None:
                         other(message, handle)
+        except* (StreamClosed, ProtocolError):
+            self._is_over.set()
+            raise
         finally:
             self._group = None
-            for stream in self._passed.values():
-                stream.abort()
+            for number, stream in self._passed.items():
+                if number < 0 or self._farewell is None or not self._is_over.is_set():
+                    stream.abort()
 
     async def _come(self, stream: Stream) -> None:
         if self._group is None:
@@ -107,7 +126,7 @@ class Passing:
         try:
             if asked.purpose not in self._opens or asked.stream >= 0 or asked.stream in self._passed:
                 raise NotPermittedError(f"a stream of purpose {asked.purpose!r} may not be opened from there")
-            stream = await self._transport.open(asked.peer, asked.purpose, self._addresses(asked.peer))
+            stream = await self._transport.open(asked.peer, asked.purpose, await self._addresses(asked.peer))
         except (MeshceeError, StreamClosed) as error:
             kind = NotPermittedError if isinstance(error, NotPermittedError) else JoinError
             self._channel.post(Failed(asked.stream, kind.__name__, str(error)[:2000]))
@@ -125,7 +144,7 @@ class Passing:
         """Until one end is over; then the other one ends as well, once what was sent has arrived there."""
         ours, theirs = socket.socketpair()
         ours_is_open = True
-        local = FramedStream(
+        local = _Local(
             stream.peer_id, purpose=stream.purpose, limits=self._limits, close_s=self._timeouts.shutdown_s, check=False
         )
         self._passed[number] = stream
@@ -135,7 +154,7 @@ class Passing:
             self._channel.post(told(stream=number), theirs.detach())
             async with asyncio.TaskGroup() as group:
                 telling = group.create_task(self._tell(number, stream))
-                ways = [group.create_task(passed(*way)) for way in ((stream, local), (local, stream))]
+                ways = [group.create_task(way) for way in (passed(stream, local), self._back(local, stream, number))]
                 for way in ways:
                     await asyncio.wait([way])
                 telling.cancel()
@@ -154,6 +173,15 @@ class Passing:
             if ours_is_open:
                 ours.close()
 
+    async def _back(self, local: _Local, stream: Stream, number: int) -> None:
+        await frames(local, stream)
+        if local.was_lost and number > 0 and self._farewell is not None:
+            with contextlib.suppress(StreamClosed, TimeoutError):
+                async with asyncio.timeout(ENDING_S):
+                    await self._is_over.wait()
+                await self._farewell(stream)
+        await stream.aclose()
+
     async def _tell(self, number: int, stream: Stream) -> None:
         before = (0, 0)
         while True:
@@ -165,9 +193,12 @@ class Passing:
 
 
 async def passed(source: Stream, target: Stream) -> None:
-    """Frames from one stream to another, until one of the two is over."""
-    try:
+    """Frames from one stream to another, until one of the two is over; then the other is closed as well."""
+    await frames(source, target)
+    await target.aclose()
+
+
+async def frames(source: Stream, target: Stream) -> None:
+    with contextlib.suppress(StreamClosed):
         while True:
             await target.send(await source.recv())
-    except StreamClosed:
-        await target.aclose()

@@ -11,9 +11,9 @@ import torch
 from meshcee.config import Limits, Timeouts
 from peers.device.graphs import Graphs
 from peers.node.device_process import DeviceProcess
-from peers.node.device_process.messages import Begin
 from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
+from tests.peers.transport.harness import nowhere
 from tests.rig.mesh_fixture import train
 
 
@@ -23,16 +23,11 @@ async def processes(network: MemoryNetwork, count: int) -> AsyncIterator[list[An
         found = []
         for j in range(count):
             transport = await stack.enter_async_context(network.transport(f"p{j}"))
-            begin = Begin(f"p{j}", "cpu", torch.get_num_threads(), 1 << 30, "", False, Limits(), Timeouts())
-            made = DeviceProcess(
-                transport,
-                begin,
-                graphs=Graphs(Limits()),
-                accept=lambda owner, term: None,
-                addresses=lambda peer: (),
-                begun=lambda: lambda rates, depths: None,
+            made = await stack.enter_async_context(DeviceProcess("cpu", Graphs(Limits())))
+            await made.begin(
+                transport, timeouts=Timeouts(), memory_bytes=1 << 30, accept=lambda owner, term: None, addresses=nowhere
             )
-            found.append(await stack.enter_async_context(made))
+            found.append(made)
         yield found
 
 

@@ -47,6 +47,10 @@ async def p2pd(**options: Any) -> AsyncIterator[P2P]:
                 await p2p.shutdown()
 
 
+async def nowhere(peer: str) -> tuple[str, ...]:
+    return ()
+
+
 class Everything:
     def __contains__(self, purpose: object) -> bool:
         return True
@@ -66,7 +70,7 @@ class Beside(Bridged):
             self._here,
             serves=(),
             opens=Everything(),
-            addresses=lambda peer: (),
+            addresses=nowhere,
             limits=limits,
             timeouts=timeouts,
         )

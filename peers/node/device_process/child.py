@@ -1,0 +1,106 @@
+"""One process of a device, from its start to its end: its channel, what it writes, how it has ended.
+
+The idea: it is started by exec with what computing needs of the peer's environment, and nothing else: a token may stand there. The
+kernel ends it with the peer, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import meshcee
+from peers.node.device_process.messages import FROM_DEVICE
+from peers.transport.bridge import TAKES, Channel, pair
+
+__all__ = ["Child"]
+
+START = """
+import sys
+root = sys.argv.pop(1)
+if root not in sys.path:
+    sys.path.insert(0, root)
+from peers.node.device_process.program import main
+main()
+"""
+ROOT = str(Path(meshcee.__file__).parents[1])
+NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "HOME", "LANG", "TMPDIR", "MESHCEE_LOG")
+FAMILIES = (
+    *("LC_", "LD_", "CUDA", "NVIDIA_", "MALLOC_", "ATEN_", "TORCH", "PYTORCH_", "ONEDNN_", "DNNL_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+)
+MOST_WRITTEN_BYTES = 4096  # that are kept of what it writes
+ENDS_S = 0.5  # a process that has closed its channel has ended, or is about to
+
+
+class Child:
+    """Runs at once; ends with `end`, or with this process, or with the thread that started it."""
+
+    def __init__(self) -> None:
+        near, far = pair()
+        self.channel = Channel(near, (*FROM_DEVICE, *TAKES))
+        self.ready = asyncio.Event()
+        self.silent_for = 0  # questions that were not answered
+        self._why = ""  # we have ended it
+        self._written = b""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START, ROOT, str(os.getpid()), str(far.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)},
+                pass_fds=[far.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
+            )
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            far.close()
+        assert self._process.stderr is not None
+        self._stderr = self._process.stderr
+        os.set_blocking(self._stderr.fileno(), False)
+        asyncio.get_running_loop().add_reader(self._stderr, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def written(self) -> str:
+        """The last line that it has written, for people."""
+        lines = (line.strip() for line in reversed(self._written.decode(errors="replace").split("\n")))
+        return "".join(c if c.isprintable() else "?" for c in next(filter(None, lines), ""))[:500]
+
+    def kill(self, why: str = "") -> None:
+        """`why`: it does not do what it should; `end` tells that, too."""
+        self._why = self._why or (f"{why}, and " if why else "")
+        self._process.kill()
+
+    async def end(self) -> str:
+        """How it has ended, or ends now: by which signal, or with which status. More than one may ask."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, ENDS_S)
+        self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        self.channel.close()
+        self._read()
+        return self._why + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
+
+    def _read(self) -> None:
+        if self._stderr.closed:
+            return
+        try:
+            found = os.read(self._stderr.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        self._written = (self._written + found)[-MOST_WRITTEN_BYTES:]
+        if not found:
+            asyncio.get_running_loop().remove_reader(self._stderr)
+            self._stderr.close()
