@@ -1,34 +1,79 @@
-"""A device in a process of its own trains what it trains in the peer's."""
+"""A device in a process of its own trains what it trains in the peer's; whatever ends the process, the peer lends it again."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
+import pytest
+import structlog
 import torch
 
 from meshcee.config import Limits, Timeouts
+from meshcee.errors import MeshceeError, NotPermittedError, PlanError, ProtocolError
+from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
-from peers.node.device_process import DeviceProcess
+from peers.device.worker.packets import sealed
+from peers.node.device_process import DeviceProcess, process, program, sayings
+from peers.node.device_process.messages import (
+    FROM_DEVICE,
+    MOST_CHECKS,
+    MOST_FIGURES,
+    TO_DEVICE,
+    Accept,
+    Accepted,
+    Bandwidth,
+    Begin,
+    Begun,
+    Check,
+    Crossed,
+    Drop,
+    Leave,
+    Passed,
+    Ping,
+    Pong,
+    Ready,
+    Said,
+    State,
+    first,
+)
+from peers.transport.bridge import GIVES, TAKES, Channel, pair
 from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
 from tests.peers.transport.harness import nowhere
 from tests.rig.mesh_fixture import train
 
+ROOT = Path(__file__).resolve().parents[3]
+WAIT_S = 60.0  # for what takes seconds on a machine with nothing else to do
+PROFILE = DeviceProfile("cpu", "known", 1 << 30, 1e9)
+USUAL = Timeouts()
+
 
 @asynccontextmanager
-async def processes(network: MemoryNetwork, count: int) -> AsyncIterator[list[Any]]:
+async def processes(
+    network: MemoryNetwork, count: int, timeouts: Timeouts = USUAL
+) -> AsyncIterator[list[DeviceProcess]]:
     async with AsyncExitStack() as stack:
-        found = []
-        for j in range(count):
+        found = [await stack.enter_async_context(DeviceProcess("cpu", Graphs(Limits()))) for _ in range(count)]
+        for j, one in enumerate(found):
             transport = await stack.enter_async_context(network.transport(f"p{j}"))
-            made = await stack.enter_async_context(DeviceProcess("cpu", Graphs(Limits())))
-            await made.begin(
-                transport, timeouts=Timeouts(), memory_bytes=1 << 30, accept=lambda owner, term: None, addresses=nowhere
-            )
-            found.append(made)
+            await begin(one, transport, timeouts)
         yield found
+
+
+async def begin(device: DeviceProcess, transport: Any, timeouts: Timeouts = USUAL, **more: Any) -> DeviceProfile:
+    asked: dict[str, Any] = {"accept": lambda owner, term: None, "addresses": nowhere, **more}
+    return await device.begin(transport, timeouts=timeouts, memory_bytes=1 << 30, **asked)
 
 
 async def test_a_job_is_trained_as_in_one_process() -> None:
@@ -37,3 +82,335 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert outside.losses == inside.losses
     assert outside.state.keys() == inside.state.keys()
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
+
+
+@pytest.mark.parametrize(
+    ("number", "silent_s", "how"),
+    [
+        (signal.SIGKILL, 10.0, "was ended by SIGKILL"),
+        (signal.SIGSEGV, 10.0, "was ended by SIGSEGV"),
+        (signal.SIGSTOP, 1.0, "did not answer for 1 s, and was ended by SIGKILL"),
+    ],
+)
+async def test_the_owner_hears_how_a_process_has_ended_and_the_next_one_trains(
+    number: signal.Signals, silent_s: float, how: str
+) -> None:
+    network = MemoryNetwork()
+    async with processes(network, 1, replace(Timeouts(), silent_s=silent_s)) as found:
+
+        @asynccontextmanager
+        async def here(_: MemoryNetwork, count: int) -> AsyncIterator[list[Any]]:
+            yield found
+
+        [device] = found
+        pid = device.child.pid
+        assert not device.is_busy
+        with pytest.raises(MeshceeError, match=rf"failed in step \d+: the process of its device {how}"):
+            await train(
+                make_job(steps=500), 1, 6, network=network, here=here, after_step=(2, lambda: os.kill(pid, number))
+            )
+        assert device.is_busy
+        await asyncio.wait_for(device.wait_until_idle(), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            while device.is_busy:
+                device.busy_changed.clear()
+                await device.busy_changed.wait()
+        assert device.child.pid != pid
+        again = await train(make_job(name="again"), 1, 6, network=network, here=here)
+    assert again.losses == (await train(make_job(), 1, 6)).losses
+
+
+async def test_a_process_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.node.device_process.child.START", "raise SystemExit('no room\\x1b here')")
+    async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:
+        with pytest.raises(PlanError, match=r"device ended with status 1: no room\? here"):
+            await begin(device, transport)
+
+
+ORPHAN = """
+import asyncio, time
+from meshcee.config import Limits
+from peers.device.graphs import Graphs
+from peers.node.device_process import DeviceProcess
+
+async def main():
+    async with DeviceProcess("cpu", Graphs(Limits())) as device:
+        print(device.child.pid, flush=True)
+        time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_no_process_outlives_a_peer_that_is_killed_and_none_knows_its_token() -> None:
+    command, env = [sys.executable, "-c", ORPHAN], {**os.environ, "MESHCEE_JOIN": "a token"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, env=env) as peer:
+        assert peer.stdout is not None
+        pid = next(int(line) for line in peer.stdout if line.strip().isdigit())
+        device = os.pidfd_open(pid)
+        names = {entry.split(b"=")[0].decode() for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+        peer.kill()
+    try:
+        assert select.select([device], [], [], WAIT_S)[0]
+    finally:
+        os.close(device)
+    assert "PATH" in names
+    assert not {name for name in names if name.startswith("MESHCEE_") and name != "MESHCEE_LOG"}
+
+
+# -- the peer's side, with a process that says what a test wants ---------------------------------------------------------
+
+
+@dataclass
+class FakeChild:
+    """As `Child`; `there` is the other end of its channel."""
+
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    silent_for: int = 0
+    written: str = ""
+    why: str = ""
+    made: ClassVar[asyncio.Queue[FakeChild]]
+
+    def __post_init__(self) -> None:
+        self.made.put_nowait(self)
+        near, far = pair()
+        self.channel, self.there = Channel(near, (*FROM_DEVICE, *TAKES)), Channel(far, (*TO_DEVICE, *GIVES))
+
+    def kill(self, why: str = "") -> None:
+        self.why = self.why or why
+        self.there.close()
+
+    async def end(self) -> str:
+        self.there.close()
+        self.channel.close()
+        return self.why
+
+    async def said(self, kind: type[Any]) -> Any:
+        """The next message of this kind."""
+        async with asyncio.timeout(WAIT_S):
+            while type(message := (await self.there.receive())[0]) is not kind:
+                pass
+        return message
+
+
+@asynccontextmanager
+async def faked(monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[tuple[DeviceProcess, FakeChild]]:
+    monkeypatch.setattr(process, "Child", FakeChild)
+    monkeypatch.setattr(process, "ASK_S", 0.01)
+    FakeChild.made = asyncio.Queue()
+    async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:
+        child = await FakeChild.made.get()
+        beginning = asyncio.create_task(begin(device, transport, **more))
+        asked = await child.said(Begin)
+        assert (asked.peer, asked.device, asked.threads, asked.known) == ("p0", "cpu", torch.get_num_threads(), None)
+        child.there.post(Ready(PROFILE))
+        assert await beginning == PROFILE
+        yield device, child
+
+
+async def test_a_process_knows_what_the_mesh_does_of_links_and_is_told_when_that_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {f"p{i}": 1e6 for i in range(MOST_FIGURES + 5)}
+    told: list[Any] = []
+    more = {"bandwidths": lambda: known, "begun": lambda: lambda *figures: told.append(figures)}
+    async with faked(monkeypatch, **more) as (_, child):
+        assert (await child.said(Bandwidth)).bytes_per_s == first(known)
+        known["p1"] = 5e5
+        assert (await child.said(Bandwidth)).bytes_per_s["p1"] == 5e5
+        child.there.post(Begun())
+        child.there.post(Crossed({"p1": 2.0}, {"p1": 1.0}))
+        for _ in range(3):
+            child.there.post(Pong())
+            await child.said(Ping)
+    assert told == [({"p1": 2.0}, {"p1": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (Said("info", "x" * 2001, {}), "broke the protocol"),
+        (Begun, "did not answer"),  # nothing more
+    ],
+)
+async def test_who_talks_nonsense_or_is_silent_is_ended_and_the_next_one_promises_the_same(
+    monkeypatch: pytest.MonkeyPatch, says: Any, why: str
+) -> None:
+    timeouts = replace(Timeouts(), silent_s=0.1)
+    async with faked(monkeypatch, timeouts=timeouts) as (device, child):
+        if isinstance(says, Said):
+            child.there.post(says)
+        device.leave()
+        after = await asyncio.wait_for(FakeChild.made.get(), WAIT_S)
+        assert why in child.why
+        assert (await after.said(Begin)).known == PROFILE
+        assert await after.said(Leave)
+        assert device.is_busy
+        after.there.post(Ready(PROFILE))
+        await after.said(Ping)
+        assert not device.is_busy
+
+
+async def test_graphs_are_checked_by_the_peer_and_no_more_than_an_offer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with faked(monkeypatch) as (_, child):
+        child.there.post(Check(7, (3,)), sealed([b"bad"]))
+        answer = await child.said(Passed)
+        assert answer.number == 7
+        assert "graph" in answer.wrong
+        child.there.post(Check(8, (3,)))
+        with pytest.raises(ConnectionError):
+            await child.said(Passed)
+    assert "none came" in child.why
+    async with faked(monkeypatch) as (_, child):
+        child.there.post(Check(7, (3 * Limits().graph_bytes + 1,)), sealed([b"bad"]))
+        with pytest.raises(ConnectionError):
+            await child.said(Passed)
+    assert "more graphs" in child.why
+
+
+async def test_an_owners_term_is_the_peers_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(owner: str, term: Any) -> None:
+        if term.counter < 5:
+            raise NotPermittedError(f"{owner} is late")
+
+    async with faked(monkeypatch, accept=accept) as (_, child):
+        for counter, wrong in ((4, "p7 is late"), (5, "")):
+            child.there.post(Accept(counter, "p7", (counter, "p7")))
+            assert await child.said(Accepted) == Accepted(counter, wrong)
+
+
+async def test_it_is_busy_with_a_job_and_idle_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with faked(monkeypatch) as (device, child):
+        child.there.post(State(busy=True))
+        device.busy_changed.clear()
+        await device.busy_changed.wait()
+        assert device.is_busy
+        dropping = asyncio.create_task(device.drop())
+        await child.said(Drop)
+        assert not dropping.done()
+        child.there.post(State(busy=False))
+        await dropping
+        assert not device.is_busy
+
+
+# -- the process's side, in this one -------------------------------------------------------------------------------------
+
+
+class FakeMember:
+    """What `program` has made of the peer's words."""
+
+    made: FakeMember
+
+    def __init__(self, *ours: Any, **given: Any) -> None:
+        FakeMember.made = self
+        self.given, self.asked = given, list[str]()
+        self.is_busy, self.busy_changed = False, asyncio.Event()
+
+    def leave(self) -> None:
+        self.asked.append("leave")
+
+    async def drop(self) -> None:
+        self.asked.append("drop")
+
+
+@pytest.fixture
+async def there(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Channel]:
+    """The peer's end of a channel to the program."""
+    monkeypatch.setattr(program, "Member", FakeMember)
+    near, far = pair()
+    channel = Channel(near, (*FROM_DEVICE, *TAKES))
+    threads = torch.get_num_threads()
+    channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, Limits(), Timeouts()))
+    before = structlog.get_config()
+    serving = asyncio.create_task(program.serve(far))
+    try:
+        assert (await channel.receive())[0] == Ready(PROFILE)
+        yield channel
+    finally:
+        channel.close()
+        await serving
+        structlog.configure(**before)
+
+
+async def test_what_the_peer_says_reaches_the_member(there: Channel) -> None:
+    member = FakeMember.made
+    for message in (Bandwidth({"p1": 5.0}), Leave(), Drop(), Ping()):
+        there.post(message)
+    assert await there.receive() == (Pong(), -1)
+    await asyncio.sleep(0)
+    assert member.asked == ["leave", "drop"]
+    bandwidth = member.given["bandwidth"]
+    assert (bandwidth("p1"), bandwidth("p2")) == (5.0, math.inf)
+    member.given["begun"]()({f"p{i}": 1.0 for i in range(MOST_FIGURES + 1)}, {})
+    assert (await there.receive())[0] == Begun()
+    assert len((await there.receive())[0].rates) == MOST_FIGURES
+    member.is_busy = True
+    member.busy_changed.set()
+    assert (await there.receive())[0] == State(busy=True)
+
+
+async def test_as_many_graphs_wait_as_the_peer_takes(there: Channel) -> None:
+    read = FakeMember.made.given["graphs"].read
+    reading = [asyncio.create_task(read([b"graph"])) for _ in range(MOST_CHECKS + 1)]
+    asked = [await there.receive() for _ in range(MOST_CHECKS)]
+    there.post(Ping())
+    assert (await there.receive())[0] == Pong()
+    for check, memory in asked:
+        os.close(memory)
+        there.post(Passed(check.number, "it is bad"))
+    last, memory = await there.receive()
+    os.close(memory)
+    there.post(Passed(last.number, "it is bad"))
+    found = await asyncio.gather(*reading, return_exceptions=True)
+    assert [str(one) for one in found] == ["it is bad"] * (MOST_CHECKS + 1)
+
+
+async def test_what_is_logged_stands_in_the_peers_log_and_is_bounded(
+    there: Channel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = structlog.get_logger()
+    log.debug("nobody wants it")
+    log.warning("wide \x1b[2J \u202e", peer="p" * 9999, **{f"more{i}": i for i in range(20)})
+    said, _ = await there.receive()
+    assert (said.level, said.event) == ("warning", r"wide \x1b[2J \u202e")
+    assert len(said.fields["peer"]) == sayings.MOST_TEXT
+    for i in range(2 * sayings.MOST_IN_A_MINUTE):
+        log.info(f"line {i}")
+    there.post(Ping())
+    lines = [(await there.receive())[0] for _ in range(sayings.MOST_IN_A_MINUTE)]
+    assert [type(line) for line in lines] == [Said] * (sayings.MOST_IN_A_MINUTE - 1) + [Pong]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_peer_believes_no_process_how_much_it_says() -> None:
+    now_s = 0.0
+    hearing = sayings.Hearing(lambda: now_s)
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(sayings.MOST_IN_A_MINUTE + 3):
+            hearing.hear(Said("error", "a\nb\x07", {"event": "x", "of": "another", "log_level": "info"}))
+        now_s = 61.0
+        hearing.hear(Said("info", "later", {}))
+    assert len(lines) == sayings.MOST_IN_A_MINUTE + 1
+    assert (lines[0]["event"], lines[0]["log_level"]) == (r"a | b\x07", "error")
+    assert lines[0]["of"] == "the device's process"
+    assert lines[-1]["lines_left_out"] == "3"
+
+
+async def test_a_channel_that_is_closed_here_wakes_who_receives() -> None:
+    near, far = pair()
+    with far:
+        channel = Channel(near, ())
+        receiving = asyncio.create_task(channel.receive())
+        await asyncio.sleep(0)
+        channel.close("enough")
+        with pytest.raises(ConnectionError, match="enough"):
+            await asyncio.wait_for(receiving, WAIT_S)
+
+
+async def test_a_process_hears_first_for_whom_it_works() -> None:
+    near, far = pair()
+    channel = Channel(near, ())
+    channel.post(Ping())
+    with pytest.raises(ProtocolError, match="for whom"):
+        await program.serve(far)
+    channel.close()
