@@ -218,7 +218,9 @@ class DeviceProcess:
         match message:
             case Ready() if not child.ready.is_set():
                 refuse_unprintable(message.device, "a device")
-                if not self._known.done():
+                if self._known.done():
+                    log.info("this peer's device is back")
+                else:
                     self._known.set_result(message.device)
                 child.ready.set()
                 self.busy_changed.set()

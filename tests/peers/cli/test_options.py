@@ -39,6 +39,12 @@ def test_the_old_name_of_a_command_says_the_new_one() -> None:
             CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
+@pytest.mark.parametrize("emulated", [["--pace-gflops", "1"], ["--shape", "a.toml:x", "--shape-device", "y"]])
+def test_an_emulated_device_has_no_process_of_its_own(emulated: list[str]) -> None:
+    with pytest.raises(UsageError, match="leave out --device-process"):
+        CliRunner().invoke(app, ["peer", "--device-process", *emulated], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("under", [False, True])
 def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) -> None:
     path = tmp_path / "plan.json"
