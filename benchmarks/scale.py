@@ -36,7 +36,6 @@ from meshcee.capture import capture
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import DeviceProfile, LinkProfile
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Term
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
@@ -49,6 +48,7 @@ from peers.planning.job_costs import costs_of
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork, MemoryTransport
 from peers.transport.stream import FramedStream
+from peers.wire import Offer
 from tests.rig.virtual_time import quiet, run
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6)
@@ -151,8 +151,8 @@ class Peer:
         self._group = mesh.group
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def _accept(self, owner: str, term: Term) -> None:
-        self.agent.elector.accept(term)
+    async def _accept(self, owner: str, offer: Offer) -> None:
+        self.agent.elector.accept(offer.term)
 
     async def start(self, after_s: float = 0.0, links: Iterable[str] = ()) -> None:
         await asyncio.sleep(after_s)

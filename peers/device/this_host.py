@@ -27,7 +27,7 @@ import torch
 import meshcee
 from meshcee.figures import Versions
 
-__all__ = ["capability", "cores", "host_id", "quiet", "versions"]
+__all__ = ["capability", "cores", "host_id", "keep_lock_file", "quiet", "versions"]
 
 log = structlog.get_logger()
 
@@ -68,13 +68,27 @@ def host_id(secret: bytes) -> str:
 @contextlib.asynccontextmanager
 async def quiet() -> AsyncIterator[None]:
     """While no other peer of this user on this machine is in here; after TURN_S all the same."""
-    file = _lock_file()
-    with file or contextlib.nullcontext():
+    file = _kept[0] if _kept else _lock_file()
+    try:
         for _ in range(round(TURN_S / LOOK_S)):
             if file is None or _locked(file.fileno()):
                 break
             await asyncio.sleep(LOOK_S)
         yield
+    finally:
+        if file is not None:
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+            if not _kept:
+                file.close()
+
+
+_kept: list[IO[bytes]] = []
+
+
+def keep_lock_file() -> None:
+    """For a process that will open no file any more, and measures one thing at a time."""
+    if (file := _lock_file()) is not None:
+        _kept.append(file)
 
 
 def _lock_file() -> IO[bytes] | None:

@@ -18,7 +18,6 @@ import torch
 
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
-from meshcee.plan import Term
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.member.executor import Executor
@@ -300,7 +299,7 @@ class Member:
         memory_bytes: int,
         timeouts: Timeouts,
         graphs: Graphs,
-        accept: Callable[[str, Term], Awaitable[None]],
+        accept: Callable[[str, Offer], Awaitable[None]],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
     ) -> None:
@@ -309,7 +308,7 @@ class Member:
         self._memory_bytes = memory_bytes
         self._timeouts = timeouts
         self._graphs = graphs  # which reads those of others
-        self.accept = accept  # (owner, term) -> raises NotPermittedError
+        self.accept = accept  # (owner, offer) -> raises what is wrong with it for this peer
         self._begun = begun  # for each session: what is told of its steps
         self._bandwidth = bandwidth  # of the link to a peer, in bytes per second, as far as is known
         self.session: Session | None = None
@@ -479,7 +478,7 @@ class Member:
         programs = await self._graphs.read(Offer.graphs(frame))
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
-        await self.accept(stream.peer_id, offer.term)
+        await self.accept(stream.peer_id, offer)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing} bytes more than this peer offers")

@@ -19,7 +19,6 @@ from dht import Identity, Members, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
 from meshcee.figures import DeviceProfile
-from meshcee.plan import Term
 from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
 from peers.mesh_view import MeshView
@@ -28,6 +27,7 @@ from peers.node.lent import Lent
 from peers.planning import PlanService
 from peers.state import Shelf
 from peers.transport import PROTOCOL_VERSION, Stream, Transport
+from peers.wire import Offer
 
 if TYPE_CHECKING:
     from peers.measure import Measuring
@@ -183,8 +183,8 @@ class Agent(MeshView):
         )
         return process
 
-    async def _accept(self, owner: str, term: Term) -> None:
-        self.elector.accept(term)
+    async def _accept(self, owner: str, offer: Offer) -> None:
+        self.elector.accept(offer.term)
 
     async def _where(self, peer: str) -> tuple[str, ...]:
         """JoinError for a peer that the mesh does not come to know in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.mesh.harness import Peers, meshcee, peers, training, wait_until
 from tests.mesh.jobs import make_job
+from tests.mesh.test_parity import step_losses, train_on
 from tests.rig.reference import reference
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,23 @@ def states(mesh: Peers) -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_any_number_of_stages_equals_the_eager_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    with peers(tmp_path / "home", 3, "--device-process") as mesh:
+        for case in ("gpt-adamw", "cnn-sgd"):
+            expected = reference(make_job(case))
+            runs = asyncio.run(train_on(mesh.token, case, [1, 2, 3]))
+            assert [run.stages for run in runs] == [1, 2, 3]
+            for run in runs:
+                assert run.losses == step_losses(expected), (case, run.stages)
+                assert run.state.keys() == expected.state.keys()
+                assert all(torch.equal(tensor, expected.state[name]) for name, tensor in run.state.items())
+        for name in mesh.processes:
+            assert "in a process of its own" in mesh.log(name)
+            assert device_of(mesh, name) is not None
+
+
+@pytest.mark.slow
 def test_a_device_that_dies_costs_its_job_an_epoch_and_its_peer_nothing(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB)
@@ -62,8 +82,7 @@ def test_a_device_that_dies_costs_its_job_an_epoch_and_its_peer_nothing(tmp_path
         assert took_s < HEARD_WITHIN_S
         reports = [line["report"] for line in lines if "report" in line]
         expected = reference(make_job("cnn-adamw"), STEPS)
-        losses = [sum(float(loss) / 4 for loss in step) for step in expected.losses]
-        assert [report["loss"] for report in reports] == losses[reports[0]["step"] :]
+        assert [report["loss"] for report in reports] == step_losses(expected)[reports[0]["step"] :]
         assert reports[-1]["step"] == STEPS - 1
         wait_until("its device is lent again", lambda: states(mesh).get(victim) == "idle", READY_WITHIN_S)
         news = [json.loads(line) for line in mesh.log(victim).splitlines() if "this peer's device is" in line]

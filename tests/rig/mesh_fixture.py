@@ -16,7 +16,7 @@ from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
-from meshcee.plan import Pipeline, Plan, Stage, Term
+from meshcee.plan import Pipeline, Plan, Stage
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
@@ -25,6 +25,7 @@ from peers.owner.feed import Feed
 from peers.state.keeping import Supplies
 from peers.transport.memory import MemoryNetwork
 from peers.wire.neighbour_link import Crossed
+from peers.wire.offer import Offer
 
 
 def even_plan(
@@ -89,7 +90,7 @@ def beside(plan: Plan, *rows: tuple[int, Sequence[tuple[int, Sequence[int]]]]) -
     return replace(plan, pipelines=tuple(pipelines))
 
 
-async def agreed(owner: str, term: Term) -> None:
+async def agreed(owner: str, offer: Offer) -> None:
     """Whoever comes, its term holds."""
 
 

@@ -15,17 +15,18 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from peers.device.worker.packets import Confinement
 from peers.device.worker.system_calls import SECCOMP, program
 
-__all__ = ["GUARDS", "confine", "die_with", "limit_cpu"]
+__all__ = ["GUARDS", "Rules", "confine", "die_with", "limit_cpu", "tried"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PDEATHSIG, _NO_NEW_PRIVS = 1, 38  # of prctl
 _NAMESPACES = {"user": 0x10000000, "network": 0x40000000, "ipc": 0x08000000}
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT, _LANDLOCK_VERSION = 444, 446, 1
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _LANDLOCK_VERSION, _LANDLOCK_BELOW = 444, 445, 446, 1, 1
+_READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 _CAPABILITY_VERSION = 0x20080522
 _MOST_FILES = 32
 
@@ -39,14 +40,26 @@ def die_with(parent: int) -> None:
 
 def confine(memory_bytes: int) -> Confinement:
     """Give up what a check needs not. `memory_bytes` may be had beside what is in use now."""
+    return tried(GUARDS, _POSSIBLE, memory_bytes)
+
+
+def tried(
+    guards: Mapping[str, Callable[[int], object]], possible: Mapping[str, Callable[[], object]], memory_bytes: int = 0
+) -> Confinement:
+    """Each guard, in this order; then each of what must not be possible."""
     got, missing = [], []
-    for name, guard in GUARDS.items():
+    for name, guard in guards.items():
         try:
             guard(memory_bytes)
             got.append(name)
         except OSError as error:
             missing.append(f"{name}: {os.strerror(error.errno or 0)}")
-    return Confinement(tuple(got), tuple(missing), _still_possible())
+    still = []
+    for what, attempt in possible.items():
+        with contextlib.suppress(OSError):
+            attempt()
+            still.append(what)
+    return Confinement(tuple(got), tuple(missing), tuple(still))
 
 
 def limit_cpu(seconds: int) -> None:
@@ -96,18 +109,37 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
+class Rules:
+    """All that this kernel's landlock knows of is forbidden, but for what `may_read` names: files, ports, signals to others."""
+
+    def __init__(self) -> None:
+        version = _called(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION))
+        rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
+        rules = struct.pack("=QQQ", (1 << rights) - 1, 3 * (version >= 4), 3 * (version >= 6))
+        size = 24 if version >= 6 else 16 if version >= 4 else 8
+        self._handle = _called(_libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0))
+
+    def may_read(self, path: str) -> None:
+        """The file, or all below a folder."""
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            rights = _READ_FILE | _READ_FOLDER * os.path.isdir(path)
+            rule = struct.pack("=Qi", rights, place)
+            _called(_libc.syscall(_LANDLOCK_ADD, self._handle, _LANDLOCK_BELOW, rule, 0))
+        finally:
+            os.close(place)
+
+    def restrict(self) -> None:
+        _called(_libc.syscall(_LANDLOCK_RESTRICT, self._handle, 0))
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
 def _landlock(memory_bytes: int) -> None:
-    """All that this kernel's landlock knows of, without an exception: no file, no port, no signal to others."""
-    call = _libc.syscall
-    version = _called(call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION))
-    rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
-    rules = struct.pack("=QQQ", (1 << rights) - 1, 3 * (version >= 4), 3 * (version >= 6))
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    handle = _called(call(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0))
-    try:
-        _called(call(_LANDLOCK_RESTRICT, handle, 0))
-    finally:
-        os.close(handle)
+    """Without an exception."""
+    with contextlib.closing(Rules()) as rules:
+        rules.restrict()
 
 
 def _seccomp(memory_bytes: int) -> None:
@@ -130,17 +162,10 @@ GUARDS: dict[str, Callable[[int], object]] = {
 }
 
 
-def _still_possible() -> tuple[str, ...]:
-    """What this process must not be able to do, and can."""
-    tries: dict[str, Callable[[], object]] = {
-        "open files": lambda: os.close(os.open("/", os.O_RDONLY)),
-        "open sockets": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
-        "open local sockets": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close(),
-        "signal others": lambda: os.kill(os.getppid(), 0),
-    }
-    found = []
-    for what, attempt in tries.items():
-        with contextlib.suppress(OSError):
-            attempt()
-            found.append(what)
-    return tuple(found)
+# What this process must not be able to do.
+_POSSIBLE: dict[str, Callable[[], object]] = {
+    "open files": lambda: os.close(os.open("/", os.O_RDONLY)),
+    "open sockets": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
+    "open local sockets": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close(),
+    "signal others": lambda: os.kill(os.getppid(), 0),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ FAMILIES = (
     *("LC_", "LD_", "CUDA", "NVIDIA_", "MALLOC_", "ATEN_", "TORCH", "PYTORCH_", "ONEDNN_", "DNNL_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
 )
+# numpy's library starts threads when it is imported, and torch for these machines has another one.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"} if platform.machine() == "x86_64" else {}
 MOST_WRITTEN_BYTES = 4096  # that are kept of what it writes
 ENDS_S = 0.5  # a process that has closed its channel has ended, or is about to
 
@@ -54,7 +57,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env={k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)},
+                env={k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)} | ONE_THREAD,
                 pass_fds=[far.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
             )

@@ -12,6 +12,7 @@ from msgspec import Meta
 from meshcee.config import Limits, Timeouts
 from meshcee.fields import Count
 from meshcee.figures import DeviceProfile
+from peers.device.worker.packets import Confinement
 
 __all__ = [
     "FROM_DEVICE",
@@ -64,6 +65,7 @@ class Ready:
     """The device has been measured, and a first step imports nothing."""
 
     device: DeviceProfile
+    confinement: Confinement
 
 
 @dataclass(frozen=True)

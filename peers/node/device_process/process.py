@@ -24,7 +24,7 @@ from meshcee.fields import refuse_unprintable
 from meshcee.figures import DeviceProfile
 from meshcee.plan import Term
 from peers.device import Graphs
-from peers.device.worker.packets import opened
+from peers.device.worker.packets import Confinement, opened
 from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
     MOST_CHECKS,
@@ -217,7 +217,8 @@ class DeviceProcess:
             raise ProtocolError("a descriptor came with a message that needs none")
         match message:
             case Ready() if not child.ready.is_set():
-                refuse_unprintable(message.device, "a device")
+                refuse_unprintable(message, "what a device's process says")
+                _tell_confinement(message.confinement)
                 if self._known.done():
                     log.info("this peer's device is back")
                 else:
@@ -293,3 +294,10 @@ class DeviceProcess:
 
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
+
+
+def _tell_confinement(found: Confinement) -> None:
+    tell = log.warning if found.possible else log.info
+    more = {"without": "; ".join(found.missing)} if found.missing else {}
+    more |= {"which_can_still": "; ".join(found.possible)} if found.possible else {}
+    tell("this peer's device computes in a process of its own", confined_by=", ".join(found.got), **more)

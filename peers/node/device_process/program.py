@@ -12,22 +12,23 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import uvloop
 
-from meshcee.capture import Program, decode_program
+from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
-from meshcee.errors import GraphError, NotPermittedError, ProtocolError
-from meshcee.plan import Term
+from meshcee.errors import GraphError, NotPermittedError, PlanError, ProtocolError
 from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
-from peers.device.worker.packets import sealed
+from peers.device.worker.packets import Confinement, sealed
 from peers.measure import lend_profiles
 from peers.member import Member
+from peers.node.device_process.confine import confine
 from peers.node.device_process.messages import (
     MOST_CHECKS,
     TO_DEVICE,
@@ -50,6 +51,7 @@ from peers.node.device_process.messages import (
 from peers.node.device_process.sayings import say_by
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, Bridged, Channel
+from peers.wire import Offer
 
 __all__ = ["main"]
 
@@ -94,15 +96,19 @@ class _Graphs(Graphs):
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
-async def serve(end: socket.socket) -> None:
-    """Until the peer closes the channel."""
+def _keeps_all(device: str) -> Confinement:
+    return Confinement((), (), ())
+
+
+async def serve(end: socket.socket, give_up: Callable[[str], Confinement] = _keeps_all) -> None:
+    """Until the peer closes the channel. `give_up` is called while there is one thread."""
     channel = Channel(end, (*TO_DEVICE, *GIVES))
     try:
         begin, _ = await channel.receive()
         if not isinstance(begin, Begin):
             raise ProtocolError("the peer of this device does not say first for whom it works")
         say_by(partial(_post, channel))
-        await _serve(channel, begin)
+        await _serve(channel, begin, give_up(begin.device))
     except* StreamClosed:
         pass
     finally:
@@ -115,14 +121,16 @@ def _post(channel: Channel, message: Any) -> None:
         channel.post(message)
 
 
-async def _serve(channel: Channel, begin: Begin) -> None:
+async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> None:
     torch.set_num_threads(begin.threads)
     questions, known = _Questions(channel), dict[str, float]()
     graphs = _Graphs(begin.limits, questions)
 
-    async def accept(owner: str, term: Term) -> None:
-        if wrong := await questions.ask(Accept, owner=owner, term=tuple(term)):
+    async def accept(owner: str, offer: Offer) -> None:
+        if wrong := await questions.ask(Accept, owner=owner, term=tuple(offer.term)):
             raise NotPermittedError(wrong)
+        if confinement.got and offer.place.meeting_host is not None:
+            raise PlanError("this peer's device computes without a network (--device-process): leave out direct_sums")
 
     def begun() -> Any:
         _post(channel, Begun())
@@ -150,7 +158,7 @@ async def _serve(channel: Channel, begin: Begin) -> None:
             )
             lend_profiles(transport, compute, device, member, graphs, shared=bool(begin.host))
             group.create_task(_tell_state(channel, member))
-            channel.post(Ready(device))
+            channel.post(Ready(device, confinement))
             while True:
                 message, handle = await channel.receive()
                 match message:
@@ -180,9 +188,18 @@ def main() -> None:
     """Arguments: the parent's process id, the descriptor of the channel."""
     parent, handle = map(int, sys.argv[1:3])
     die_with(parent)
+    prepare()  # later it could not make the folders that torch makes when it is imported
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(socket.socket(fileno=handle)))
-    os._exit(0)  # no thread of torch's is waited for
+        runner.run(_main(handle))
+
+
+async def _main(handle: int) -> None:
+    try:
+        await serve(socket.socket(fileno=handle), confine)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # no thread of torch's is waited for
+    os._exit(0)
 
 
 if __name__ == "__main__":

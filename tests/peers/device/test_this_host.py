@@ -56,6 +56,21 @@ async def test_one_measures_while_the_other_waits(folder: Path) -> None:
     assert inside == ["first", "second"]
 
 
+async def test_a_process_that_opens_no_files_any_more_takes_turns_as_others_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_host, "_kept", [])
+    this_host.keep_lock_file()
+    monkeypatch.setattr(this_host, "_folder", None)  # it would fail
+    lock = (folder / f"meshcee-{this_host.os.getuid()}" / "measuring.lock").open("rb")
+    with lock, this_host._kept[0]:
+        for _ in range(2):
+            async with quiet():
+                assert not this_host._locked(lock.fileno())
+            assert this_host._locked(lock.fileno())
+            this_host.fcntl.flock(lock, this_host.fcntl.LOCK_UN)
+
+
 async def test_who_is_stopped_while_it_measures_keeps_nobody_waiting(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,8 +24,8 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
-from peers.device.worker.packets import sealed
-from peers.node.device_process import DeviceProcess, process, program, sayings
+from peers.device.worker.packets import Confinement, sealed
+from peers.node.device_process import DeviceProcess, confine, process, program, sayings
 from peers.node.device_process.messages import (
     FROM_DEVICE,
     MOST_CHECKS,
@@ -57,6 +58,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 60.0  # for what takes seconds on a machine with nothing else to do
 PROFILE = DeviceProfile("cpu", "known", 1 << 30, 1e9)
 USUAL = Timeouts()
+BARE = Confinement((), (), ())
 
 
 @asynccontextmanager
@@ -118,6 +120,39 @@ async def test_the_owner_hears_how_a_process_has_ended_and_the_next_one_trains(
         assert device.child.pid != pid
         again = await train(make_job(name="again"), 1, 6, network=network, here=here)
     assert again.losses == (await train(make_job(), 1, 6)).losses
+
+
+async def test_a_process_has_no_network_no_rights_and_no_files_before_its_first_job() -> None:
+    for attempt in confine.POSSIBLE.values():
+        attempt()  # here it can be done, or the process would say nothing by failing
+    async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:
+        with structlog.testing.capture_logs() as lines:
+            await begin(device, transport, host="this one")
+        place = Path(f"/proc/{device.child.pid}")
+        network = os.readlink(place / "ns/net")
+        threads = [dict(rows(thread / "status")) for thread in (place / "task").iterdir()]
+    [line] = lines
+    if "without" in line:
+        pytest.skip(f"this kernel refuses guards: {line['without']}")
+    assert line["confined_by"].split(", ") == list(confine.GUARDS)
+    assert "which_can_still" not in line
+    assert network != os.readlink("/proc/self/ns/net")
+    assert len(threads) > 1
+    assert {(thread["CapEff"], thread["NoNewPrivs"]) for thread in threads} == {("0000000000000000", "1")}
+
+
+def rows(path: Path) -> list[tuple[str, str]]:
+    return [(name, value.strip()) for name, _, value in (row.partition(":") for row in path.read_text().splitlines())]
+
+
+async def test_what_a_process_cannot_give_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert confine.confine("cuda:0").missing == ("everything: only on a CPU, and this is cuda:0",)
+    found = Confinement(("one thread",), ("namespaces: no",), ("reach the network",))
+    with structlog.testing.capture_logs() as lines:
+        async with faked(monkeypatch, confinement=found):
+            pass
+    assert (lines[0]["log_level"], lines[0]["without"]) == ("warning", "namespaces: no")
+    assert (lines[0]["confined_by"], lines[0]["which_can_still"]) == ("one thread", "reach the network")
 
 
 async def test_a_process_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +229,9 @@ class FakeChild:
 
 
 @asynccontextmanager
-async def faked(monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[tuple[DeviceProcess, FakeChild]]:
+async def faked(
+    monkeypatch: pytest.MonkeyPatch, confinement: Confinement = BARE, **more: Any
+) -> AsyncIterator[tuple[DeviceProcess, FakeChild]]:
     monkeypatch.setattr(process, "Child", FakeChild)
     monkeypatch.setattr(process, "ASK_S", 0.01)
     FakeChild.made = asyncio.Queue()
@@ -203,7 +240,7 @@ async def faked(monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[t
         beginning = asyncio.create_task(begin(device, transport, **more))
         asked = await child.said(Begin)
         assert (asked.peer, asked.device, asked.threads, asked.known) == ("p0", "cpu", torch.get_num_threads(), None)
-        child.there.post(Ready(PROFILE))
+        child.there.post(Ready(PROFILE, confinement))
         assert await beginning == PROFILE
         yield device, child
 
@@ -246,7 +283,7 @@ async def test_who_talks_nonsense_or_is_silent_is_ended_and_the_next_one_promise
         assert (await after.said(Begin)).known == PROFILE
         assert await after.said(Leave)
         assert device.is_busy
-        after.there.post(Ready(PROFILE))
+        after.there.post(Ready(PROFILE, BARE))
         await after.said(Ping)
         assert not device.is_busy
 
@@ -322,9 +359,10 @@ async def there(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Channel]:
     threads = torch.get_num_threads()
     channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, Limits(), Timeouts()))
     before = structlog.get_config()
-    serving = asyncio.create_task(program.serve(far))
+    confined = Confinement(("landlock",), (), ())
+    serving = asyncio.create_task(program.serve(far, lambda device: confined))
     try:
-        assert (await channel.receive())[0] == Ready(PROFILE)
+        assert (await channel.receive())[0] == Ready(PROFILE, confined)
         yield channel
     finally:
         channel.close()
@@ -347,6 +385,21 @@ async def test_what_the_peer_says_reaches_the_member(there: Channel) -> None:
     member.is_busy = True
     member.busy_changed.set()
     assert (await there.receive())[0] == State(busy=True)
+
+
+async def test_sums_that_need_a_network_are_refused_where_there_is_none(there: Channel) -> None:
+    accept = FakeMember.made.given["accept"]
+    for host, wrong in ((None, ""), ("10.0.0.2", "leave out direct_sums"), (None, "it is late")):
+        offer = SimpleNamespace(term=(3, "p9"), place=SimpleNamespace(meeting_host=host))
+        accepting = asyncio.create_task(accept("p1", offer))
+        asked, _ = await there.receive()
+        assert (asked.owner, asked.term) == ("p1", (3, "p9"))
+        there.post(Accepted(asked.number, wrong if host is None else ""))
+        if wrong:
+            with pytest.raises(NotPermittedError if host is None else PlanError, match=wrong):
+                await accepting
+        else:
+            await accepting
 
 
 async def test_as_many_graphs_wait_as_the_peer_takes(there: Channel) -> None:
