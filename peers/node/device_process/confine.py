@@ -19,7 +19,7 @@ from peers.device.worker.confine import GUARDS as OF_A_CHECK
 from peers.device.worker.confine import Rules, tried
 from peers.device.worker.packets import Confinement
 
-__all__ = ["GUARDS", "POSSIBLE", "confine"]
+__all__ = ["GUARDS", "POSSIBLE", "confine", "readable"]
 
 # Of what Python, torch and their libraries read while they run; nothing is executed or written.
 FOLDERS = ("/usr", "/lib", "/lib64", "/sys/devices/system", "/proc/self")
@@ -49,16 +49,24 @@ def _no_core_file(_: int) -> None:
 
 def _landlock(_: int) -> None:
     with contextlib.closing(Rules()) as rules:
-        for path in _readable():
+        for path in readable():
             rules.may_read(path)
         rules.restrict()
 
 
-def _readable() -> Iterator[str]:
+def readable() -> list[str]:
+    """Nothing that a user keeps beside a package, as an identity in a checkout of ours."""
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    for path in dict.fromkeys((sys.prefix, sys.base_prefix, *sys.path, *libraries, *FOLDERS, *FILES)):
-        if os.path.isabs(path) and os.path.exists(path):
-            yield path
+    wanted = dict.fromkeys((sys.prefix, sys.base_prefix, *_imported(), *libraries, *FOLDERS, *FILES))
+    return [path for path in wanted if os.path.isabs(path) and os.path.exists(path)]
+
+
+def _imported() -> Iterator[str]:
+    """Of a package its folder, which later imports may read too."""
+    for name, module in list(sys.modules.items()):
+        if "." not in name and (file := getattr(module, "__file__", None)):
+            folder, last = os.path.split(file)
+            yield folder if last.startswith("__init__.") else file
 
 
 GUARDS: dict[str, Callable[[int], object]] = {

@@ -141,6 +141,13 @@ async def test_a_process_has_no_network_no_rights_and_no_files_before_its_first_
     assert {(thread["CapEff"], thread["NoNewPrivs"]) for thread in threads} == {("0000000000000000", "1")}
 
 
+def test_it_may_read_packages_and_nothing_that_lies_beside_them() -> None:
+    found = confine.readable()
+    assert {str(ROOT / "meshcee"), str(ROOT / "peers"), sys.prefix} <= set(found)
+    of_the_machine = {sys.prefix, sys.base_prefix, *confine.FOLDERS}
+    assert not any(ROOT.is_relative_to(path) for path in set(found) - of_the_machine)
+
+
 def rows(path: Path) -> list[tuple[str, str]]:
     return [(name, value.strip()) for name, _, value in (row.partition(":") for row in path.read_text().splitlines())]
 
