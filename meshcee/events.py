@@ -35,4 +35,7 @@ class Event(StrEnum):
     HANDLER_FAILED = "stream.handler_failed"
     RECORD_SET_ASIDE = "record set aside"
     CLAIM_NOT_WRITTEN = "claim not written"
+    DEVICE_CONFINED = "this peer's device computes in a process of its own"
+    DEVICE_AWAY = "this peer's device is away: its process has ended"
+    DEVICE_BACK = "this peer's device is back"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

@@ -68,7 +68,7 @@ def host_id(secret: bytes) -> str:
 @contextlib.asynccontextmanager
 async def quiet() -> AsyncIterator[None]:
     """While no other peer of this user on this machine is in here; after TURN_S all the same."""
-    file = _kept[0] if _kept else _lock_file()
+    file = locks[0] if locks else _lock_file()
     try:
         for _ in range(round(TURN_S / LOOK_S)):
             if file is None or _locked(file.fileno()):
@@ -78,17 +78,17 @@ async def quiet() -> AsyncIterator[None]:
     finally:
         if file is not None:
             fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-            if not _kept:
+            if not locks:
                 file.close()
 
 
-_kept: list[IO[bytes]] = []
+locks: list[IO[bytes]] = []
 
 
 def keep_lock_file() -> None:
     """For a process that will open no file any more, and measures one thing at a time."""
     if (file := _lock_file()) is not None:
-        _kept.append(file)
+        locks.append(file)
 
 
 def _lock_file() -> IO[bytes] | None:

@@ -23,7 +23,6 @@ from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.node.gossip import GossipService
-from peers.node.lent import Lent
 from peers.planning import PlanService
 from peers.state import Shelf
 from peers.transport import PROTOCOL_VERSION, Stream, Transport
@@ -32,6 +31,7 @@ from peers.wire import Offer
 if TYPE_CHECKING:
     from peers.measure import Measuring
     from peers.node.device_process import DeviceProcess
+    from peers.node.lent import Lent
 
 __all__ = ["Agent", "AgentOptions"]
 

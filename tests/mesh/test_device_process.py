@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from meshcee.events import Event
 from tests.mesh.harness import Peers, meshcee, peers, training, wait_until
 from tests.mesh.jobs import make_job
 from tests.mesh.test_parity import step_losses, train_on
@@ -38,6 +39,10 @@ def device_of(mesh: Peers, name: str) -> int | None:
     return None
 
 
+def logged(text: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
 def states(mesh: Peers) -> dict[str, str]:
     [found] = meshcee("status", "--join", mesh.token, "--json", home=mesh.home).lines
     return {str(peer["name"]): str(peer["state"]) for peer in found["peers"]}
@@ -56,7 +61,9 @@ def test_any_number_of_stages_equals_the_eager_loop(tmp_path: Path, monkeypatch:
                 assert run.state.keys() == expected.state.keys()
                 assert all(torch.equal(tensor, expected.state[name]) for name, tensor in run.state.items())
         for name in mesh.processes:
-            assert "in a process of its own" in mesh.log(name)
+            assert [event["level"] for event in logged(mesh.log(name)) if event["event"] == Event.DEVICE_CONFINED] == [
+                "info"
+            ]
             assert device_of(mesh, name) is not None
 
 
@@ -74,9 +81,9 @@ def test_a_device_that_dies_costs_its_job_an_epoch_and_its_peer_nothing(tmp_path
             killed = datetime.now(UTC)
             lines = [json.loads(line) for line in owner.stdout]
             assert owner.stderr is not None
-            logged = [json.loads(line) for line in owner.stderr if line.startswith("{")]
+            said = logged(owner.stderr.read())
             assert owner.wait(120) == 0
-        heard = next(line for line in logged if "its device was ended by SIGKILL" in line.get("error", ""))
+        heard = next(line for line in said if "its device was ended by SIGKILL" in line.get("error", ""))
         took_s = (datetime.fromisoformat(heard["timestamp"]) - killed).total_seconds()
         print(f"the owner knew why after {took_s:.2f} s: {heard['error']}")
         assert took_s < HEARD_WITHIN_S
@@ -85,9 +92,11 @@ def test_a_device_that_dies_costs_its_job_an_epoch_and_its_peer_nothing(tmp_path
         assert [report["loss"] for report in reports] == step_losses(expected)[reports[0]["step"] :]
         assert reports[-1]["step"] == STEPS - 1
         wait_until("its device is lent again", lambda: states(mesh).get(victim) == "idle", READY_WITHIN_S)
-        news = [json.loads(line) for line in mesh.log(victim).splitlines() if "this peer's device is" in line]
-        assert [line.get("how") for line in news] == ["was ended by SIGKILL", None]
-        away, back = (datetime.fromisoformat(line["timestamp"]) for line in news)
+        news = {line["event"]: line for line in logged(mesh.log(victim))}
+        assert news[Event.DEVICE_AWAY]["how"] == "was ended by SIGKILL"
+        away, back = (
+            datetime.fromisoformat(news[event]["timestamp"]) for event in (Event.DEVICE_AWAY, Event.DEVICE_BACK)
+        )
         print(f"its device was away for {(back - away).total_seconds():.1f} s")
         again = device_of(mesh, victim)
         assert again not in (None, pid)

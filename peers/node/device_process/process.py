@@ -20,6 +20,7 @@ import torch
 
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, PlanError, ProtocolError, leaves
+from meshcee.events import Event
 from meshcee.fields import refuse_unprintable
 from meshcee.figures import DeviceProfile
 from meshcee.plan import Term
@@ -147,7 +148,7 @@ class DeviceProcess:
                 said = f": {self.child.written}" if self.child.written else ""
                 self._known.set_exception(PlanError(f"the process of this peer's device {how}{said}"))
                 return
-            log.error("this peer's device is away: its process has ended", how=how, written=self.child.written)
+            log.error(Event.DEVICE_AWAY, how=how, written=self.child.written)
             pause_s = 0.0 if self.child.ready.is_set() else min(LONGEST_PAUSE_S, max(1.0, 2 * pause_s))
             await asyncio.sleep(pause_s)
             try:
@@ -220,7 +221,7 @@ class DeviceProcess:
                 refuse_unprintable(message, "what a device's process says")
                 _tell_confinement(message.confinement)
                 if self._known.done():
-                    log.info("this peer's device is back")
+                    log.info(Event.DEVICE_BACK)
                 else:
                     self._known.set_result(message.device)
                 child.ready.set()
@@ -300,4 +301,4 @@ def _tell_confinement(found: Confinement) -> None:
     tell = log.warning if found.possible else log.info
     more = {"without": "; ".join(found.missing)} if found.missing else {}
     more |= {"which_can_still": "; ".join(found.possible)} if found.possible else {}
-    tell("this peer's device computes in a process of its own", confined_by=", ".join(found.got), **more)
+    tell(Event.DEVICE_CONFINED, confined_by=", ".join(found.got), **more)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,16 +61,16 @@ async def test_one_measures_while_the_other_waits(folder: Path) -> None:
 async def test_a_process_that_opens_no_files_any_more_takes_turns_as_others_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(this_host, "_kept", [])
+    monkeypatch.setattr(this_host, "locks", [])
     this_host.keep_lock_file()
-    monkeypatch.setattr(this_host, "_folder", None)  # it would fail
-    lock = (folder / f"meshcee-{this_host.os.getuid()}" / "measuring.lock").open("rb")
-    with lock, this_host._kept[0]:
+    monkeypatch.setattr(this_host.tempfile, "gettempdir", lambda: str(folder / "nowhere"))
+    with (folder / f"meshcee-{os.getuid()}" / "measuring.lock").open("rb") as lock, this_host.locks[0]:
         for _ in range(2):
             async with quiet():
-                assert not this_host._locked(lock.fileno())
-            assert this_host._locked(lock.fileno())
-            this_host.fcntl.flock(lock, this_host.fcntl.LOCK_UN)
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 async def test_who_is_stopped_while_it_measures_keeps_nobody_waiting(

@@ -451,7 +451,8 @@ def test_the_peer_believes_no_process_how_much_it_says() -> None:
         now_s = 61.0
         hearing.hear(Said("info", "later", {}))
     assert len(lines) == sayings.MOST_IN_A_MINUTE + 1
-    assert (lines[0]["event"], lines[0]["log_level"]) == (r"a | b\x07", "error")
+    assert lines[0]["log_level"] == "error"
+    assert r"a | b\x07" in lines[0].values()
     assert lines[0]["of"] == "the device's process"
     assert lines[-1]["lines_left_out"] == "3"
 
