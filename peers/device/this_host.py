@@ -27,7 +27,7 @@ import torch
 import meshcee
 from meshcee.figures import Versions
 
-__all__ = ["capability", "cores", "host_id", "keep_lock_file", "quiet", "versions"]
+__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "quiet", "versions"]
 
 log = structlog.get_logger()
 
@@ -68,7 +68,7 @@ def host_id(secret: bytes) -> str:
 @contextlib.asynccontextmanager
 async def quiet() -> AsyncIterator[None]:
     """While no other peer of this user on this machine is in here; after TURN_S all the same."""
-    file = locks[0] if locks else _lock_file()
+    file = locks[0] if locks else lock_file()
     try:
         for _ in range(round(TURN_S / LOOK_S)):
             if file is None or _locked(file.fileno()):
@@ -82,16 +82,10 @@ async def quiet() -> AsyncIterator[None]:
                 file.close()
 
 
-locks: list[IO[bytes]] = []
+locks: list[IO[bytes]] = []  # of a process that opens no file any more, and measures one thing at a time
 
 
-def keep_lock_file() -> None:
-    """For a process that will open no file any more, and measures one thing at a time."""
-    if (file := _lock_file()) is not None:
-        locks.append(file)
-
-
-def _lock_file() -> IO[bytes] | None:
+def lock_file() -> IO[bytes] | None:
     try:
         return open(_folder() / "measuring.lock", "ab")
     except OSError as error:

@@ -118,7 +118,9 @@ class Agent(MeshView):
         if self.compute is not None:
             self.member = await self._lend_here(self.compute)
         elif self._process is not None:
-            self.member = await self._lend_apart(self._process)
+            asked = self._measuring.for_process() if self._measuring is not None else {}
+            self._device = await self._process.lend(self, self.options, asked)
+            self.member = self._process
         await self._group.__aenter__()
         await self._announce()
         running = [
@@ -169,28 +171,8 @@ class Agent(MeshView):
             measuring.lend(compute, device, member, self._graphs)
         return member
 
-    async def _lend_apart(self, process: DeviceProcess) -> DeviceProcess:
-        options, measuring = self.options, self._measuring
-        self._device = await process.begin(
-            self.transport,
-            timeouts=self.timeouts,
-            memory_bytes=options.memory_bytes,
-            host=options.host,
-            threads_said=options.threads_said,
-            accept=lambda owner, term: self.elector.accept(term),
-            addresses=self._where,
-            **(measuring.for_process() if measuring is not None else {}),
-        )
-        return process
-
     async def _accept(self, owner: str, offer: Offer) -> None:
         self.elector.accept(offer.term)
-
-    async def _where(self, peer: str) -> tuple[str, ...]:
-        """JoinError for a peer that the mesh does not come to know in time."""
-        if peer not in self.directory.peers:
-            await self.wait_for_peers([peer])
-        return self.directory.peers[peer].addresses
 
     async def _announce(self) -> None:
         if self.options.observes:

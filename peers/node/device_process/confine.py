@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from peers.device.this_host import keep_lock_file
+from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
 from peers.device.worker.confine import Rules, tried
 from peers.device.worker.packets import Confinement
@@ -38,7 +38,8 @@ def confine(device: str) -> Confinement:
     """Once: before the first thread. What a GPU's driver needs is not known yet, so its process keeps everything."""
     if device != "cpu":
         return Confinement((), (f"everything: only on a CPU, and this is {device}",), ())
-    keep_lock_file()
+    if (file := lock_file()) is not None:
+        locks.append(file)
     return tried(GUARDS, POSSIBLE)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import torch
@@ -26,6 +26,7 @@ from meshcee.figures import DeviceProfile
 from meshcee.plan import Term
 from peers.device import Graphs
 from peers.device.worker.packets import Confinement, opened
+from peers.mesh_view import MeshView
 from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
     MOST_CHECKS,
@@ -74,6 +75,19 @@ class _Asked:
     bandwidths: Callable[[], Mapping[str, float]]
 
 
+class OfDevice(Protocol):
+    """What a peer's options say of its device."""
+
+    @property
+    def memory_bytes(self) -> int | None: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def threads_said(self) -> bool: ...
+
+
 class DeviceProcess:
     """What an agent lends (`Lent`), in a process. Lifetime is `async with`, which starts it; `begin` says for whom it works."""
 
@@ -108,6 +122,25 @@ class DeviceProcess:
             await self._group.__aexit__(kind, error, trace)
         finally:
             await self.child.end()
+
+    async def lend(self, view: MeshView, said: OfDevice, asked: Mapping[str, Any]) -> DeviceProfile:
+        """As `begin`, for the peer that sees the mesh like this; `asked` has what a peer that measures adds."""
+
+        async def addresses(peer: str) -> Sequence[str]:
+            if peer not in view.directory.peers:
+                await view.wait_for_peers([peer])
+            return view.directory.peers[peer].addresses
+
+        return await self.begin(
+            view.transport,
+            timeouts=view.timeouts,
+            accept=lambda owner, term: view.elector.accept(term),
+            addresses=addresses,
+            memory_bytes=said.memory_bytes,
+            host=said.host,
+            threads_said=said.threads_said,
+            **asked,
+        )
 
     async def begin(
         self,

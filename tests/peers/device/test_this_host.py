@@ -61,8 +61,7 @@ async def test_one_measures_while_the_other_waits(folder: Path) -> None:
 async def test_a_process_that_opens_no_files_any_more_takes_turns_as_others_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(this_host, "locks", [])
-    this_host.keep_lock_file()
+    monkeypatch.setattr(this_host, "locks", [this_host.lock_file()])
     monkeypatch.setattr(this_host.tempfile, "gettempdir", lambda: str(folder / "nowhere"))
     with (folder / f"meshcee-{os.getuid()}" / "measuring.lock").open("rb") as lock, this_host.locks[0]:
         for _ in range(2):
