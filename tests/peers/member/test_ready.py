@@ -20,6 +20,7 @@ from peers.transport.stream import FramedStream
 from peers.wire import messages
 from peers.wire.failures import Failures
 from peers.wire.member_link import Link
+from peers.wire.offer import Offer
 from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
 from tests.rig.faults import ALONE, STEPS, job_of, plan_of, undisturbed, world
@@ -72,8 +73,8 @@ def test_a_member_that_acknowledges_another_is_named_and_no_step_begins(tmp_path
 
 
 def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(tmp_path: Path) -> None:
-    def knows_a_newer_one(owner: str, term: tuple[int, str]) -> None:
-        raise StaleTermError(f"{tuple(term)} has been replaced")
+    async def knows_a_newer_one(owner: str, offer: Offer) -> None:
+        raise StaleTermError(f"{tuple(offer.term)} has been replaced")
 
     async def story() -> list[dict[int, float]]:
         async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
