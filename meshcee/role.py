@@ -91,9 +91,7 @@ class Place:
     totals_from: Mapping[str, str] = field(default_factory=dict)
     sums: tuple[Sum, ...] = ()
     limit_bytes: int = 1 << 30  # the most that one frame of a neighbour may unfold to
-    meeting_host: str | None = (
-        None  # another member's, where the group sums through a process group; None: over streams
-    )
+    meeting_host: str | None = None  # another member's, where a process group sums; None: over streams
 
     @cached_property
     def pipeline(self) -> int:

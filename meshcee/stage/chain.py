@@ -76,9 +76,7 @@ class Chain:
         self._coders = {(kind, i): Coder(codec) for kind in "FB" for i in coded}
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
         self.step = 0
-        self.hear: Callable[[Mapping[str, torch.Tensor]], None] | None = (
-            None  # each step's gradients, as they are applied
-        )
+        self.hear: Callable[[Mapping[str, torch.Tensor]], None] | None = None  # gradients, as they are applied
         self.rng: Rng = None  # of the newest micro-batch, after its forward pass
 
     def run(self, steps: int) -> list[list[torch.Tensor]]:

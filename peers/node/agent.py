@@ -48,9 +48,7 @@ class AgentOptions:
     observes: bool = False
     host: str = ""  # of peers that share cores and memory; "": this one shares with nobody
     threads_said: bool = False
-    measuring: Callable[[MeshView], Measuring] | None = (
-        None  # of links and blocks; a peer without it trains by plans it is given
-    )
+    measuring: Callable[[MeshView], Measuring] | None = None  # of links and blocks; without, plans are given
 
 
 class Agent(MeshView):

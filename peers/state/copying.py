@@ -39,9 +39,7 @@ class Copying:
         self._stages = 1 + max(link.place.number for link in links)
         self._asked: dict[int, CopySet] = {}  # by step, until all members have described them
         self._making: CopySet | None = None  # what keepers are to have, or the next plan
-        self._last: CopySet | None = (
-            None  # of the steps that this epoch ends with, whose holders are compared by who asked
-        )
+        self._last: CopySet | None = None  # of the epoch's last steps: who asked compares its holders
         self._awaited: dict[
             tuple[str, str, int], str
         ] = {}  # kind of frame, whose copy of which step -> who is to send it

@@ -58,9 +58,7 @@ class Terms:
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
     direct_sums: bool = False  # groups sum gradients through process groups of their own
-    regroup_s: Finite = (
-        60.0  # for so long the owner looks for peers that go on, and members keep what is left of an epoch
-    )
+    regroup_s: Finite = 60.0  # for so long the owner looks for peers, and members keep what is left of an epoch
 
     @classmethod
     def of(cls, job: Job, captured: Capture, regroup_s: float) -> Terms:

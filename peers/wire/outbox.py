@@ -30,9 +30,7 @@ class Outbox:
         self._frames: asyncio.Queue[tuple[Frame | Awaitable[Frame] | None, bool]] = asyncio.Queue()
         self._posted = 0
         self._room = asyncio.Semaphore(limit_frames)
-        self._queued_bytes = (
-            0  # of payloads, that being sent included; what is still being encoded does not wait for the link
-        )
+        self._queued_bytes = 0  # of payloads, that being sent included; none that is still being encoded
         self._depth_bytes: int | None = None
 
     def depth_bytes(self) -> int | None:
