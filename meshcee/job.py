@@ -194,7 +194,8 @@ class Job:
     checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
                writes one.
     direct_sums  the devices of a group sum gradients over TCP of their own (gloo; NCCL between GPUs) instead of the mesh's
-               streams: faster inside a region, but not encrypted, and they must reach one another directly
+               streams: faster inside a region, but not encrypted. They must reach one another directly, and each peer must have
+               agreed (`meshcee peer --direct-sums`)
     recompute  stages keep only what they received and run F again before B: less memory, about a third more work
     codec      how activations and gradients cross links: "auto" (16 bits between regions, exact inside of one; what a LAN
                joins is one region), "lossless" (exact everywhere, and packed where a link between regions is thin), "none"

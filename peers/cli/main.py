@@ -129,6 +129,13 @@ def peer(
             help="Compute in a process of its own, without this peer's keys: a crash ends only that.",
         ),
     ] = False,
+    direct_sums: Annotated[
+        bool,
+        typer.Option(
+            "--direct-sums",
+            help="Jobs with direct_sums may open connections from here that are not encrypted.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join.
@@ -157,6 +164,7 @@ def peer(
             pace_gflops=pace_gflops,
             leave_within=leave_within,
             device_process=device_process,
+            direct_sums=direct_sums,
         ),
         as_json=as_json,
     )

@@ -49,6 +49,7 @@ class PeerOptions:
     pace_gflops: float | None
     leave_within: float | None
     device_process: bool
+    direct_sums: bool
 
 
 def parse_bytes(text: str) -> int:
@@ -79,6 +80,8 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("an emulated device computes in the peer's own process: leave out --device-process")
     if options.device_process and sys.platform != "linux":
         raise UsageError("--device-process needs Linux: leave it out here")
+    if options.device_process and options.direct_sums:
+        raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     where = JoinOptions(
         token=options.join,
@@ -99,6 +102,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         pace=paced(options.pace_gflops * 1e9) if options.pace_gflops else None,
         leave_s=options.leave_within,
         device_process=options.device_process,
+        direct_sums=options.direct_sums,
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     if options.threads:

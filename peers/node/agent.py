@@ -18,6 +18,7 @@ import structlog
 from dht import Identity, Members, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
+from meshcee.errors import PlanError
 from meshcee.figures import DeviceProfile
 from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
@@ -48,6 +49,7 @@ class AgentOptions:
     observes: bool = False
     host: str = ""  # of peers that share cores and memory; "": this one shares with nobody
     threads_said: bool = False
+    direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
     measuring: Callable[[MeshView], Measuring] | None = None  # of links and blocks; without, plans are given
 
 
@@ -171,6 +173,11 @@ class Agent(MeshView):
 
     async def _accept(self, owner: str, offer: Offer) -> None:
         self.elector.accept(offer.term)
+        if offer.place.meeting_host is not None and not self.options.direct_sums:
+            raise PlanError(
+                f"{self.options.name} opens no connections for direct_sums: start it with `meshcee peer --direct-sums`, or leave "
+                "direct_sums out of the job"
+            )
 
     async def _announce(self) -> None:
         if self.options.observes:

@@ -84,6 +84,7 @@ class JoinOptions:
     leave_s: float | None = None
     threads_said: bool = False  # by the user, who has set torch's number
     device_process: bool = False  # the device computes in a process of its own
+    direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
     measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
 
 
@@ -91,7 +92,7 @@ class JoinOptions:
 async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
     """A Mesh that may own jobs."""
     if options.local is not None:
-        async with InProcess(options) as here:
+        async with InProcess(replace(options, direct_sums=True)) as here:
             for i in range(options.local):
                 await here.start(f"local-{i}")
             yield await here.own(options.name, home)
@@ -100,7 +101,7 @@ async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         lent: list[str] = []
         if options.compute:
-            lending = replace(options, name=f"{options.name}-device")
+            lending = replace(options, name=f"{options.name}-device", direct_sums=True)
             lent.append(await stack.enter_async_context(lender(lending, home, lent.clear)))
         node = await stack.enter_async_context(a_peer(replace(options, compute=False), home))
         await node.wait_for_peers(lent)
@@ -198,7 +199,7 @@ class InProcess:
         )
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)
-        options = AgentOptions(name, memory_bytes=self._options.memory_bytes)
+        options = AgentOptions(name, memory_bytes=self._options.memory_bytes, direct_sums=self._options.direct_sums)
         if self._options.measures:
             from peers.measure import Measuring
 
@@ -353,6 +354,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 options.observes,
                 "" if pace is not None else host_id(key.secret),
                 options.threads_said,
+                options.direct_sums,
                 Measuring,
             ),
             identity,

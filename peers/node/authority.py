@@ -57,9 +57,7 @@ class Authority:
         if peer in (self.membership.root, self.admin.at, key.peer_id):
             raise NotPermittedError("an admin does not revoke itself: ask another admin, or found a new mesh")
         if (known := members.known.get(peer)) and known.role == "admin" and key.peer_id != self.membership.root:
-            raise NotPermittedError(
-                f"{name} is an admin: only the machine that has started the mesh can revoke an admin"
-            )
+            raise NotPermittedError(f"{name} is an admin: only the machine that has started the mesh can revoke one")
         before = members.lists.get(key.peer_id)
         invites = {known.invite} if known and known.invite else set()
         invites |= self.admin.invites_of(peer)

@@ -123,9 +123,7 @@ class Encoder:
         if not 0 < len(kind) <= MAX_KIND_CHARS:
             raise ProtocolError(f"a frame's kind has 1 to {MAX_KIND_CHARS} characters, got {kind!r}")
         if len(sizes) > self._limits.payloads:
-            raise ProtocolError(
-                f"frame {kind!r} has {len(sizes)} payloads, more than {self._limits.payloads}: split it"
-            )
+            raise ProtocolError(f"frame {kind!r} has {len(sizes)} payloads, over {self._limits.payloads}: split it")
         try:
             body: bytes = self._pack((kind, dict(frame.header), sizes))
         except (TypeError, ValueError, OverflowError) as error:

@@ -117,9 +117,7 @@ class _Flattener:
             self._argument(a, output) for a, kind in zip(output.args[0], kinds, strict=True) if kind == "USER_OUTPUT"
         ]
         if not all(isinstance(o, Ref) for o in outputs):
-            raise CaptureError(
-                "an output of the model does not depend on its inputs; return tensors computed from them"
-            )
+            raise CaptureError("an output of the model does not depend on its inputs; return tensors made from them")
         return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs]))
 
     def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:

@@ -375,9 +375,7 @@ def _given(argument: Any, live: Mapping[int, torch.UntypedStorage]) -> Any:
             return a.on(live[a.slot])
         if isinstance(a, Const):
             if a.version not in (-1, a.tensor._version):
-                raise CaptureError(
-                    "Job.model() changed a large tensor that it had copied; give the built module instead"
-                )
+                raise CaptureError("Job.model() changed a large tensor it had copied; give the built module instead")
             return a.tensor
         return a
 

@@ -129,7 +129,7 @@ async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> No
     async def accept(owner: str, offer: Offer) -> None:
         if wrong := await questions.ask(Accept, owner=owner, term=tuple(offer.term)):
             raise NotPermittedError(wrong)
-        if confinement.got and offer.place.meeting_host is not None:
+        if offer.place.meeting_host is not None:
             raise PlanError("this peer's device computes without a network (--device-process): leave out direct_sums")
 
     def begun() -> Any:

@@ -45,6 +45,11 @@ def test_an_emulated_device_has_no_process_of_its_own(emulated: list[str]) -> No
         CliRunner().invoke(app, ["peer", "--device-process", *emulated], catch_exceptions=False)
 
 
+def test_a_device_without_a_network_sums_nothing_over_one() -> None:
+    with pytest.raises(UsageError, match="leave out one of the two"):
+        CliRunner().invoke(app, ["peer", "--device-process", "--direct-sums"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("under", [False, True])
 def test_a_plan_is_read_as_the_commands_print_it(tmp_path: Path, under: bool) -> None:
     path = tmp_path / "plan.json"

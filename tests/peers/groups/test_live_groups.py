@@ -21,7 +21,7 @@ from dht.signing import Identity
 from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.equality.trial import why_not_shared
-from meshcee.errors import ProtocolError
+from meshcee.errors import ProtocolError, unwrap
 from meshcee.figures.measured import JobCosts
 from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer
@@ -214,6 +214,18 @@ async def test_between_regions_that_pack_what_they_send_no_bit_differs() -> None
     assert result.losses == [sum(float(loss) / len(step) for loss in step) for step in expected.losses]
     for name, tensor in result.state_dict.items():
         assert torch.equal(tensor, expected.state[name]), name
+
+
+@virtual_time
+async def test_devices_whose_owners_have_not_agreed_open_no_connections_and_the_job_hears_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_costs, "why_one_pipeline", lambda program: "this test is about groups")
+    with pytest.raises(ExceptionGroup) as refused:
+        await train(lopsided(direct_sums=True))
+    why = str(unwrap(refused.value))
+    assert "opens no connections for direct_sums" in why
+    assert "start it with `meshcee peer --direct-sums`, or leave direct_sums out of the job" in why
 
 
 def test_what_may_not_be_shared_is_known_before_planning() -> None:
