@@ -357,9 +357,7 @@ class Elector:
         """
         known = max(self._core.terms.counter, self.accepted[0])
         if term[0] > known + MOST_ELECTIONS_MISSED:
-            raise ProtocolError(
-                f"term {term[0]} is far beyond {known}, the highest that was seen: no coordinator has it"
-            )
+            raise ProtocolError(f"term {term[0]} is far beyond {known}, the highest seen: no coordinator has it")
         if term < self.accepted:
             raise StaleTermError(
                 f"this was planned in term {term[0]}, but the coordinator of term {self.accepted[0]} is known: plan again"

@@ -105,6 +105,8 @@ class PeerRecord(Record):
     @classmethod
     def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
         found = super().from_wire(body, signer, what)
+        if found.name.startswith("12D3KooW"):
+            raise ProtocolError(f"{what} has the 'name' {found.name!r}: only ids begin with 12D3KooW; take another")
         return replace(found, addresses=tuple(map(checked, found.addresses)))
 
 

@@ -68,11 +68,12 @@ class Departure:
 
 
 def matching(known: Mapping[str, PeerRecord], wanted: str) -> list[PeerRecord]:
-    """Peers of this name, or, where none has it, whose id begins like this or ends like this."""
+    """The peer of this id, else all of this name and all whose id begins or ends so: no name stands in for part of an id."""
+    if wanted in known:
+        return [known[wanted]]
     ending = wanted.removeprefix("…")
-    return [r for r in known.values() if r.name == wanted] or [
-        r for p, r in known.items() if p.startswith(wanted) or (len(ending) >= SHOWN and p.endswith(ending))
-    ]
+    parts = {p for p in known if len(ending) >= SHOWN and (p.startswith(wanted) or p.endswith(ending))}
+    return [r for p, r in known.items() if r.name == wanted or p in parts]
 
 
 def find_peer(known: Mapping[str, PeerRecord], wanted: str) -> PeerRecord:

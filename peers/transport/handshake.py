@@ -243,9 +243,7 @@ async def accept(
         raise ProtocolError(f"expected the proof of a handshake, got {frame.kind!r}")
     if not hmac.compare_digest(read(frame.header, Proof, "the proof").proof, prove(key, "dialer", hello, answer)):
         await _refuse(stream, "key", WRONG_KEY, version)
-        raise NotPermittedError(
-            f"peer {short(theirs.peer)} does not know the mesh key: its token belongs to another mesh"
-        )
+        raise NotPermittedError(f"peer {short(theirs.peer)} does not know the mesh key: its token is of another mesh")
     if offered is not None:
         offered.choose(frame.header.get("direct", []))
     return theirs.purpose

@@ -169,6 +169,7 @@ def test_each_field_is_checked(record: Record) -> None:
     [
         (RECORDS[0], {"name": "x" * 129}),
         (RECORDS[0], {"name": "\x1b[2J"}),
+        (RECORDS[0], {"name": OTHER.peer_id}),
         (RECORDS[0], {"addresses": ["127.0.0.1:80"]}),
         (RECORDS[0], {"addresses": [ADDRESS] * 17}),
         (RECORDS[0], {"busy": 1}),

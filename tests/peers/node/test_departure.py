@@ -282,3 +282,7 @@ def test_a_peer_is_found_by_its_name_or_a_part_of_its_id() -> None:
     known[a] = PeerRecord(a, 0.0, "ben", device=device)
     with pytest.raises(UsageError, match="means 2 peers"):
         find_peer(known, "ben")
+    known[a] = PeerRecord(a, 0.0, b[-8:], device=device)
+    with pytest.raises(UsageError, match="means 2 peers"):
+        find_peer(known, b[-8:])
+    assert find_peer(known, b) is known[b]
