@@ -39,7 +39,7 @@ from peers.wire.weights import names_of
 from tests.peers.member.test_training import make_job
 
 STEPS = 30
-FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=6.0)
+FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=30.0)
 
 
 def job_of(**changes: object) -> Job:
@@ -232,7 +232,7 @@ async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_
         told.append(report)
 
     async def alone() -> None:
-        async with a_mesh(home, 1) as (here, mesh):
+        async with a_mesh(home, 1, replace(FAST, regroup_s=6.0)) as (here, mesh):
 
             def hear_and_crash(report: Report) -> None:
                 hear(report)
@@ -274,7 +274,7 @@ async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
     """It neither answers nor breaks while it should build its stage; an offer itself may take minutes."""
     home, told = Home(tmp_path), []
     send = Offering.send
-    async with a_mesh(home, 3, replace(FAST, regroup_s=30.0)) as (here, mesh):
+    async with a_mesh(home, 3) as (here, mesh):
         silent: list[str] = []
 
         async def fall_silent(self: Offering, stream: Stream, offer: Offer) -> Frame:
