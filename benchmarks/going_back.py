@@ -3,8 +3,9 @@
 The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk,
 and of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the newest
 that is within reach, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two
-of them in this run. When none does, it is the newest copy in other regions, or the last checkpoint. Copies are out of reach when
-two epochs that began with them did not bring all to a member, as when a link between two that live is cut.
+of them in this run. When none does, it is the newest copy in other regions, or the last checkpoint. Copies before the newest may
+serve as long as they are there: members forget them when they are asked for the next. Copies are out of reach when two epochs that
+began with them did not bring all to a member, as when a link between two that live is cut.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ TRIES = 2  # epochs that begin with copies which do not reach a member
 class Back:
     """A run that had `done` steps went on from the state before `next_step`: one that peers held, or the disk's.
 
-    `held` is the newest step of which every stage had a surviving copy, `kept` that of the last checkpoint; `far` tells that
-    only copies for the loss of a region were left of `held`.
+    `held` is the newest step of which every stage had a surviving copy, `sure` the same where these were the newest copies, `kept`
+    that of the last checkpoint; `far` tells that only copies for the loss of a region were left of `held`. `anew` tells that no
+    step was new since the loss before.
     """
 
     done: int
@@ -34,6 +36,8 @@ class Back:
     held: int | None
     kept: int
     far: bool = False
+    sure: int | None = None
+    anew: bool = False
 
     @property
     def again(self) -> int:
@@ -45,10 +49,10 @@ class Back:
         where = f"after {self.done} steps the run went back to {self.next_step}"
         if self.with_peers and self.next_step != self.held:
             return f"{where} of peers, who held {self.held}"
-        if self.with_peers and not self.far and self.again > every + 1:
+        if self.with_peers and not (self.far or self.anew) and self.again > every + 1:
             return f"{where}, with copies every {every} steps at most"
-        if not self.with_peers and self.held is not None and self.held > self.next_step:
-            return f"{where} of the disk, though peers held {self.held}"
+        if not self.with_peers and self.sure is not None and self.sure > self.next_step:
+            return f"{where} of the disk, though peers held {self.sure}"
         if not self.with_peers and self.next_step < self.kept:
             return f"{where}, though the disk had {self.kept}"
         return ""
@@ -109,11 +113,13 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             whole[tier] = [c for c in whole[tier] if c[0] != entry["next_step"]]
         elif event == Event.STATE_FOUND:
             done = entry["done"]
-            near, far = (
-                max((s for s, held_by in found if s <= done and all(held_by)), default=-1) for found in whole.values()
-            )
-            held = max(near, far)
-            back = Back(done, entry["next_step"], entry["with_peers"], held if held >= 0 else None, kept, far > near)
+            known = [[c for c in found if c[0] <= done] for found in whole.values()]
+            near, far = (max((s for s, held_by in found if all(held_by)), default=-1) for found in known)
+            newest = [s for found in known for s, held_by in found[-1:] if all(held_by)]
+            held, sure = max(near, far), max(newest, default=None)
+            anew = bool(past.backs) and past.backs[-1].done == done
+            with_peers, held_step = entry["with_peers"], held if held >= 0 else None
+            back = Back(done, entry["next_step"], with_peers, held_step, kept, far > near, sure, anew)
             whole["far copies"] = [c for c in whole["far copies"] if c[0] <= back.next_step]
             past.every = max(past.every, done - asked)
             past.backs.append(back)

@@ -208,7 +208,7 @@ class Storm:
         return self.still.of(self._lives[name])
 
     async def clocks_right(self) -> None:
-        while self._ahead_s:  # noqa: ASYNC110 - nobody tells
+        while any(self._ahead_s.values()):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(1)
 
     def in_life(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -400,8 +400,8 @@ def open_sealed(
 ) -> R:
     """The record stored under the subkey of this kind's key, checked in every respect.
 
-    NotPermittedError: forged, of another mesh or no member, expired, or replayed under another name or key.
-    ClockError: dated ahead. ProtocolError: malformed. With `now` None no clock is consulted.
+    NotPermittedError: forged, of another mesh or no member, or replayed under another name or key.
+    ClockError: dated ahead, or expired. ProtocolError: malformed. `now` None consults no clock.
     """
     envelope = check(data, mesh_key, limits)
     if envelope.kind != kind.kind:
@@ -418,5 +418,7 @@ def open_sealed(
     if now is not None and is_ahead(record.sent_at, now):
         raise ClockError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:
-        raise NotPermittedError(f"{what} has expired; if that peer runs, its clock is behind: use NTP")
+        raise ClockError(
+            f"{what} has expired: if that peer runs, its clock is behind, or this machine's ahead; use NTP"
+        )
     return record

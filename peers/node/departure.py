@@ -89,9 +89,7 @@ def find_peer(known: Mapping[str, PeerRecord], wanted: str) -> PeerRecord:
         which = ", ".join(sorted(f"{r.name} ({r.peer_id})" for r in found))
         raise UsageError(f"{wanted!r} means {len(found)} peers: {which}; give a whole id")
     if found[0].device is None:
-        raise UsageError(
-            f"{found[0].name} lends no device: it owns a job; end that with `meshcee run stop` on its machine"
-        )
+        raise UsageError(f"{found[0].name} lends no device: it owns a job; end that with `meshcee run stop` there")
     return found[0]
 
 

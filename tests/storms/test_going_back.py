@@ -133,3 +133,19 @@ def test_copies_in_another_region_count_when_no_others_are_left_and_their_keeper
     assert read(*away[:-1], lost("a", "b"), went(11, 0, with_peers=False)).wrong == [
         "after 11 steps the run went back to 0 of the disk, though peers held 2"
     ]
+
+
+def test_copies_before_the_newest_may_have_been_forgotten() -> None:
+    """Seed 801946 of the virtual chaos: c had all of the older ones, and both who had a stage of the newest were cut off."""
+    story = (asked(4), whole(4, "ac", "bc"), asked(8), whole(8, "ab", "bc"), lost("a", "b"))
+    assert read(*story, went(11, 0, with_peers=False)).wrong == []
+    (wrong,) = read(*story[:-1], lost("a"), went(11, 0, with_peers=False)).wrong
+    assert wrong == "after 11 steps the run went back to 0 of the disk, though peers held 8"
+
+
+def test_a_loss_among_steps_that_are_computed_again_costs_those_at_most() -> None:
+    """Seed 801992 of the virtual chaos: twelve steps had been done before the first loss, and seven of them again before the
+    second."""
+    again = (lost("a", "b"), went(12, 0, with_peers=False), asked(1), whole(1, "cb", "bc"), asked(7), lost("b"))
+    past = read(*COPIED, *again, went(12, 1, with_peers=True))
+    assert (past.wrong, past.every) == ([], 6)

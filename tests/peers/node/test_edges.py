@@ -99,12 +99,15 @@ async def test_the_mesh_counts_on_a_device_once_its_graphs_can_be_read(monkeypat
             assert first.devices()
 
 
-async def test_a_machine_whose_clock_is_behind_is_told_so_and_not_that_nobody_is_there() -> None:
-    """Storm 65042: the owner's clock was set back before its first plan."""
+@pytest.mark.parametrize(
+    ("off_s", "why"), [(-46.0, r"is 4\d s ahead of this machine's: set both by"), (137.0, "or this machine's ahead")]
+)
+async def test_a_machine_whose_clock_is_off_is_told_so_and_not_that_nobody_is_there(off_s: float, why: str) -> None:
+    """Storms 65042 and 800444: the owner's clock was set before its first plan."""
     async with InProcess(JoinOptions(), timeouts=replace(QUICK, join_s=0.5)) as here:
         await here.start("right")
-        late = await here.start("late", lends=False, clock=lambda: time.time() - 46.0)
-        with pytest.raises(ClockError, match=r"is 4\d s ahead of this machine's: set both by .* then try again"):
+        late = await here.start("late", lends=False, clock=lambda: time.time() + off_s)
+        with pytest.raises(ClockError, match=f"{why}.* then try again"):
             await late.see_the_mesh()
 
 
