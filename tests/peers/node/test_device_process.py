@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -184,13 +185,22 @@ asyncio.run(main())
 """
 
 
+def environment_of(pid: int) -> set[str]:
+    """The names in it. A program that has just taken a process's place has none for a moment."""
+    began_s = time.monotonic()
+    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+        assert time.monotonic() - began_s < WAIT_S
+        time.sleep(0.01)
+    return {entry.split(b"=")[0].decode() for entry in found.split(b"\0")}
+
+
 def test_no_process_outlives_a_peer_that_is_killed_and_none_knows_its_token() -> None:
     command, env = [sys.executable, "-c", ORPHAN], {**os.environ, "MESHCEE_JOIN": "a token"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, env=env) as peer:
         assert peer.stdout is not None
         pid = next(int(line) for line in peer.stdout if line.strip().isdigit())
         device = os.pidfd_open(pid)
-        names = {entry.split(b"=")[0].decode() for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+        names = environment_of(pid)
         peer.kill()
     try:
         assert select.select([device], [], [], WAIT_S)[0]
