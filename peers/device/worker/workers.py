@@ -41,10 +41,9 @@ import sys
 root = sys.argv.pop(1)
 if root not in sys.path:
     sys.path.insert(0, root)
-from peers.device.worker.child import main
+from {} import main
 main()
 """
-ROOT = str(Path(meshcee.__file__).parents[1])
 # Nothing else of the peer's environment: a token may stand there.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
 SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
@@ -54,6 +53,12 @@ CPU_S_PER_BYTE = 20e-6  # beside Limits.check_s: a large model's graph takes sec
 PATIENCE = 3  # times its CPU seconds is what a check may take while others use the cores
 MOST_PASSED = 64  # graphs
 MOST_SAID_BYTES = 4096
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Runs `main` of this module of ours in a Python of its own, where nothing of the working folder is imported."""
+    root = str(Path(meshcee.__file__).parents[1])
+    return [sys.executable, "-P", "-c", START.format(module), root, *arguments]
 
 
 class Workers(Graphs):
@@ -195,10 +200,10 @@ class _Source:
     def __init__(self, work: str, memory_bytes: int) -> None:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
-        arguments = [ROOT, str(os.getpid()), str(theirs.fileno()), str(memory_bytes), work]
+        arguments = [str(os.getpid()), str(theirs.fileno()), str(memory_bytes), work]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, *arguments],
+                command("peers.device.worker.child", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

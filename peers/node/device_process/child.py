@@ -12,24 +12,13 @@ import os
 import platform
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
-import meshcee
+from peers.device.worker.workers import command
 from peers.node.device_process.messages import FROM_DEVICE
 from peers.transport.bridge import TAKES, Channel, pair
 
 __all__ = ["Child"]
 
-START = """
-import sys
-root = sys.argv.pop(1)
-if root not in sys.path:
-    sys.path.insert(0, root)
-from peers.node.device_process.program import main
-main()
-"""
-ROOT = str(Path(meshcee.__file__).parents[1])
 NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "HOME", "LANG", "TMPDIR", "MESHCEE_LOG")
 FAMILIES = (
     *("LC_", "LD_", "CUDA", "NVIDIA_", "MALLOC_", "ATEN_", "TORCH", "PYTORCH_", "ONEDNN_", "DNNL_"),
@@ -53,7 +42,7 @@ class Child:
         self._written = b""
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, ROOT, str(os.getpid()), str(far.fileno())],
+                command("peers.node.device_process.program", str(os.getpid()), str(far.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from meshcee.config import Limits, Timeouts
-from meshcee.fields import Count
+from meshcee.fields import Count, Small
 from meshcee.figures import DeviceProfile
 from peers.device.worker.packets import Confinement
 
@@ -19,7 +19,7 @@ __all__ = [
     "MOST_CHECKS",
     "TO_DEVICE",
     "Accept",
-    "Accepted",
+    "Answer",
     "Bandwidth",
     "Begin",
     "Begun",
@@ -27,7 +27,6 @@ __all__ = [
     "Crossed",
     "Drop",
     "Leave",
-    "Passed",
     "Ping",
     "Pong",
     "Ready",
@@ -38,7 +37,6 @@ __all__ = [
 
 _Text = Annotated[str, Meta(max_length=2000)]
 _Name = Annotated[str, Meta(max_length=256)]
-_Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Figure = Annotated[float, Meta(ge=0)]
 MOST_FIGURES = 128
 MOST_CHECKS = 8  # that wait
@@ -79,32 +77,24 @@ class State:
 class Check:
     """Graphs of an offer or a request, in the memory that comes along, to be checked in a process with nothing to lose."""
 
-    number: _Number
+    number: Small
     sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=16)]
-
-
-@dataclass(frozen=True)
-class Passed:
-    """The answer: what is wrong with them, or ""."""
-
-    number: _Number
-    wrong: _Text
 
 
 @dataclass(frozen=True)
 class Accept:
     """Whether an owner's term is none that is over."""
 
-    number: _Number
+    number: Small
     owner: _Name
-    term: tuple[_Number, _Name]
+    term: tuple[Small, _Name]
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """The answer: why not, or ""."""
+class Answer:
+    """To a Check or an Accept with this number: what is wrong, or ""."""
 
-    number: _Number
+    number: Small
     wrong: _Text
 
 
@@ -157,7 +147,7 @@ class Drop:
     """End the running job here."""
 
 
-TO_DEVICE: tuple[type[Any], ...] = (Begin, Passed, Accepted, Bandwidth, Ping, Leave, Drop)
+TO_DEVICE: tuple[type[Any], ...] = (Begin, Answer, Bandwidth, Ping, Leave, Drop)
 FROM_DEVICE: tuple[type[Any], ...] = (Ready, State, Check, Accept, Begun, Crossed, Pong, Said)
 
 

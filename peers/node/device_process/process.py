@@ -31,7 +31,7 @@ from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
     MOST_CHECKS,
     Accept,
-    Accepted,
+    Answer,
     Bandwidth,
     Begin,
     Begun,
@@ -39,7 +39,6 @@ from peers.node.device_process.messages import (
     Crossed,
     Drop,
     Leave,
-    Passed,
     Ping,
     Pong,
     Ready,
@@ -265,7 +264,7 @@ class DeviceProcess:
                 (self._idle.clear if message.busy else self._idle.set)()
                 self.busy_changed.set()
             case Accept():
-                self._tell(Accepted(message.number, self._wrong_term(message)))
+                self._tell(Answer(message.number, self._wrong_term(message)))
             case Begun():
                 self._crossed = self._asked.begun()
             case Crossed():
@@ -300,7 +299,7 @@ class DeviceProcess:
             self._checks -= 1
             os.close(memory)
         with contextlib.suppress(StreamClosed):
-            child.channel.post(Passed(asked.number, wrong[:MOST_TEXT]))
+            child.channel.post(Answer(asked.number, wrong[:MOST_TEXT]))
 
     def _tell(self, message: Any) -> None:
         """Nothing where the process has ended: that is heard elsewhere."""

@@ -33,7 +33,7 @@ from peers.node.device_process.messages import (
     MOST_CHECKS,
     TO_DEVICE,
     Accept,
-    Accepted,
+    Answer,
     Bandwidth,
     Begin,
     Begun,
@@ -41,7 +41,6 @@ from peers.node.device_process.messages import (
     Crossed,
     Drop,
     Leave,
-    Passed,
     Ping,
     Pong,
     Ready,
@@ -74,7 +73,7 @@ class _Questions:
         finally:
             del self._open[number]
 
-    def hear(self, answer: Passed | Accepted) -> None:
+    def hear(self, answer: Answer) -> None:
         waits = self._open.get(answer.number)
         if waits is not None and not waits.done():
             waits.set_result(answer.wrong)
@@ -162,7 +161,7 @@ async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> No
             while True:
                 message, handle = await channel.receive()
                 match message:
-                    case Passed() | Accepted():
+                    case Answer():
                         questions.hear(message)
                     case Bandwidth():
                         known.clear()

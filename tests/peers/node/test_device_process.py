@@ -33,7 +33,7 @@ from peers.node.device_process.messages import (
     MOST_FIGURES,
     TO_DEVICE,
     Accept,
-    Accepted,
+    Answer,
     Bandwidth,
     Begin,
     Begun,
@@ -41,7 +41,6 @@ from peers.node.device_process.messages import (
     Crossed,
     Drop,
     Leave,
-    Passed,
     Ping,
     Pong,
     Ready,
@@ -164,7 +163,8 @@ async def test_what_a_process_cannot_give_up_is_said(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_process_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers.node.device_process.child.START", "raise SystemExit('no room\\x1b here')")
+    ends = [sys.executable, "-c", "raise SystemExit('no room\\x1b here')"]
+    monkeypatch.setattr("peers.node.device_process.child.command", lambda module, *arguments: [*ends, *arguments])
     async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:
         with pytest.raises(PlanError, match=r"device ended with status 1: no room\? here"):
             await begin(device, transport)
@@ -308,17 +308,17 @@ async def test_who_talks_nonsense_or_is_silent_is_ended_and_the_next_one_promise
 async def test_graphs_are_checked_by_the_peer_and_no_more_than_an_offer_has(monkeypatch: pytest.MonkeyPatch) -> None:
     async with faked(monkeypatch) as (_, child):
         child.there.post(Check(7, (3,)), sealed([b"bad"]))
-        answer = await child.said(Passed)
+        answer = await child.said(Answer)
         assert answer.number == 7
         assert "graph" in answer.wrong
         child.there.post(Check(8, (3,)))
         with pytest.raises(ConnectionError):
-            await child.said(Passed)
+            await child.said(Answer)
     assert "none came" in child.why
     async with faked(monkeypatch) as (_, child):
         child.there.post(Check(7, (3 * Limits().graph_bytes + 1,)), sealed([b"bad"]))
         with pytest.raises(ConnectionError):
-            await child.said(Passed)
+            await child.said(Answer)
     assert "more graphs" in child.why
 
 
@@ -330,7 +330,7 @@ async def test_an_owners_term_is_the_peers_to_judge(monkeypatch: pytest.MonkeyPa
     async with faked(monkeypatch, accept=accept) as (_, child):
         for counter, wrong in ((4, "p7 is late"), (5, "")):
             child.there.post(Accept(counter, "p7", (counter, "p7")))
-            assert await child.said(Accepted) == Accepted(counter, wrong)
+            assert await child.said(Answer) == Answer(counter, wrong)
 
 
 async def test_it_is_busy_with_a_job_and_idle_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +411,7 @@ async def test_sums_that_need_a_network_are_refused_where_there_is_none(there: C
         accepting = asyncio.create_task(accept("p1", offer))
         asked, _ = await there.receive()
         assert (asked.owner, asked.term) == ("p1", (3, "p9"))
-        there.post(Accepted(asked.number, wrong if host is None else ""))
+        there.post(Answer(asked.number, wrong if host is None else ""))
         if wrong:
             with pytest.raises(NotPermittedError if host is None else PlanError, match=wrong):
                 await accepting
@@ -427,10 +427,10 @@ async def test_as_many_graphs_wait_as_the_peer_takes(there: Channel) -> None:
     assert (await there.receive())[0] == Pong()
     for check, memory in asked:
         os.close(memory)
-        there.post(Passed(check.number, "it is bad"))
+        there.post(Answer(check.number, "it is bad"))
     last, memory = await there.receive()
     os.close(memory)
-    there.post(Passed(last.number, "it is bad"))
+    there.post(Answer(last.number, "it is bad"))
     found = await asyncio.gather(*reading, return_exceptions=True)
     assert [str(one) for one in found] == ["it is bad"] * (MOST_CHECKS + 1)
 
