@@ -19,9 +19,7 @@ from meshcee.simulator import build
 
 __all__ = ["Paces"]
 
-TELLING = (
-    0.2  # of the model's average block: a stage that computes less shows what a call costs, and nothing of its device
-)
+TELLING = 0.2  # of an average block: a stage that computes less shows what a call costs, and nothing of its device
 
 
 class Paces:

@@ -180,12 +180,17 @@ class Adaptation:
         self._feeding.restart()
         return True
 
+    @property
+    def _recent_s(self) -> float:
+        """That a step has taken lately."""
+        return median([*self._steps_s][-LASTING_STEPS:])
+
     async def hear(self, report: Report) -> Plan | None:
         """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
         if not self._steps_s:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
-        recent_s = median([*self._steps_s][-LASTING_STEPS:])
+        recent_s = self._recent_s
         if len(self._steps_s) == LASTING_STEPS and self._pauses == 1:
             # Moments that came behind its micro-batches held the first one up.
             self._changing_s += max(0.0, self._steps_s[0] - recent_s)
@@ -258,9 +263,8 @@ class Adaptation:
             known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
             calm = None if self._calm_s is None else (self._mesh, self._calm_s)
             self._calm_s = None
-            recent_s = median([*self._steps_s][-LASTING_STEPS:])
             began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, *known, calm, recent_s, search=searches)
+            await asyncio.to_thread(self._look, *known, calm, search=searches)
             if searches:
                 self._shifts = []
                 now_s = self._agent.monotonic()
@@ -331,14 +335,12 @@ class Adaptation:
         compute_s: Mapping[str, float],
         slow: Mapping[str, float],
         calm: tuple[Measured, float] | None,
-        recent_s: float,
         *,
         search: bool,
     ) -> None:
         """Price everything anew under the present figures, and, if asked, search for what is better.
 
-        calm      the mesh before anything shifted under this plan, and seconds of a step then
-        recent_s  of a step now: figures that price the running plan higher are wrong, and no reason to leave it
+        calm  the mesh before anything shifted under this plan, and seconds of a step then
         """
         found: list[Plan] = []
         try:
@@ -360,8 +362,8 @@ class Adaptation:
         def price(plan: Plan) -> float:
             try:
                 seconds = period_s(plan, cluster, workload) * self._paces.share(plan)
-                if plan is self._plan:
-                    seconds = min(seconds, recent_s)
+                if plan is self._plan:  # figures that price it above its own steps are wrong, and no reason to leave it
+                    seconds = min(seconds, self._recent_s)
                 self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
                 return seconds
             except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
