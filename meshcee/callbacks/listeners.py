@@ -5,7 +5,7 @@ The idea: here it is decided what is to be called; the owner calls it in the thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,13 @@ class Listeners:
 
     def step(self, report: Any) -> Callable[[], None] | None:
         """It was told of, with its evaluation if there was one."""
-        calls = [self.event("on_step", report), self.event("on_evaluate", report) if report.metrics else None]
-        found = [call for call in calls if call is not None]
+        return _in_turn([self.event("on_step", report), self.event("on_evaluate", report) if report.metrics else None])
 
-        def call() -> None:
-            for one in found:
-                one()
-
-        return call if found else None
-
-    def saved(self, steps: int, folder: Path) -> Callable[[], None] | None:
-        """The newest checkpoint is this one; of one that they have heard of nobody hears again."""
-        if steps <= self._saved:
-            return None
-        self._saved = steps
-        return self.event("on_checkpoint", steps, folder)
+    def saved(self, found: Iterable[tuple[int, Path]]) -> Callable[[], None] | None:
+        """These checkpoints were made, the oldest first. They hear once of each that is still there."""
+        new = [(steps, folder) for steps, folder in found if steps > self._saved and folder.exists()]
+        self._saved = max((self._saved, *(steps for steps, _ in new)))
+        return _in_turn([self.event("on_checkpoint", *one) for one in new])
 
     def end(self, result: Any, error: str | None) -> Callable[[], None] | None:
         """Once, however it ends."""
@@ -68,6 +60,16 @@ class Listeners:
             return None
         self._is_over = True
         return self.event("on_end", result, error)
+
+
+def _in_turn(calls: Iterable[Callable[[], None] | None]) -> Callable[[], None] | None:
+    found = [call for call in calls if call is not None]
+
+    def call() -> None:
+        for one in found:
+            one()
+
+    return call if found else None
 
 
 class _Each(Callback):

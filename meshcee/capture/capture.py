@@ -196,9 +196,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
     if elsewhere and recorder is None:
-        raise UsageError(
-            f"the model is on {elsewhere[0]}; give it on the CPU (model.cpu()), peers put its blocks on their own devices"
-        )
+        raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
@@ -390,9 +388,7 @@ def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:
     inputs, nodes, outputs, analysis = settled(exported)
     base = len(inputs)
     if not analysis.requires_grad[outputs[0]]:
-        raise CaptureError(
-            "the loss does not depend on any trainable parameter; set requires_grad on what is to be trained"
-        )
+        raise CaptureError("the loss depends on no trainable parameter; set requires_grad on what is to be trained")
     nodes = [
         dataclasses.replace(n, value=dataclasses.replace(n.value, requires_grad=True))
         if analysis.requires_grad[base + i] and n.value.is_tensor
@@ -418,7 +414,7 @@ def _accepted(program: Program) -> None:
     except NodeRefused as error:
         node = program.nodes[error.position]
         raise CaptureError(
-            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; write it with other torch functions"
+            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; write it otherwise"
         ) from error
     except GraphError as error:
         raise CaptureError(f"the model's graph cannot run on a peer: {error}") from error

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import ChainMap, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -143,9 +143,9 @@ class Owner:
         self._step = 0  # the first step that is not yet complete, for errors
 
     @property
-    def newest(self) -> Checkpoint | None:
-        """The last checkpoint that this epoch has brought to the disk."""
-        return self._keeping.saving.latest if self._keeping is not None else None
+    def saved(self) -> Iterable[Checkpoint]:
+        """The newest checkpoints that this epoch has brought to the disk, in order."""
+        return self._keeping.saving.made if self._keeping is not None else ()
 
     def stop(self, *, hand_over: bool = False) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C. `hand_over`: another plan goes on from here."""

@@ -450,8 +450,7 @@ class Training:
             self.stop()
 
     def _saved(self, owner: Owner) -> Callable[[], None] | None:
-        newest = owner.newest
-        return self._steering.listeners.saved(newest.next_step, newest.folder) if newest is not None else None
+        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in owner.saved)
 
     async def _proposed(self, planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
         try:
@@ -469,9 +468,7 @@ class Training:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
             self.base = self.copies.newest(len(self.result.losses)) or self.base
             self._noted = []
-        if (
-            self._job.verify and not self._is_examined
-        ):  # once: the finest cut is tried, which covers what later plans cut
+        if self._job.verify and not self._is_examined:  # once: the finest cut covers what later plans cut
             self._is_examined = True
             await self._look_at_module(captured, plan)
         try:
@@ -487,6 +484,8 @@ class Training:
             await self._epoch(going, planned, number)
         except MeshceeError as error:
             failures = self.owner.failures if self.owner is not None else Failures()
+            if self.owner is not None:
+                await self._listen(self._saved(self.owner))
             return moves.Failed(error, losses(failures))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
@@ -520,9 +519,7 @@ class Training:
         if self._wanted.plan is not None:
             assert self._captured is not None
             return await given_plan(self._agent, self._wanted.plan, self._job, self._captured)
-        job = replace(
-            self._request.job, micro_batch=self._job.micro_batch_size
-        )  # that of the first plan, if there was one
+        job = replace(self._request.job, micro_batch=self._job.micro_batch_size)  # of the first plan, if there was one
         return await ask_plan(self._agent, replace(self._request, job=job))
 
     def _asking(self, going: course.Course) -> PlanRequest:

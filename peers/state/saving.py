@@ -109,9 +109,13 @@ class Saving:
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
-        self.latest: Checkpoint | None = None  # of this epoch
+        self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
         self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store
         self.done = -1  # the step that was saved last
+
+    @property
+    def latest(self) -> Checkpoint | None:
+        return self.made[-1] if self.made else None
 
     @property
     def moved_bytes(self) -> int:
@@ -197,7 +201,7 @@ class Saving:
                 await self._news.wait()
             finishes = True  # from here on it is completed, whatever happens to the epoch
             plan = self._links[0].offer.plan.to_json()
-            self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=plan)
+            self.made.append(await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=plan))
         except OSError:
             finishes = False
             raise

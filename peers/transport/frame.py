@@ -180,9 +180,7 @@ def _decode_head(body: memoryview, limits: Limits, max_payload_bytes: int) -> tu
     if len(sizes) > limits.payloads:
         raise ProtocolError(f"frame {kind!r} announces {len(sizes)} payloads, more than {limits.payloads}")
     if sum(sizes) > max_payload_bytes:
-        raise ProtocolError(
-            f"frame {kind!r} announces {sum(sizes)} payload bytes, more than the {max_payload_bytes} allowed here"
-        )
+        raise ProtocolError(f"frame {kind!r} announces {sum(sizes)} payload bytes, more than {max_payload_bytes}")
     return kind, header, sizes
 
 

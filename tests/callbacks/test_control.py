@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -106,6 +107,26 @@ def test_who_waits_longest_is_waited_for() -> None:
     assert Listeners([of("steps"), of("evaluations")], Control()).waits == "steps"
     with pytest.raises(UsageError, match="'sometimes'"):
         called([of("sometimes")])
+
+
+def test_each_checkpoint_is_told_of_once_and_in_order_if_it_is_still_there(tmp_path: Path) -> None:
+    """A slow disk may finish one only when the next is there as well: nobody has looked in between."""
+
+    class Hears(Callback):
+        def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+            heard.append((steps, folder))
+
+    heard = list[tuple[int, Path]]()
+    listeners = Listeners([Hears()], Control())
+    made = [(steps, tmp_path / str(steps)) for steps in (3, 6, 10)]
+    assert listeners.saved(made) is None
+    for _, folder in made[1:]:
+        folder.mkdir()
+    tell = listeners.saved(made)
+    assert tell is not None
+    tell()
+    assert heard == made[1:]
+    assert listeners.saved(made) is None
 
 
 def test_a_resumed_rule_goes_on_as_it_would_have() -> None:

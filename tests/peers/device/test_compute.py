@@ -14,7 +14,8 @@ async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_n
     calls, seconds = 40, 0.0034  # not a whole number of the loop's milliseconds
     async with Compute(pace=Pace(1e9)) as compute:
         await compute.run(lambda: None)  # the thread is there
-        first = await compute.run(time.perf_counter, flops=1e9 * seconds)
+        first = time.perf_counter()
+        await compute.run(lambda: None, flops=1e9 * seconds)
         due_s = compute.paced_until_s
         for _ in range(calls - 1):
             # Nothing can be late by more than the timer: a busy machine makes a call begin anew, which is checked here.
