@@ -215,9 +215,10 @@ class MeshView:
         try:
             await self._in_time(self.coordinator)
         except TimeoutError as error:
+            before = self.directory.off  # a clock may have been set right in this moment
             await self.directory.refresh(everything=False)
-            if self.directory.off:
-                raise ClockError(f"{self.directory.off}, then try again") from error
+            if off := self.directory.off or before:
+                raise ClockError(f"{off}, then try again") from error
             raise JoinError(
                 f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "
                 "lends a device runs there, then try again"

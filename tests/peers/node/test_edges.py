@@ -111,6 +111,27 @@ async def test_a_machine_whose_clock_is_off_is_told_so_and_not_that_nobody_is_th
             await late.see_the_mesh()
 
 
+async def test_a_clock_that_is_set_right_in_the_last_moment_was_the_reason_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Storm 901267: its owner was told that nobody coordinates."""
+
+    async def wait() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            late.directory.off = (
+                "its clock was ahead"  # when records were read last; when they are read next, it is not
+            )
+
+    async with InProcess(JoinOptions(), timeouts=replace(QUICK, join_s=0.1)) as here:
+        late = await here.start("late", lends=False)
+        monkeypatch.setattr(late, "coordinator", wait)
+        with pytest.raises(ClockError, match="its clock was ahead, then try again"):
+            await late.see_the_mesh()
+        assert not late.directory.off
+
+
 async def test_the_very_first_epoch_is_answered_in_words() -> None:
     network = MemoryNetwork()
     async with members(network, 1, Limits()), network.transport("owner") as owner:
