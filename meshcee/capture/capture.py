@@ -52,7 +52,7 @@ from meshcee.capture.graph import (
     teach_shapes,
 )
 from meshcee.capture.graph.encoding import decode_program, encode_program
-from meshcee.capture.recipes import InitialState, construct, from_checkpoint
+from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.figures import BlockCost
@@ -184,12 +184,18 @@ def _as_in_eager() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+def _constructed(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any]:
+    from meshcee.capture.recipes import construct
+
+    return construct(factory, seed)
+
+
 @generators_put_back()  # forward may seed or draw, and so may the function that builds the model
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     start_s = time.perf_counter()
     teach_shapes()
-    model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else construct(job.model, job.seed)
+    model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job.model, job.seed)
     refuse_modules(model, job.loss)
     modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
@@ -201,6 +207,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
+        from meshcee.capture.recipes import from_checkpoint
+
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
     example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
     probed = read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed)

@@ -1,7 +1,8 @@
 """The numbers that a planner may use: profiles of devices and links, costs of blocks, seconds that were measured, testbeds.
 
 Values only. Figures are in bytes, seconds and operations, and say where they come from; no torch is loaded, so a plan can be
-made where nothing can be trained. `kernels` says which devices compute the same bits.
+made where nothing can be trained. `kernels` says which devices compute the same bits. `scenario`, which reads testbeds, is
+imported by name.
 """
 
 from meshcee.figures.hosts import as_run, threads_of
@@ -10,7 +11,6 @@ from meshcee.figures.measured import DEFAULT_LINK, FEW, JobCosts, Measured, with
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.figures.rate import LEAST_BYTES, Rate
-from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.figures.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.versions import Versions
 from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, SUM_BUCKET_BYTES, KindTimes, Workload
@@ -33,20 +33,16 @@ __all__ = [
     "DeviceProfile",
     "JobCosts",
     "KindTimes",
-    "LinkChange",
     "LinkProfile",
     "Measured",
     "Observed",
     "Rate",
-    "Scenario",
     "Triple",
     "Versions",
     "Workload",
     "as_run",
     "class_of",
     "fitting",
-    "load_scenario",
-    "packaged",
     "remark",
     "threads_of",
     "with_classes",

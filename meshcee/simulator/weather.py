@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from meshcee.figures import LinkChange
+from meshcee.figures.scenario import LinkChange
 
 __all__ = ["Weather"]
 

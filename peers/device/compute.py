@@ -16,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from meshcee.errors import PlanError
-from peers.device.staging import Staging
+
+if TYPE_CHECKING:
+    from peers.device.staging import Staging
 
 __all__ = ["Compute", "Pace", "one_thread"]
 
@@ -47,13 +49,22 @@ def one_thread(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))
 
 
+def staging_of(device: torch.device) -> Staging | None:
+    """Only a GPU has memory of its own."""
+    if device.type != "cuda":
+        return None
+    from peers.device.staging import Staging
+
+    return Staging(device)
+
+
 class Compute:
     """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
 
     def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
         self.device = torch.device(device)
         self.pace = pace
-        self.staging = Staging(self.device) if self.device.type == "cuda" else None
+        self.staging = staging_of(self.device)
         self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.running = self.done = 0  # calls under way or waiting, and those that have ended
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it

@@ -31,7 +31,6 @@ from peers.owner import (
     Wanted,
     next_incarnation,
     own,
-    stand_by,
     with_state,
 )
 from peers.planning import Planned, ask_plan, given_plan, question
@@ -143,6 +142,8 @@ class Mesh:
         None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
         is of another job of that name, or when this machine could not feed its steps again as they were fed.
         """
+        from peers.owner.standby import stand_by
+
         if self._home is None:
             raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
         if (index := await asyncio.to_thread(unrepeatable, job)) is not None:

@@ -1,13 +1,12 @@
 """The side of a job that has the user's code and data: epochs from plan to plan, what is fed, what is heard, what is decided.
 
 `Training` is a job from its first plan to its last step, `Owner` one epoch of it. Recovery, adaptation, evaluation, the run's
-diary, a standby in waiting. Imports everything below; members never import this room.
+diary; `standby`, which waits for an owner to die, is imported by name. Imports everything below; members never import this room.
 """
 
 from peers.owner.epoch import Report
 from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
 from peers.owner.job_run import Result, Training, Wanted, next_incarnation, own
-from peers.owner.standby import stand_by
 
 __all__ = [
     "EvaluationFeed",
@@ -18,6 +17,5 @@ __all__ = [
     "Wanted",
     "next_incarnation",
     "own",
-    "stand_by",
     "with_state",
 ]

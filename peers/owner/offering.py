@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from meshcee.capture import Capture
-from meshcee.capture.recipes import InitialState
+from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.events import Event

@@ -27,7 +27,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, UsageError
-from meshcee.files import disk, dumps, hugging_face, loads
+from meshcee.files import disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 
@@ -311,6 +311,8 @@ class CheckpointStore:
         """Of a run that is about to write. `devices`: all kinds of device that have computed it, as (kind, name, threads).
         `before`: with which an earlier epoch wrote, and may be completing its last checkpoint.
         """
+        from meshcee.files import hugging_face
+
         for left in folder.glob(".step-*") if before is None else ():  # by an owner that died
             disk.remove_tree(left)
         about = {

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from msgspec import Meta
 
-from meshcee.capture.recipes import InitialState, decode
+from meshcee.capture.initial_state import InitialState
 from meshcee.errors import ProtocolError
 from meshcee.fields import read, unpack
 from meshcee.files.tensor_files import Layout, byte_view
@@ -234,6 +234,8 @@ class StateReceiver:
 
     def follow(self, data: bytes) -> None:
         """Make what the recipes say."""
+        from meshcee.capture.recipes import decode
+
         if not self._recipes:
             raise ProtocolError("recipes for weights have no meaning here")
         made = read(unpack(data, len(data), "a set of recipes"), Recipes, "a set of recipes")

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.capture import capture
+from meshcee.capture.initial_state import InitialState
 from meshcee.capture.recipes import constructor as module_
-from meshcee.capture.recipes.constructor import InitialState, construct
+from meshcee.capture.recipes.constructor import construct
 from meshcee.capture.recipes.initial import from_checkpoint
 from meshcee.capture.recipes.recipe import MAX_LIVE, SLACK_BYTES, decode
 from meshcee.errors import CaptureError, GraphError, UsageError

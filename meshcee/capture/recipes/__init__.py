@@ -3,8 +3,8 @@
 A recipe is a few calls of initialising operators over storages of stated size, checked like a program.
 """
 
-from meshcee.capture.recipes.constructor import InitialState, construct
+from meshcee.capture.recipes.constructor import construct
 from meshcee.capture.recipes.initial import from_checkpoint
 from meshcee.capture.recipes.recipe import decode
 
-__all__ = ["InitialState", "construct", "decode", "from_checkpoint"]
+__all__ = ["construct", "decode", "from_checkpoint"]

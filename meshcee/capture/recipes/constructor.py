@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.files import large_apart
 from meshcee.user_code import place_of
 
-__all__ = ["InitialState", "construct"]
+__all__ = ["construct"]
 
 SMALL_BYTES = 64 << 10  # storages below this are kept as they are
 CACHE_BYTES = 64 << 20  # of large storages that stay real while the constructor runs, or twice the largest
@@ -276,28 +276,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             tensor = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [t for t in (tensor if isinstance(tensor, list) else [tensor]) if isinstance(t, torch.Tensor)]
     return found
-
-
-class InitialState(Mapping[str, torch.Tensor]):
-    """The values of a constructed model by name. Item access makes that tensor alone; nothing is kept."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], recorder: Recorder) -> None:
-        self._tensors = dict(tensors)
-        self._recorder = recorder
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._recorder.value(self._tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def recipe(self, name: str) -> bytes | None:
-        """How another machine makes this tensor, encoded; None where its values must be sent."""
-        found = self._recorder.recipe_of(self._tensors[name])
-        return None if found is None else found[0].encode(found[1])
 
 
 def construct(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recorder]:

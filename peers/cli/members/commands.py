@@ -11,7 +11,8 @@ from dht import MAX_ADDRESSES, ROLES, Role, Token
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.session import Screen, configure_logging, run_async
-from peers.node import Authority, JoinOptions, authority_of, join
+from peers.node import JoinOptions, join
+from peers.node.authority import Authority, authority_of
 
 __all__ = ["run_invite", "run_members", "run_revoke"]
 

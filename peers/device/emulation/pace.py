@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshcee.errors import UsageError
-from meshcee.figures import LinkProfile, Scenario, load_scenario, packaged
+from meshcee.figures import LinkProfile
+from meshcee.figures.scenario import Scenario, load_scenario, packaged
 from peers.device.compute import Pace
 from peers.device.emulation.shape import Shape
 

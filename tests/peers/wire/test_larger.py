@@ -14,11 +14,13 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from meshcee.capture import recipes
+from meshcee.capture.initial_state import InitialState
 from meshcee.capture.recipes import constructor
 from meshcee.errors import ProtocolError
 from meshcee.job import Job
 from peers.transport.base import Frame
-from peers.wire import messages, weights
+from peers.wire import messages
 from peers.wire.weights import StateReceiver, StateSender, names_of
 from tests.peers.member.test_training import Net, make_job
 from tests.rig import zoo
@@ -123,7 +125,7 @@ async def test_a_job_that_begins_with_a_checkpoint_equals_the_plain_loop(
 async def test_what_another_processor_draws_differently_is_sent_instead(
     followed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = weights.decode
+    decode = recipes.decode
     spoiled: list[tuple[int, ...]] = []
 
     def elsewhere(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
@@ -134,7 +136,7 @@ async def test_what_another_processor_draws_differently_is_sent_instead(
         call = replace(recipe.calls[0], state=torch.Generator().manual_seed(1).get_state())
         return replace(recipe, calls=(call, *recipe.calls[1:])), view
 
-    monkeypatch.setattr(weights, "decode", elsewhere)
+    monkeypatch.setattr(recipes, "decode", elsewhere)
     await assert_parity(make_job(model=Net, micro_batch_size=6), 2)
     assert len(spoiled) == 3
     assert len(followed) > 3  # the rest came out right
@@ -142,7 +144,7 @@ async def test_what_another_processor_draws_differently_is_sent_instead(
 
 def test_a_receiver_takes_recipes_only_where_they_belong_and_once() -> None:
     module, recorder = constructor.construct(lambda: nn.Linear(40, 30), 3)
-    state = constructor.InitialState(dict(module.named_parameters()), recorder)
+    state = InitialState(dict(module.named_parameters()), recorder)
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.named_parameters()}
     frames = list(StateSender(state).frames(expected, recipes=True))
     recipes = frames[0]
@@ -172,7 +174,7 @@ def test_a_receiver_takes_recipes_only_where_they_belong_and_once() -> None:
 
 def test_what_is_unequal_must_come_at_the_second_try() -> None:
     module, recorder = constructor.construct(lambda: nn.Linear(40, 30), 3)
-    state = constructor.InitialState(dict(module.named_parameters()), recorder)
+    state = InitialState(dict(module.named_parameters()), recorder)
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.named_parameters()}
     sender = StateSender(state)
     recipes, values, end = sender.frames(expected, recipes=True)
