@@ -18,9 +18,21 @@ import struct
 from collections.abc import Callable, Mapping
 
 from peers.device.worker.packets import Confinement
-from peers.device.worker.system_calls import SECCOMP, program
+from peers.device.worker.system_calls import IO_URING_SETUP, SECCOMP, of_a_check
 
-__all__ = ["GUARDS", "Rules", "confine", "die_with", "limit_cpu", "tried"]
+__all__ = [
+    "GUARDS",
+    "POSSIBLE",
+    "Rules",
+    "confine",
+    "die_with",
+    "filter_calls",
+    "has_rings",
+    "keep_privileges",
+    "limit_cpu",
+    "limit_memory",
+    "tried",
+]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PDEATHSIG, _NO_NEW_PRIVS = 1, 38  # of prctl
@@ -40,7 +52,7 @@ def die_with(parent: int) -> None:
 
 def confine(memory_bytes: int) -> Confinement:
     """Give up what a check needs not. `memory_bytes` may be had beside what is in use now."""
-    return tried(GUARDS, _POSSIBLE, memory_bytes)
+    return tried(GUARDS, POSSIBLE, memory_bytes)
 
 
 def tried(
@@ -90,16 +102,16 @@ def _drop_capabilities(memory_bytes: int) -> None:
     _called(_libc.capset(header, nothing))
 
 
-def _keep_privileges(memory_bytes: int) -> None:
+def keep_privileges(memory_bytes: int = 0) -> None:
+    """No later program gets more rights than this one has."""
     _called(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
 def _limit(memory_bytes: int) -> None:
-    with open("/proc/self/statm") as file:
-        size, _, _, _, _, data, _ = (int(pages) * resource.getpagesize() for pages in file.read().split())
+    size, _, _, _, _, _, _ = _memory()
+    limit_memory(memory_bytes)
     for what, most in {
         resource.RLIMIT_AS: size + memory_bytes,
-        resource.RLIMIT_DATA: data + memory_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NPROC: 0,  # neither processes nor threads
@@ -107,6 +119,18 @@ def _limit(memory_bytes: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
     }.items():
         resource.setrlimit(what, (most, most))
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Of its own, which nobody shares: `more_bytes` beside what is in use now."""
+    _, _, _, _, _, data, _ = _memory()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + more_bytes, data + more_bytes))
+
+
+def _memory() -> list[int]:
+    """In bytes: in all, resident, shared, text, nothing, of its own, nothing (proc(5))."""
+    with open("/proc/self/statm") as file:
+        return [int(pages) * resource.getpagesize() for pages in file.read().split()]
 
 
 class Rules:
@@ -143,11 +167,19 @@ def _landlock(memory_bytes: int) -> None:
 
 
 def _seccomp(memory_bytes: int) -> None:
-    """For all threads of this process."""
-    code = program()
+    filter_calls(of_a_check())
+
+
+def filter_calls(code: bytes) -> None:
+    """For all threads of this process, from now on."""
     buffer = ctypes.create_string_buffer(code, len(code))
     given = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     _called(_libc.syscall(SECCOMP[platform.machine()], 1, 1, given))
+
+
+def has_rings() -> bool:
+    """Whether the kernel makes one for this process."""
+    return _libc.syscall(IO_URING_SETUP, 0, None) < 0 and ctypes.get_errno() != errno.ENOSYS
 
 
 # By name, in this order: the first needs rights that the others take.
@@ -155,7 +187,7 @@ GUARDS: dict[str, Callable[[int], object]] = {
     "one thread": _count_threads,  # another would keep what this one gives up
     "namespaces": _leave_namespaces,
     "no capabilities": _drop_capabilities,
-    "no new privileges": _keep_privileges,
+    "no new privileges": keep_privileges,
     "limits": _limit,
     "landlock": _landlock,
     "seccomp": _seccomp,
@@ -163,7 +195,7 @@ GUARDS: dict[str, Callable[[int], object]] = {
 
 
 # What this process must not be able to do.
-_POSSIBLE: dict[str, Callable[[], object]] = {
+POSSIBLE: dict[str, Callable[[], object]] = {
     "open files": lambda: os.close(os.open("/", os.O_RDONLY)),
     "open sockets": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM).close(),
     "open local sockets": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close(),

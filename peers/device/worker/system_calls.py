@@ -1,8 +1,8 @@
-"""Which system calls a worker may still make once it is ready: a filter for the kernel, written by hand.
+"""Which system calls a process may still make once it is ready: filters for the kernel, written by hand.
 
-The idea: a list of what is allowed, and EPERM for everything else, so a call that a newer kernel brings is refused too. What is
-left is memory of its own, clocks, the socket that it was born with, and the end. It cannot open, connect, start or signal
-anything.
+The idea: a list of what is allowed, and EPERM for everything else, so a call that a newer kernel brings is refused too. A check
+keeps memory of its own, clocks, the socket that it was born with, and the end. A device keeps threads, an event loop and
+code that is made while it runs as well. Neither can open, connect, start or signal anything.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Mapping, Sequence
 
-__all__ = ["SECCOMP", "program"]
+__all__ = ["IO_URING_SETUP", "SECCOMP", "of_a_check", "of_a_device", "without_rings"]
 
 # (x86_64, aarch64); None: has none.
 _CALLS: dict[str, tuple[int | None, int | None]] = {
@@ -28,6 +29,11 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "sendmsg": (46, 211), "recvmsg": (47, 212), "sendto": (44, 206), "recvfrom": (45, 207), "poll": (7, None),
     "ppoll": (271, 73), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
+_OF_A_DEVICE: dict[str, tuple[int | None, int | None]] = {
+    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441), "epoll_ctl": (233, 21),
+    "memfd_create": (319, 279), "ftruncate": (77, 46), "pwrite64": (18, 68), "flock": (73, 32), "shutdown": (48, 210),
+    "getsockopt": (55, 209), "getsockname": (51, 204), "getpeername": (52, 205),
+}  # fmt: skip
 _MMAP, _MPROTECT, _PRLIMIT, _TGKILL, _FCNTL, _NEWFSTATAT = (
     (9, 222),
     (10, 226),
@@ -36,38 +42,74 @@ _MMAP, _MPROTECT, _PRLIMIT, _TGKILL, _FCNTL, _NEWFSTATAT = (
     (72, 25),
     (262, 79),
 )
+_IOCTL, _PRCTL, _CLONE, _CLONE3 = (16, 29), (157, 167), (56, 220), (435, 435)
+IO_URING_SETUP = 425  # on both
 SECCOMP = {"x86_64": 317, "aarch64": 277}  # the call that installs a filter
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and as the kernel names it
 
 _PROT_EXEC = 4
 _AT_EMPTY_PATH = 0x1000
-# Of fcntl: read flags, duplicate a descriptor, look at seals. Others make the kernel send signals.
-_FCNTLS = (1, 3, 1030, 1034)
+_CLONE_THREAD = 0x10000
+_FIONBIO = 0x5421  # of ioctl
+_SET_NAME = 15  # of prctl: of a thread
+# Of fcntl: read flags, duplicate a descriptor, look at seals; wait or not, seal. Others make the kernel send signals.
+_FCNTLS, _FCNTLS_OF_A_DEVICE = (1, 3, 1030, 1034), (4, 1033)
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-_KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050000 | errno.EPERM
+_KILL, _ALLOW, _REFUSE, _UNKNOWN = 0x80000000, 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the filter sees
 
 
-def program() -> bytes:
+def of_a_check() -> bytes:
     """The filter's instructions for this machine and this process; OSError where none is written for the machine."""
+    return _program(_CALLS, _FCNTLS, [], may_make_code=False)
+
+
+def of_a_device() -> bytes:
+    """As of a check, and threads, an event loop, sealed memory, and code: oneDNN makes its kernels while it runs."""
+    column, _ = _here()
+    more = [
+        *_when(_CLONE[column], 0, _with_bit(_CLONE_THREAD)),
+        *(
+            _op(_EQUAL, _CLONE3[column], 0, 1),
+            _op(_RETURN, _UNKNOWN),
+        ),  # then glibc asks for clone, which can be looked at
+        *_when(_IOCTL[column], 1, _among(_FIONBIO)),
+        *_when(_PRCTL[column], 0, _among(_SET_NAME)),
+    ]
+    return _program(_CALLS | _OF_A_DEVICE, _FCNTLS + _FCNTLS_OF_A_DEVICE, more, may_make_code=True)
+
+
+def without_rings() -> bytes:
+    """Everything but io_uring, as if the kernel had none: what a ring is asked for would pass by any filter."""
+    return b"".join(
+        [
+            *(_op(_LOAD, _NUMBER), _op(_EQUAL, IO_URING_SETUP, 0, 1)),
+            *(_op(_RETURN, _UNKNOWN), _op(_RETURN, _ALLOW)),
+        ]
+    )
+
+
+def _here() -> tuple[int, int]:
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no filter is written for {platform.machine()}")
-    column, machine = _MACHINES[platform.machine()]
+    return _MACHINES[platform.machine()]
+
+
+def _program(
+    calls: Mapping[str, tuple[int | None, int | None]], fcntls: Sequence[int], more: list[bytes], *, may_make_code: bool
+) -> bytes:
+    column, machine = _here()
     code = [_op(_LOAD, _MACHINE), _op(_EQUAL, machine, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
-    for numbers in _CALLS.values():
-        if numbers[column] is not None:
-            code += [_op(_EQUAL, numbers[column] or 0, 0, 1), _op(_RETURN, _ALLOW)]
-    for numbers in (_MMAP, _MPROTECT):  # memory that can be run is made before
-        code += _when(
-            numbers[column], 2, [_op(_ANY_BIT, _PROT_EXEC, 0, 1), _op(_RETURN, _REFUSE), _op(_RETURN, _ALLOW)]
-        )
+    for numbers in calls.values():
+        if (number := numbers[column]) is not None:
+            code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ALLOW)]
+    for numbers in (_MMAP, _MPROTECT):
+        code += _when(numbers[column], 2, [_op(_RETURN, _ALLOW)] if may_make_code else _without_bit(_PROT_EXEC))
     code += _when(_PRLIMIT[column], 0, _among(0))
     code += _when(_TGKILL[column], 0, _among(os.getpid()))  # what abort() does
-    code += _when(_FCNTL[column], 1, _among(*_FCNTLS))
-    nameless = [_op(_ANY_BIT, _AT_EMPTY_PATH, 0, 1), _op(_RETURN, _ALLOW), _op(_RETURN, _REFUSE)]
-    code += _when(_NEWFSTATAT[column], 3, nameless)
-    code.append(_op(_RETURN, _REFUSE))
-    return b"".join(code)
+    code += _when(_FCNTL[column], 1, _among(*fcntls))
+    code += _when(_NEWFSTATAT[column], 3, _with_bit(_AT_EMPTY_PATH))
+    return b"".join([*code, *more, _op(_RETURN, _REFUSE)])
 
 
 def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -82,3 +124,11 @@ def _when(number: int, argument: int, then: list[bytes]) -> list[bytes]:
 def _among(*values: int) -> list[bytes]:
     allowed = [one for value in values for one in (_op(_EQUAL, value, 0, 1), _op(_RETURN, _ALLOW))]
     return [*allowed, _op(_RETURN, _REFUSE)]
+
+
+def _with_bit(bit: int) -> list[bytes]:
+    return [_op(_ANY_BIT, bit, 0, 1), _op(_RETURN, _ALLOW), _op(_RETURN, _REFUSE)]
+
+
+def _without_bit(bit: int) -> list[bytes]:
+    return [_op(_ANY_BIT, bit, 0, 1), _op(_RETURN, _REFUSE), _op(_RETURN, _ALLOW)]

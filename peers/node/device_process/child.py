@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import subprocess
+from pathlib import Path
 
 from peers.device.worker.workers import command
 from peers.node.device_process.messages import FROM_DEVICE
@@ -63,6 +64,14 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def had_s(self) -> float:
+        """Seconds that its threads have run, or waited for a core: schedstat of proc(5). 0 where the kernel does not tell."""
+        had_ns = 0
+        for file in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # that thread has ended
+                had_ns += sum(map(int, file.read_text().split()[:2]))
+        return had_ns / 1e9
 
     @property
     def written(self) -> str:

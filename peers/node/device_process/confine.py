@@ -1,12 +1,14 @@
-"""What the process of a device gives up before it hears of any job: the network, rights, and all files but what Python reads.
+"""What the process of a device gives up before it hears of any job: network, rights, files, system calls, memory without end.
 
-The idea: it is done while there is one thread, so every later thread has given it up as well. The rest is as in a worker that
-checks graphs (`peers.device.worker.confine`): what the kernel refuses is told, not fatal.
+The idea: rights go first, while there is one thread, so every later thread has given them up as well. System calls go last: what
+is imported or opened on first use has been by then. The rest is as in a worker that checks graphs
+(`peers.device.worker.confine`): what the kernel refuses is told, not fatal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -16,10 +18,12 @@ from collections.abc import Callable, Iterator
 
 from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
-from peers.device.worker.confine import Rules, tried
+from peers.device.worker.confine import POSSIBLE as TO_A_CHECK
+from peers.device.worker.confine import Rules, filter_calls, has_rings, keep_privileges, limit_memory, tried
 from peers.device.worker.packets import Confinement
+from peers.device.worker.system_calls import of_a_device, without_rings
 
-__all__ = ["GUARDS", "POSSIBLE", "confine", "readable"]
+__all__ = ["GUARDS", "LAST_GUARDS", "POSSIBLE", "confine", "confine_fully", "readable", "refuse_rings"]
 
 # Of what Python, torch and their libraries read while they run; nothing is executed or written.
 FOLDERS = ("/usr", "/lib", "/lib64", "/sys/devices/system", "/proc/self")
@@ -34,13 +38,42 @@ FILES = (
 )
 
 
+# Of what the plan counts on: heaps have holes, and Python and the kernels of torch take memory of their own.
+SLACK, SLACK_BYTES = 1.25, 512 << 20
+
+
 def confine(device: str) -> Confinement:
     """Once: before the first thread. What a GPU's driver needs is not known yet, so its process keeps everything."""
     if device != "cpu":
         return Confinement((), (f"everything: only on a CPU, and this is {device}",), ())
     if (file := lock_file()) is not None:
         locks.append(file)
-    return tried(GUARDS, POSSIBLE)
+    return tried(GUARDS, {})
+
+
+def refuse_rings() -> None:
+    """Before the event loop, which would ask the kernel by a ring where it gets one."""
+    with contextlib.suppress(OSError):  # then system calls are not filtered later
+        keep_privileges()
+        filter_calls(without_rings())
+
+
+def confine_fully(device: str, memory_bytes: int, before: Confinement) -> Confinement:
+    """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
+    if device != "cpu":
+        return before
+    after = tried(LAST_GUARDS, POSSIBLE, memory_bytes)
+    return Confinement(before.got + after.got, before.missing + after.missing, after.possible)
+
+
+def _filter_calls(_: int) -> None:
+    if has_rings():
+        raise OSError(errno.EBUSY, "")
+    filter_calls(of_a_device())
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    limit_memory(int(SLACK * memory_bytes) + SLACK_BYTES)
 
 
 def _no_core_file(_: int) -> None:
@@ -75,6 +108,10 @@ GUARDS: dict[str, Callable[[int], object]] = {
     "no core file": _no_core_file,
     "landlock": _landlock,
 }
+LAST_GUARDS: dict[str, Callable[[int], object]] = {
+    "memory": _limit_memory,
+    "seccomp": _filter_calls,
+}
 
 
 def _connect() -> None:
@@ -82,9 +119,14 @@ def _connect() -> None:
         one.connect(("127.0.0.1", 9))
 
 
+def _start() -> None:
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+
+
 POSSIBLE: dict[str, Callable[[], object]] = {
-    "list files": lambda: os.listdir("/"),
+    **TO_A_CHECK,
+    "read what Python reads": lambda: os.close(os.open(os.__file__, os.O_RDONLY)),
     "write files": lambda: os.close(os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_WRONLY)),
     "reach the network": _connect,
-    "signal others": lambda: os.kill(os.getppid(), 0),
+    "start processes": _start,
 }

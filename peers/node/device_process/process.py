@@ -58,7 +58,8 @@ log = structlog.get_logger()
 
 SERVES = ("job", "stage", "copies", "profile")
 OPENS = ("stage", "copies")
-ASK_S = 1.0  # between two questions whether it is there
+ASK_S = 0.5  # between two questions whether it is there
+STILL_S = 1.5  # without an answer, in which it neither runs nor waits for a core: it is stopped, or waits for itself
 MOST_TEXT = 2000
 MOST_GRAPHS = 3  # of an offer
 LONGEST_PAUSE_S = 60.0  # before a process is started again that has ended before it was ready
@@ -223,14 +224,19 @@ class DeviceProcess:
         except TimeoutError:
             child.kill(f"was not ready within {timeouts.worker_s:.0f} s")
             return
-        while child.silent_for * ASK_S < timeouts.silent_s:
+        had_s = 0.0  # by when it answered last
+        while (silent_s := child.silent_for * ASK_S) < timeouts.silent_s:
+            if not child.silent_for:
+                had_s = child.had_s()
+            elif silent_s - (child.had_s() - had_s) >= STILL_S:
+                break
             if (now := first(self._asked.bandwidths())) != known:
                 known = now
                 self._tell(Bandwidth(now))
             child.silent_for += 1
             self._tell(Ping())
             await asyncio.sleep(ASK_S)
-        child.kill(f"did not answer for {timeouts.silent_s:.0f} s")
+        child.kill(f"did not answer for {silent_s:.1f} s")
 
     async def _farewell(self, child: Child, stream: Stream) -> None:
         """The owner of a job hears the cause before its consequences."""

@@ -23,12 +23,13 @@ import uvloop
 from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
 from meshcee.errors import GraphError, NotPermittedError, PlanError, ProtocolError
+from meshcee.job import PER_PARAMETER, Optimizer, seeded
 from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
 from peers.device.worker.packets import Confinement, sealed
 from peers.measure import lend_profiles
 from peers.member import Member
-from peers.node.device_process.confine import confine
+from peers.node.device_process.confine import confine, confine_fully, refuse_rings
 from peers.node.device_process.messages import (
     MOST_CHECKS,
     TO_DEVICE,
@@ -95,19 +96,20 @@ class _Graphs(Graphs):
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
-def _keeps_all(device: str) -> Confinement:
-    return Confinement((), (), ())
+GiveUp = tuple[Callable[[str], Confinement], Callable[[str, int, Confinement], Confinement]]
+NOTHING: GiveUp = (lambda device: Confinement((), (), ()), lambda device, memory_bytes, before: before)
 
 
-async def serve(end: socket.socket, give_up: Callable[[str], Confinement] = _keeps_all) -> None:
-    """Until the peer closes the channel. `give_up` is called while there is one thread."""
+async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
+    """Until the peer closes the channel. The first of `give_up` is called while there is one thread, the second before Ready."""
     channel = Channel(end, (*TO_DEVICE, *GIVES))
     try:
         begin, _ = await channel.receive()
         if not isinstance(begin, Begin):
             raise ProtocolError("the peer of this device does not say first for whom it works")
         say_by(partial(_post, channel))
-        await _serve(channel, begin, give_up(begin.device))
+        first_part, rest = give_up
+        await _serve(channel, begin, partial(rest, begin.device, before=first_part(begin.device)))
     except* StreamClosed:
         pass
     finally:
@@ -120,7 +122,7 @@ def _post(channel: Channel, message: Any) -> None:
         channel.post(message)
 
 
-async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> None:
+async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confinement]) -> None:
     torch.set_num_threads(begin.threads)
     questions, known = _Questions(channel), dict[str, float]()
     graphs = _Graphs(begin.limits, questions)
@@ -144,6 +146,8 @@ async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> No
             compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
         )
         transport = Bridged(begin.peer, channel, limits=begin.limits, timeouts=begin.timeouts)
+        await compute.run(first_steps)
+        confinement = await asyncio.to_thread(give_up, device.memory_bytes)
         async with transport, asyncio.TaskGroup() as group:
             member = Member(
                 transport,
@@ -176,6 +180,16 @@ async def _serve(channel: Channel, begin: Begin, confinement: Confinement) -> No
                         transport.take(message, handle)
 
 
+def first_steps() -> None:
+    """Of every optimizer that a job may have: what torch imports or opens for a step, this process has then."""
+    for name in sorted(PER_PARAMETER):
+        weight = torch.nn.Parameter(torch.ones(8, 8))
+        optimizer = Optimizer(name, lr=0.1).build({"weight": weight})
+        with seeded(0, 0, 0):
+            torch.nn.functional.dropout(weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
 async def _tell_state(channel: Channel, member: Member) -> None:
     while True:
         await member.busy_changed.wait()
@@ -187,6 +201,7 @@ def main() -> None:
     """Arguments: the parent's process id, the descriptor of the channel."""
     parent, handle = map(int, sys.argv[1:3])
     die_with(parent)
+    refuse_rings()
     prepare()  # later it could not make the folders that torch makes when it is imported
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_main(handle))
@@ -194,7 +209,7 @@ def main() -> None:
 
 async def _main(handle: int) -> None:
     try:
-        await serve(socket.socket(fileno=handle), confine)
+        await serve(socket.socket(fileno=handle), (confine, confine_fully))
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # no thread of torch's is waited for
