@@ -32,7 +32,7 @@ from peers.node.assemble import JoinOptions, join
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
-from tests.mesh.harness import Peers, environment
+from tests.mesh.harness import Peers, environment, peers
 from tests.rig.matrix import CASES, FACTORS, Case, job_of, pairs_of, pairwise, stages_of
 from tests.rig.mesh_fixture import even_plan
 
@@ -147,15 +147,25 @@ class EagerProcess:
         result.state = safetensors.torch.load_file(self._folder / "state")
 
 
+@pytest.fixture(scope="session", params=["in the peer", pytest.param("in a process", marks=pytest.mark.slow)])
+def devices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    """Five peers; where their devices compute."""
+    if request.param == "in the peer":
+        yield request.getfixturevalue("five_peers")
+        return
+    with peers(tmp_path_factory.mktemp("five-processes"), 5, "--device-process") as found:
+        yield found
+
+
 @pytest.fixture(scope="session")
-def owner(five_peers: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshOwner]:
+def owner(devices: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshOwner]:
     ready: Future[tuple[MeshOwner, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def hold() -> None:
         home, leave = Home(tmp_path_factory.mktemp("owner")), asyncio.Event()
-        async with join(JoinOptions(token=five_peers.token), home) as mesh:
+        async with join(JoinOptions(token=devices.token), home) as mesh:
             await mesh.agent.wait_for_devices(5)
-            ready.set_result((MeshOwner(mesh, home, list(five_peers.ids.values())), asyncio.get_running_loop(), leave))
+            ready.set_result((MeshOwner(mesh, home, list(devices.ids.values())), asyncio.get_running_loop(), leave))
             await leave.wait()
 
     with ThreadPoolExecutor(1) as pool:

@@ -1,8 +1,8 @@
 """Which system calls a process may still make once it is ready: filters for the kernel, written by hand.
 
 The idea: a list of what is allowed, and EPERM for everything else, so a call that a newer kernel brings is refused too. A check
-keeps memory of its own, clocks, the socket that it was born with, and the end. A device keeps threads, an event loop and
-code that is made while it runs as well. Neither can open, connect, start or signal anything.
+keeps memory of its own, clocks, the socket that it was born with, and the end. A device keeps threads, an event loop,
+code that is made while it runs, and what imports read. Neither can write a file, connect, start or signal anything.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _OF_A_DEVICE: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279), "ftruncate": (77, 46), "pwrite64": (18, 68), "flock": (73, 32), "shutdown": (48, 210),
     "getsockopt": (55, 209), "getsockname": (51, 204), "getpeername": (52, 205),
 }  # fmt: skip
+_OF_IMPORTS: dict[str, tuple[int | None, int | None]] = {
+    "getdents64": (217, 61), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "newfstatat": (262, 79),
+}  # fmt: skip
 _MMAP, _MPROTECT, _PRLIMIT, _TGKILL, _FCNTL, _NEWFSTATAT = (
     (9, 222),
     (10, 226),
@@ -42,7 +45,7 @@ _MMAP, _MPROTECT, _PRLIMIT, _TGKILL, _FCNTL, _NEWFSTATAT = (
     (72, 25),
     (262, 79),
 )
-_IOCTL, _PRCTL, _CLONE, _CLONE3 = (16, 29), (157, 167), (56, 220), (435, 435)
+_IOCTL, _PRCTL, _CLONE, _CLONE3, _OPENAT = (16, 29), (157, 167), (56, 220), (435, 435), (257, 56)
 IO_URING_SETUP = 425  # on both
 SECCOMP = {"x86_64": 317, "aarch64": 277}  # the call that installs a filter
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and as the kernel names it
@@ -50,6 +53,7 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 _PROT_EXEC = 4
 _AT_EMPTY_PATH = 0x1000
 _CLONE_THREAD = 0x10000
+_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FIONBIO = 0x5421  # of ioctl
 _SET_NAME = 15  # of prctl: of a thread
 # Of fcntl: read flags, duplicate a descriptor, look at seals; wait or not, seal. Others make the kernel send signals.
@@ -64,8 +68,11 @@ def of_a_check() -> bytes:
     return _program(_CALLS, _FCNTLS, [], may_make_code=False)
 
 
-def of_a_device() -> bytes:
-    """As of a check, and threads, an event loop, sealed memory, and code: oneDNN makes its kernels while it runs."""
+def of_a_device(*, may_read: bool) -> bytes:
+    """As of a check, and threads, an event loop, sealed memory, and code: oneDNN makes its kernels while it runs.
+
+    `may_read` files: something else, landlock, sees to it which.
+    """
     column, _ = _here()
     more = [
         *_when(_CLONE[column], 0, _with_bit(_CLONE_THREAD)),
@@ -76,7 +83,11 @@ def of_a_device() -> bytes:
         *_when(_IOCTL[column], 1, _among(_FIONBIO)),
         *_when(_PRCTL[column], 0, _among(_SET_NAME)),
     ]
-    return _program(_CALLS | _OF_A_DEVICE, _FCNTLS + _FCNTLS_OF_A_DEVICE, more, may_make_code=True)
+    calls = _CALLS | _OF_A_DEVICE
+    if may_read:
+        calls |= _OF_IMPORTS
+        more += _when(_OPENAT[column], 2, _without_bit(_TO_WRITE))
+    return _program(calls, _FCNTLS + _FCNTLS_OF_A_DEVICE, more, may_make_code=True)
 
 
 def without_rings() -> bytes:

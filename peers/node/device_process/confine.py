@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
@@ -23,7 +24,7 @@ from peers.device.worker.confine import Rules, filter_calls, has_rings, keep_pri
 from peers.device.worker.packets import Confinement
 from peers.device.worker.system_calls import of_a_device, without_rings
 
-__all__ = ["GUARDS", "LAST_GUARDS", "POSSIBLE", "confine", "confine_fully", "readable", "refuse_rings"]
+__all__ = ["GUARDS", "POSSIBLE", "confine", "confine_fully", "limit_to", "readable", "refuse_rings"]
 
 # Of what Python, torch and their libraries read while they run; nothing is executed or written.
 FOLDERS = ("/usr", "/lib", "/lib64", "/sys/devices/system", "/proc/self")
@@ -62,17 +63,19 @@ def confine_fully(device: str, memory_bytes: int, before: Confinement) -> Confin
     """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
     if device != "cpu":
         return before
-    after = tried(LAST_GUARDS, POSSIBLE, memory_bytes)
+    files = partial(_filter_calls, may_read="landlock" in before.got)
+    after = tried({"memory": limit_to, "seccomp": files}, POSSIBLE, memory_bytes)
     return Confinement(before.got + after.got, before.missing + after.missing, after.possible)
 
 
-def _filter_calls(_: int) -> None:
+def _filter_calls(_: int, *, may_read: bool) -> None:
     if has_rings():
         raise OSError(errno.EBUSY, "")
-    filter_calls(of_a_device())
+    filter_calls(of_a_device(may_read=may_read))
 
 
-def _limit_memory(memory_bytes: int) -> None:
+def limit_to(memory_bytes: int) -> None:
+    """What is lent, and slack; what is in use already does not count."""
     limit_memory(int(SLACK * memory_bytes) + SLACK_BYTES)
 
 
@@ -108,10 +111,6 @@ GUARDS: dict[str, Callable[[int], object]] = {
     "no core file": _no_core_file,
     "landlock": _landlock,
 }
-LAST_GUARDS: dict[str, Callable[[int], object]] = {
-    "memory": _limit_memory,
-    "seccomp": _filter_calls,
-}
 
 
 def _connect() -> None:
@@ -125,7 +124,6 @@ def _start() -> None:
 
 POSSIBLE: dict[str, Callable[[], object]] = {
     **TO_A_CHECK,
-    "read what Python reads": lambda: os.close(os.open(os.__file__, os.O_RDONLY)),
     "write files": lambda: os.close(os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_WRONLY)),
     "reach the network": _connect,
     "start processes": _start,

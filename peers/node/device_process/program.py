@@ -146,7 +146,8 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
             compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
         )
         transport = Bridged(begin.peer, channel, limits=begin.limits, timeouts=begin.timeouts)
-        await compute.run(first_steps)
+        await compute.run(_first_steps)
+        await _first_stream()
         confinement = await asyncio.to_thread(give_up, device.memory_bytes)
         async with transport, asyncio.TaskGroup() as group:
             member = Member(
@@ -180,7 +181,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                         transport.take(message, handle)
 
 
-def first_steps() -> None:
+def _first_steps() -> None:
     """Of every optimizer that a job may have: what torch imports or opens for a step, this process has then."""
     for name in sorted(PER_PARAMETER):
         weight = torch.nn.Parameter(torch.ones(8, 8))
@@ -188,6 +189,14 @@ def first_steps() -> None:
         with seeded(0, 0, 0):
             torch.nn.functional.dropout(weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+async def _first_stream() -> None:
+    """With it libuv opens what it needs when there are too many files."""
+    near, far = socket.socketpair()
+    with far:
+        stream, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=near)
+        stream.close()
 
 
 async def _tell_state(channel: Channel, member: Member) -> None:

@@ -136,7 +136,7 @@ async def test_a_process_has_no_network_no_rights_and_no_files_before_its_first_
     [line] = lines
     if "without" in line:
         pytest.skip(f"this kernel refuses guards: {line['without']}")
-    assert line["confined_by"].split(", ") == [*confine.GUARDS, *confine.LAST_GUARDS]
+    assert line["confined_by"].split(", ") == [*confine.GUARDS, "memory", "seccomp"]
     assert "which_can_still" not in line
     assert network != os.readlink("/proc/self/ns/net")
     assert len(threads) > 1
@@ -183,9 +183,9 @@ async def test_memory_beyond_what_is_lent_is_refused_to_the_process_and_not_take
     """In a process of our own, as this limit does not come back."""
     script = """
 import torch
-from peers.node.device_process.confine import LAST_GUARDS, SLACK, SLACK_BYTES
+from peers.node.device_process.confine import SLACK, SLACK_BYTES, limit_to
 lent = 1 << 30
-LAST_GUARDS["memory"](lent)
+limit_to(lent)
 fits = torch.ones(lent // 4)
 try:
     torch.ones(int(SLACK * lent + SLACK_BYTES) // 4)
