@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,15 @@ def meshcee(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def terminals(count: int, folder: Path, *, together: bool) -> Iterator[str]:
-    """So many peers; yields the line to join with."""
+def terminals(count: int, folder: Path, *, together: bool, more: Sequence[str] = ()) -> Iterator[str]:
+    """So many peers with `more` options; yields the line to join with."""
     started: list[subprocess.Popen[str]] = []
     token = ""
 
     def start() -> None:
         joining = ["--join", token] if token else []
         with (folder / "peers.log").open("a") as log:
-            command = meshcee("peer", *joining)
+            command = meshcee("peer", *joining, *more)
             options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
             started.append(subprocess.Popen(command, env=environment(folder), **options))
 

@@ -59,7 +59,7 @@ def refuse_rings() -> None:
         filter_calls(without_rings())
 
 
-def confine_fully(device: str, memory_bytes: int, before: Confinement) -> Confinement:
+def confine_fully(device: str, before: Confinement, memory_bytes: int) -> Confinement:
     """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
     if device != "cpu":
         return before

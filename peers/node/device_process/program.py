@@ -96,8 +96,8 @@ class _Graphs(Graphs):
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
-GiveUp = tuple[Callable[[str], Confinement], Callable[[str, int, Confinement], Confinement]]
-NOTHING: GiveUp = (lambda device: Confinement((), (), ()), lambda device, memory_bytes, before: before)
+GiveUp = tuple[Callable[[str], Confinement], Callable[[str, Confinement, int], Confinement]]
+NOTHING: GiveUp = (lambda device: Confinement((), (), ()), lambda device, before, memory_bytes: before)
 
 
 async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
@@ -109,7 +109,7 @@ async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
             raise ProtocolError("the peer of this device does not say first for whom it works")
         say_by(partial(_post, channel))
         first_part, rest = give_up
-        await _serve(channel, begin, partial(rest, begin.device, before=first_part(begin.device)))
+        await _serve(channel, begin, partial(rest, begin.device, first_part(begin.device)))
     except* StreamClosed:
         pass
     finally:

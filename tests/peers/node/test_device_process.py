@@ -443,7 +443,7 @@ async def there(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Channel]:
     channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, Limits(), Timeouts()))
     before = structlog.get_config()
     confined = Confinement(("landlock",), (), ())
-    given_up = (lambda device: confined, lambda device, memory_bytes, before: before)
+    given_up = (lambda device: confined, lambda device, before, memory_bytes: before)
     serving = asyncio.create_task(program.serve(far, given_up))
     try:
         assert (await channel.receive())[0] == Ready(PROFILE, confined)
