@@ -39,10 +39,11 @@ async def join(
     compute: bool = False,
     device: str = "cpu",
     measures: bool = True,
+    keeps: bool = False,
 ) -> AsyncIterator[Mesh]:
     """Join a mesh as an owner; `compute` lends this machine too. `local=N` makes N peers in this process instead.
 
-    Those measure nothing with `measures=False`: then every job needs a plan of its own.
+    Those measure nothing with `measures=False`: then every job needs a plan of its own. Their runs have a folder with `keeps=True`.
 
     >>> async with meshcee.join(token) as mesh:
     ...     async for report in mesh.train(job):
@@ -56,13 +57,12 @@ async def join(
 
     if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)
     own: BaseException | None = None
     try:
-        async with joined(options, Home() if address else None) as mesh:
+        async with joined(options, Home() if address or keeps else None) as mesh:
             try:
                 yield mesh
             except BaseException as error:
@@ -81,6 +81,7 @@ def train(
     local: int | None = None,
     compute: bool = False,
     device: str = "cpu",
+    keeps: bool = False,
     on_report: Callable[[Report], None] | None = None,
     captured: Capture | None = None,
     stages: int | None = None,
@@ -96,19 +97,18 @@ def train(
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
-    `join`, `local`, `compute` and `device` are those of `meshcee.join`, all others those of its `mesh.train`.
+    `join`, `local`, `compute`, `device` and `keeps` are those of `meshcee.join`, all others those of its `mesh.train`.
     Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
-    from meshcee.capture import capture
+    from meshcee.capture import capture  # here, as Ctrl-C would not be heard before its end in a loop.
 
-    # Here, as Ctrl-C would not be heard before its end in a loop.
     found = captured or capture(job)
 
     async def main() -> Result:
         measures = plan is None or job.adapt  # else nobody asks for figures
         count = local if join or local else 1
-        async with _joined(join, local=count, compute=compute, device=device, measures=measures) as mesh:
+        async with _joined(join, local=count, compute=compute, device=device, measures=measures, keeps=keeps) as mesh:
             async for report in mesh.train(
                 job,
                 captured=found,
@@ -127,13 +127,13 @@ def train(
                     on_report(report)
             return mesh.result
 
-    return _run_blocking(main)
+    return run_blocking(main)
 
 
 _joined = join
 
 
-def _run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run to the end, in this thread; where a loop runs already, as in a notebook, beside it in a thread of its own."""
     try:
         asyncio.get_running_loop()

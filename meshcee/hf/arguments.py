@@ -1,0 +1,175 @@
+"""TrainingArguments in the words of a Job: the optimizer, its groups, the schedule, how many steps, and what is refused.
+
+The idea: each argument is carried out, has nothing to act on here, or must be left at its default. What the library computes
+itself, such as which weights decay, it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.hf.library import transformers
+from meshcee.job import PER_PARAMETER, Optimizer, Schedule
+
+__all__ = ["check", "optimizer_of", "patterns", "schedule_of", "steps_of"]
+
+CARRIED_OUT = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm bf16 activation_checkpointing gradient_checkpointing use_cache
+    logging_strategy logging_steps logging_first_step report_to run_name project disable_tqdm
+    eval_strategy eval_steps prediction_loss_only save_strategy save_steps
+    load_best_model_at_end metric_for_best_model greater_is_better
+    remove_unused_columns label_names dataloader_drop_last trackio_space_id trackio_bucket_id trackio_static_space_id
+        """,
+    )
+)
+# They say how one process reads data, uses its device or talks: no number depends on them.
+NOTHING_TO_ACT_ON = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        activation_checkpointing_kwargs gradient_checkpointing_kwargs average_tokens_across_devices torch_empty_cache_steps
+        dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb
+        ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank use_cpu
+        eval_accumulation_steps eval_use_gather_object log_level log_level_replica log_on_each_node logging_nan_inf_filter
+        save_on_each_node skip_memory_metrics full_determinism debug length_column_name
+        do_train do_eval do_predict resume_from_checkpoint restore_callback_states_from_checkpoint
+        hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision liger_kernel_config
+        """,
+    )
+)
+INSTEAD = {
+    "fp16": "bf16=True",
+    "bf16_full_eval": "bf16=True, which evaluates in bf16 too",
+    "fp16_full_eval": "bf16=True",
+    "per_device_eval_batch_size": "the same as per_device_train_batch_size: evaluations run in the micro-batches of training",
+    "auto_find_batch_size": "a smaller per_device_train_batch_size and more gradient_accumulation_steps",
+    "push_to_hub": "trainer.model.push_to_hub(...) after trainer.train()",
+    "save_total_limit": "2, or leave it out: the two newest checkpoints stay, and the best one",
+    "data_seed": "seed, which orders the samples too",
+    "train_sampling_strategy": "'random'",
+    "neftune_noise_alpha": "noise in the model's own forward",
+    "label_smoothing_factor": "a loss in the model's own forward",
+    "fsdp": "join=, which shares the model between machines",
+    "deepspeed": "join=, which shares the model between machines",
+    "eval_on_start": "trainer.evaluate() before trainer.train()",
+    "eval_delay": "a callback that sets control.should_evaluate",
+    "torch_compile": "nothing: peers compute the captured graph",
+    "save_only_model": "nothing: a checkpoint holds what going on needs",
+}
+
+
+def check(args: Any) -> None:
+    """Raise one UsageError that names every argument which cannot be carried out, and what to write instead."""
+    library = transformers()
+    if not isinstance(args, library.TrainingArguments):
+        raise UsageError(f"args is a transformers.TrainingArguments, not a {type(args).__name__}")
+    usual = library.TrainingArguments(output_dir=args.output_dir)
+    wrong = []
+    for field in dataclasses.fields(library.TrainingArguments):
+        name, value = field.name, getattr(args, field.name)
+        if name in CARRIED_OUT | NOTHING_TO_ACT_ON or value == getattr(usual, name) or _is_as_good(args, name, value):
+            continue
+        instead = INSTEAD.get(name)
+        wrong.append(f"{name}={value!r:.60} ({f'write {instead}' if instead else 'leave it out'})")
+    if wrong:
+        raise UsageError(f"meshcee.hf.Trainer cannot carry out {'; '.join(wrong)}")
+
+
+def _is_as_good(args: Any, name: str, value: Any) -> bool:
+    """Whether another value than the usual one asks for what happens anyway."""
+    known = {
+        "per_device_eval_batch_size": value == args.per_device_train_batch_size,
+        "save_total_limit": value in (1, 2),  # a run keeps two
+        "data_seed": value == args.seed,
+    }
+    return bool(known.get(name, False))
+
+
+def steps_of(args: Any, samples: int) -> tuple[int, int]:
+    """How many steps there are, and how many of them an epoch has."""
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if samples < batch_size:
+        raise UsageError(
+            f"train_dataset has {samples} samples, fewer than per_device_train_batch_size x "
+            f"gradient_accumulation_steps = {batch_size}: take smaller ones"
+        )
+    per_epoch = samples // batch_size
+    return (args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)), per_epoch
+
+
+def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
+    """The library's choice, where a Job has it; biases and norms do not decay."""
+    trainer = transformers().Trainer
+    try:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+    except (ImportError, ValueError, TypeError) as error:
+        raise UsageError(f"optim={str(args.optim)!r}: {error}; {_OTHER_OPTIMIZER}") from error
+    name = getattr(kind, "__name__", "")
+    if name not in PER_PARAMETER or kind is not getattr(torch.optim, name):
+        raise UsageError(f"optim={str(args.optim)!r} cannot be shared between machines; {_OTHER_OPTIMIZER}")
+    options.pop("fused", None)  # the same update; it says only which kernel computes it
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    decays = set(trainer.get_decay_parameter_names(None, model))
+    spared = patterns([n for n in trained if n not in decays], [n for n in trained if n in decays])
+    groups = {pattern: {"weight_decay": 0.0} for pattern in spared} if args.weight_decay else {}
+    return Optimizer(name, groups=groups, **{**options, "weight_decay": args.weight_decay})
+
+
+_OTHER_OPTIMIZER = "write optim='adamw_torch', 'sgd', 'adagrad' or 'rmsprop', or use meshcee.Job, which has more"
+
+
+def patterns(wanted: Iterable[str], others: Collection[str]) -> list[str]:
+    """Few shell patterns that match every wanted name and none of the others; layers that count are one pattern."""
+    found: dict[str, None] = {}
+    for name in wanted:
+        exact = re.sub(r"([\[*?])", r"[\1]", name)
+        wide = ".".join("*" if piece.isdigit() else piece for piece in exact.split("."))
+        found[exact if any(fnmatch.fnmatchcase(other, wide) for other in others) else wide] = None
+    return list(found)
+
+
+def schedule_of(args: Any, steps: int) -> Schedule | None:
+    """The library's schedule over so many steps. Those that a Job has by name have that name."""
+    name, warmup, options = str(args.lr_scheduler_type.value), args.get_warmup_steps(steps), args.lr_scheduler_kwargs
+    if not options and name == "constant":
+        return None
+    if not options and name == "constant_with_warmup":
+        return Schedule("ConstantWithWarmup", warmup=warmup)
+    if not options and name in ("linear", "cosine"):
+        return Schedule(f"{name.capitalize()}WithWarmup", warmup=warmup, steps=steps)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    try:
+        built = transformers().get_scheduler(name, optimizer, warmup, steps, options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={options!r:.80}: {error}") from error
+    if not isinstance(built, torch.optim.lr_scheduler.LambdaLR):
+        raise UsageError(
+            f"lr_scheduler_type={name!r} looks at evaluations: write 'constant', and callbacks=[meshcee.ReduceOnPlateau(...)]"
+        )
+    return Schedule("LambdaLR", lr_lambda=_Factor(name, warmup, steps, options, built.lr_lambdas[0]))
+
+
+class _Factor:
+    """What a schedule of the library multiplies the rate by, under a name that says all of it: runs are compared by that."""
+
+    def __init__(self, name: str, warmup: int, steps: int, options: Any, factor: Any) -> None:
+        self.__qualname__ = f"{name}(warmup={warmup}, steps={steps}, {options})"
+        self._factor = factor
+
+    def __call__(self, step: int) -> float:
+        return float(self._factor(step))

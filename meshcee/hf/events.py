@@ -1,0 +1,265 @@
+"""A run's events as TrainerCallbacks hear them, and what they want as a Control is asked for it.
+
+The idea: the library's own CallbackHandler calls everybody, and its DefaultFlowCallback says when to log. When to evaluate and to
+save stands in the Job; what a callback of the user's wants beyond that counts from the next step that begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from meshcee.callbacks import Callback, Control
+from meshcee.errors import UsageError
+from meshcee.files import disk, dumps, loads
+from meshcee.hf.library import transformers
+from meshcee.hf.samples import Outputs
+
+__all__ = ["NOTES", "Bridge", "StepBridge", "handler_of", "read_notes", "refuse_unheard", "steers_steps"]
+
+NOTES = "meshcee_run.json"  # in output_dir: the run, and its log so far
+STEERING = ("on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end", "on_log")
+UNHEARD = {  # by the event: why it never comes
+    "on_substep_end": "micro-batches are computed by peers",
+    "on_pre_optimizer_step": "gradients stay with the peers",
+    "on_optimizer_step": "gradients stay with the peers",
+    "on_prediction_step": "micro-batches are computed by peers",
+    "on_push_begin": "nothing is pushed",
+}
+
+
+def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class: Any) -> Any:
+    """The library's CallbackHandler, with its own callbacks for flow, reports and progress."""
+    refuse_unheard(callbacks)
+    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+
+    try:
+        reporting = get_reporting_integration_callbacks(args.report_to)
+        handler = CallbackHandler([DefaultFlowCallback, *reporting, *callbacks], model, processing_class, None, None)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UsageError(f"report_to={args.report_to}: {error}") from error
+    handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+    return handler
+
+
+def refuse_unheard(callbacks: Sequence[Any]) -> None:
+    """Raise UsageError for a callback that waits for an event which never comes."""
+    for one in callbacks:
+        kind = one if isinstance(one, type) else type(one)
+        if not issubclass(kind, transformers().TrainerCallback):
+            raise UsageError(
+                f"a callback is a TrainerCallback, or what meshcee.train(callbacks=...) takes, not {one!r:.80}"
+            )
+        for event, why in UNHEARD.items() if _is_own(kind) else ():
+            if _overrides(kind, event):
+                raise UsageError(f"{kind.__name__}.{event} would never be called ({why}): use on_step_end")
+
+
+def steers_steps(callbacks: Sequence[Any]) -> bool:
+    """Whether one of them may want something after any step, so that no step may begin before it was asked."""
+    kinds = [one if isinstance(one, type) else type(one) for one in callbacks]
+    return any(_overrides(kind, event) for kind in kinds if _is_own(kind) for event in STEERING)
+
+
+def _is_own(kind: type) -> bool:
+    """Whether it is of the user's own, and not one of the library's."""
+    return not kind.__module__.startswith("transformers.")
+
+
+def _overrides(kind: type, event: str) -> bool:
+    return getattr(kind, event) is not getattr(transformers().TrainerCallback, event)
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """What the last run with this output_dir has noted: `run` and `log_history`; nothing where there is none."""
+    try:
+        found = loads((folder / NOTES).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("log_history"), list) else {}
+
+
+class Bridge(Callback):
+    """Of one `train()`. `state` and `control` are the library's own, which callbacks read and write."""
+
+    waits: ClassVar[str] = "evaluations"
+
+    def __init__(
+        self,
+        args: Any,
+        handler: Any,
+        state: Any,
+        per_epoch: int,
+        outputs: Outputs | None = None,
+        measure: Callable[[Any, Any], Mapping[str, float]] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.args, self.handler, self.state, self.per_epoch = args, handler, state, per_epoch
+        self.control = transformers().TrainerControl()
+        self.run_id: str | None = None
+        self._outputs, self._measure, self._notes = outputs, measure, notes or {}
+        self._losses: list[float] = []  # of the steps since the last log
+        self._has_begun = False
+
+    # -- what a run tells
+
+    def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        """The log goes on, and callbacks that have a state hear of the evaluations again."""
+        from transformers.trainer_callback import ExportableState
+
+        known = [line for line in self._notes.get("log_history", []) if line.get("step", math.inf) <= len(reports)]
+        self.state.log_history = [line for line in known if "eval_loss" not in line]
+        for report in reports:
+            if not report.get("metrics"):
+                continue
+            self._count(report["step"] + 1)
+            noted = (line for line in known if line["step"] == report["step"] + 1)
+            loss = report["metrics"]["loss"]
+            metrics = next((line for line in noted if line.get("eval_loss") == loss), {"eval_loss": loss})
+            self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
+            for one in self.handler.callbacks:
+                if isinstance(one, ExportableState):
+                    one.on_evaluate(self.args, self.state, self.control, metrics=metrics)
+            self._is_best(metrics)
+        self.state.log_history.sort(key=lambda line: line["step"])
+        self._count(len(reports))
+        logged = max((line["step"] for line in known if "loss" in line), default=0)
+        self._losses = [report["loss"] for report in reports if report["step"] >= logged]
+        if self.state.best_global_step:
+            run.keep(self.state.best_global_step)
+
+    def on_plan(self, run: Control, plan: Any) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._hear("on_train_begin")
+        self.handler.model = None  # until the end its weights are with the peers
+        self._hear("on_epoch_begin")
+        self._hear("on_step_begin")
+
+    def on_step(self, run: Control, report: Any) -> None:
+        self._count(report.step + 1)
+        self._losses.append(report.loss)
+        last = self.state.global_step >= self.state.max_steps
+        self._hear("on_step_end")
+        evaluated = self._flow(run, report, evaluated=False)
+        ends_epoch = last or self.state.global_step % self.per_epoch == 0
+        if ends_epoch:
+            self._hear("on_epoch_end")
+            evaluated = self._flow(run, report, evaluated=evaluated)
+        if report.metrics and not evaluated:
+            self._evaluate(run, report)
+        if self.control.should_epoch_stop:
+            raise UsageError("a callback sets control.should_epoch_stop: set control.should_training_stop")
+        if last:
+            return
+        if self.control.should_training_stop:
+            run.stop()
+            return
+        if ends_epoch:
+            self._hear("on_epoch_begin")
+        self._hear("on_step_begin")
+
+    def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+        self.run_id = folder.parent.parent.name
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = f"{self.run_id}@{self.state.best_global_step}"
+        self._write()
+        then = dataclasses.replace(self.state, global_step=steps, epoch=steps / self.per_epoch)
+        self.control = self.handler.on_save(self.args, then, self.control)
+
+    # -- what callbacks are told
+
+    def log(self, logs: dict[str, float]) -> None:
+        """A line of `log_history`, which everybody hears of."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+
+    def end(self, model: Any) -> None:
+        """The model has its trained weights."""
+        self.handler.model = model
+        self._hear("on_train_end")
+        self._write()
+
+    def _hear(self, event: str) -> None:
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control)
+
+    def _count(self, steps: int) -> None:
+        self.state.global_step, self.state.epoch = steps, steps / self.per_epoch
+
+    def _flow(self, run: Control, report: Any, *, evaluated: bool) -> bool:
+        """Do what `control` says after a step or an epoch; whether this step's evaluation has been heard of."""
+        if self.control.should_log and self._losses:
+            logs = {"loss": sum(self._losses) / len(self._losses)}
+            logs |= {"grad_norm": report.norm} if report.norm is not None else {}
+            logs |= {"learning_rate": report.lr} if report.lr is not None else {}
+            self._losses = []
+            self.log(logs)
+        if report.metrics and self.control.should_evaluate and not evaluated:
+            self._evaluate(run, report)
+            evaluated = True
+        elif self.control.should_evaluate and not evaluated:
+            if not run.metrics:
+                raise UsageError(
+                    "a callback sets control.should_evaluate: give Trainer an eval_dataset, and TrainingArguments an eval_strategy"
+                )
+            run.evaluate()
+        if self.control.should_save and not self._saves_anyway():
+            run.checkpoint()
+        self.control.should_evaluate = self.control.should_save = False
+        return evaluated
+
+    def _saves_anyway(self) -> bool:
+        step, how = self.state.global_step, self.args.save_strategy.value
+        every = {"steps": self.state.save_steps, "epoch": self.per_epoch}.get(how, 0)
+        return bool(step >= self.state.max_steps or (every > 0 and step % every == 0))
+
+    def _evaluate(self, run: Control, report: Any) -> None:
+        metrics = {"eval_loss": report.metrics["loss"]}
+        if self._outputs is not None and self._measure is not None:
+            metrics |= self._measure(*self._outputs.collect())
+        self.log(metrics)
+        self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self._is_best(metrics) and self.args.save_strategy.value != "no":
+            run.checkpoint(keep=True)
+        self._write()
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """By metric_for_best_model, in the words and with the comparison of the library."""
+        if (wanted := self.args.metric_for_best_model) is None:
+            return False
+        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        if name not in metrics:
+            raise UsageError(
+                f"metric_for_best_model={wanted!r}: evaluations have {', '.join(sorted(metrics))}; name one of them"
+            )
+        state, better = self.state, np.greater if self.args.greater_is_better else np.less
+        if state.best_metric is not None and not better(metrics[name], state.best_metric):
+            return False
+        if math.isnan(metrics[name]):
+            return False
+        state.best_metric, state.best_global_step = metrics[name], state.global_step
+        return True
+
+    def _write(self) -> None:
+        """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics."""
+        if self.run_id is None and not self._notes.get("run"):
+            return
+        notes = {"run": self.run_id or self._notes["run"], "log_history": self.state.log_history}
+        try:
+            disk.write_whole(Path(self.args.output_dir) / NOTES, dumps(notes, indent=1).encode())
+        except OSError as error:
+            raise UsageError(f"output_dir={self.args.output_dir!r} cannot be written: {disk.refusal(error)}") from error
+
+
+class StepBridge(Bridge):
+    """For callbacks that may steer after any step: none begins before they have been heard."""
+
+    waits: ClassVar[str] = "steps"

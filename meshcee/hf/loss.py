@@ -1,0 +1,108 @@
+"""The loss as transformers sums it over an accumulated batch, in the words of a Job: a weight for each micro-batch.
+
+The idea: transformers has a model divide its sum of losses by the number of items in the whole batch. Here each micro-batch
+divides by its own number, and weighs that number's share of the batch: the same sum. Labels of -100 count nowhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.hf.library import transformers
+
+__all__ = ["Counting", "base_of", "counted", "divides", "loss_of", "weight_of"]
+
+IGNORED = -100
+
+
+def base_of(model: Any) -> Any:
+    """Of an adapter the model that it changes; else the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class Counting:
+    """Of one model: whether it takes the number of items, and which labels are items."""
+
+    def __init__(self, model: nn.Module) -> None:
+        transformers()
+        from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+        base = base_of(model)
+        kinds = [parameter.kind for parameter in inspect.signature(base.forward).parameters.values()]
+        accepts = getattr(base, "accepts_loss_kwargs", None)
+        self.accepts = inspect.Parameter.VAR_KEYWORD in kinds if accepts is None else bool(accepts)
+        shifts = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
+        self._shifts = shifts and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+    def items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """How many labels of these samples are predicted. A causal model predicts none at a sample's first place."""
+        if "shift_labels" in inputs:
+            labels = inputs["shift_labels"]
+        else:
+            labels = inputs["labels"][..., 1:] if self._shifts else inputs["labels"]
+        return labels.ne(IGNORED).sum()  # type: ignore[no-any-return]
+
+
+def counted(model: nn.Module, counting: Counting) -> nn.Module:
+    """The same modules and weights; called with labels, it divides its loss by their number. The model stays as it is."""
+    kind = type(model)
+
+    def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
+        if inputs.get("labels") is not None:
+            inputs["num_items_in_batch"] = counting.items(inputs).clamp(min=1)  # of none: a loss of 0, not 0 / 0
+        return kind.forward(self, *args, **inputs)
+
+    found = copy.copy(model)
+    found.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return found
+
+
+def loss_of(output: Any, target: Any) -> torch.Tensor:
+    """What the model itself says: of a mapping `loss`, of a tuple the first."""
+    found = output.get("loss") if isinstance(output, Mapping) else output[0]
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(
+            "the model returns no loss: take one with a head for the task, and give every sample `labels` (or name them "
+            "in TrainingArguments(label_names=...))"
+        )
+    return found
+
+
+def weight_of(target: Mapping[str, Any]) -> float:
+    """A micro-batch weighs as many items as it has."""
+    return float(target["items"].sum())
+
+
+def divides(model: nn.Module, samples: Iterable[Mapping[str, torch.Tensor]]) -> bool:
+    """Whether the model divides its loss by the number of items that it is given; else it passes that number over.
+
+    UsageError where it divides one part of its loss and not another. One sample is computed twice.
+    """
+    model.eval()
+    try:
+        for sample in samples:
+            inputs = {name: tensor[None] for name, tensor in sample.items()}
+            with torch.no_grad():
+                by_one, by_two = (
+                    loss_of(model(**inputs, num_items_in_batch=torch.tensor(n)), None) for n in (1.0, 2.0)
+                )
+            if not by_one.ne(0).item():  # nothing in it is predicted
+                continue
+            if torch.equal(by_one, by_two):
+                return False
+            if torch.equal(by_one, by_two * 2):
+                return True
+            raise UsageError(
+                "this model adds to its loss something that it does not divide by the number of tokens, so transformers' sum over "
+                "micro-batches has no equal here: write gradient_accumulation_steps=1"
+            )
+    finally:
+        model.train()
+    return True

@@ -1,0 +1,404 @@
+"""`Trainer` with the signature of transformers' own; what it trains is a Job, on a mesh or on peers inside this process.
+
+The idea: everything is mapped when the Trainer is made, so that what cannot be is refused before anything runs. `trainer.job` is
+an ordinary Job: `meshcee.plain(trainer.job)` is the loop that the run equals, and `dataclasses.replace` changes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+
+from meshcee.callbacks import Callback
+from meshcee.errors import UsageError
+from meshcee.files import Home
+from meshcee.hf import arguments
+from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
+from meshcee.hf.library import transformers
+from meshcee.hf.loss import Counting, base_of, counted, divides, loss_of, weight_of
+from meshcee.hf.samples import Outputs, Samples
+from meshcee.job import Job
+from meshcee.run import join as joined
+from meshcee.run import run_blocking
+from meshcee.run import train as trained
+from meshcee.sampling import read
+from meshcee.user_code import calling
+
+__all__ = ["Trainer"]
+
+log = structlog.get_logger()
+
+
+class Trainer:
+    """transformers.Trainer on a mesh: `join=LINE`, or `local=N` peers in this process.
+
+    args       a TrainingArguments; what cannot be carried out is one UsageError that names it
+    callbacks  TrainerCallbacks, and whatever else `meshcee.train(callbacks=...)` takes
+    join, local  as in `meshcee.train`
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        join: str | None = None,
+        local: int | None = None,
+        **others: Any,
+    ) -> None:
+        library = transformers()
+        _refuse_overridden(type(self))
+        if refused := [f"{name} ({INSTEAD.get(name, 'leave it out')})" for name, x in others.items() if x is not None]:
+            raise UsageError(f"meshcee.hf.Trainer does not take {'; '.join(sorted(refused))}")
+        if not isinstance(model, nn.Module):
+            raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
+        if join is not None and local is not None:
+            raise UsageError("join= and local= exclude each other: leave one out")
+        self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        arguments.check(self.args)
+        self.model: Any = model
+        self.processing_class = processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.data_collator = data_collator or _usual_collator(processing_class)
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self._where = join, None if join else local or 1
+        model.train()
+        if getattr(self.model, "config", None) is not None:
+            self.model.config.use_cache = self.args.use_cache
+        own = [one for one in callbacks or () if not _is_meshcees(one)]
+        self._callbacks = [one for one in callbacks or () if _is_meshcees(one)]
+        self.callback_handler = handler_of(self.args, own, model, processing_class)
+        self._counting = Counting(model)
+        self.job = self._job() if train_dataset is not None else None
+        self.state = library.TrainerState()
+        self.control = self.callback_handler.on_init_end(self.args, self.state, library.TrainerControl())
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **others: Any) -> Any:
+        """Train to the end; the model has the trained weights then, the best ones with load_best_model_at_end.
+
+        `resume_from_checkpoint` is True for the last run of this output_dir, or RUN or RUN@STEPS as `meshcee run list` shows them.
+        Returns the library's TrainOutput.
+        """
+        library, job = transformers(), self.job
+        if job is None:
+            raise UsageError("train() needs train_dataset=...")
+        if any(x is not None for x in others.values()):
+            raise UsageError(f"train() does not take {', '.join(sorted(others))}: leave it out")
+        notes = read_notes(Path(self.args.output_dir)) if resume_from_checkpoint else {}
+        resume = _run_of(resume_from_checkpoint, notes, self.args.output_dir)
+        if resume is not None and notes.get("run") != resume.partition("@")[0]:
+            notes = {}
+        _, per_epoch = arguments.steps_of(self.args, len(self.train_dataset))
+        self.state = library.TrainerState(
+            max_steps=job.steps, num_train_epochs=-(-job.steps // per_epoch), train_batch_size=job.micro_batch_size
+        )
+        self.state.compute_steps(self.args, job.steps)
+        outputs = job.metrics.get(OUTPUTS)
+        assert outputs is None or isinstance(outputs, Outputs)
+        kind = StepBridge if steers_steps(self.callback_handler.callbacks) else Bridge
+        measured = partial(self._measured, "eval")
+        bridge = kind(self.args, self.callback_handler, self.state, per_epoch, outputs, measured, notes)
+        began_s = time.time()
+        join, local = self._where
+        heard = [bridge, *self._callbacks]
+        result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        self.model.load_state_dict(self._best(result) or result.state_dict)
+        figures = self._speed("train", began_s, len(result.losses) * job.batch_size, len(result.losses))
+        loss = sum(result.losses) / max(len(result.losses), 1)
+        bridge.log(figures | {"train_loss": loss})
+        bridge.end(self.model)
+        self.control = bridge.control
+        return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures | {"train_loss": loss})
+
+    def _job(self) -> Job:
+        """This script, in the words of a Job."""
+        args, state = self.args, transformers().TrainerState()
+        steps, per_epoch = arguments.steps_of(args, len(self.train_dataset))
+        state.compute_steps(args, steps)
+        micro, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        data = self._samples(self.train_dataset, "train_dataset")
+        if (left := len(data) % (micro * accumulated)) and not args.dataloader_drop_last:
+            log.warning("each epoch leaves samples out, as with dataloader_drop_last=True", samples=left, of=len(data))
+        model, weighing = self._weighing(data, accumulated)
+        when = args.eval_strategy.value
+        if when != "no" and self.eval_dataset is None:
+            raise UsageError(f"eval_strategy={when!r} needs eval_dataset=...")
+        measures = when != "no" and self.compute_metrics is not None and not args.prediction_loss_only
+        return Job(
+            name=args.run_name or Path(args.output_dir).name or "job",
+            model=model,
+            loss=loss_of,
+            data=data,
+            optimizer=arguments.optimizer_of(args, self.model),
+            schedule=arguments.schedule_of(args, steps),
+            batch_size=micro * accumulated,
+            micro_batch_size=micro,
+            steps=steps,
+            seed=args.seed,
+            clip_norm=args.max_grad_norm or None,
+            precision="bf16" if args.bf16 else "fp32",
+            recompute=bool(args.activation_checkpointing),
+            eval_data=None if when == "no" else self._samples(self.eval_dataset, "eval_dataset"),
+            eval_every={"steps": int(state.eval_steps), "epoch": per_epoch}.get(when, 0),
+            checkpoint_every={"steps": int(state.save_steps), "epoch": per_epoch}.get(args.save_strategy.value, 0),
+            metrics={OUTPUTS: Outputs(self._ignored(), self.preprocess_logits_for_metrics)} if measures else {},
+            **weighing,
+        )
+
+    def _weighing(self, data: Samples, accumulated: int) -> tuple[nn.Module, dict[str, Any]]:
+        """The model, and how a Job adds its micro-batches' losses up, so that the sum is that of the library."""
+        samples = (read(data, [i], self.args.seed)[0][0] for i in range(min(len(data), 16)))
+        if not self._counting.accepts or "labels" not in read(data, [0], self.args.seed)[0][0]:
+            return self.model, {}  # each loss is divided by how many micro-batches there are
+        if accumulated > 1 and not divides(self.model, samples):
+            return self.model, {"reduction": "sum"}
+        return counted(self.model, self._counting), {"weight": weight_of}
+
+    def _best(self, result: Any) -> Mapping[str, torch.Tensor] | None:
+        """The weights of the best evaluation, where they are wanted and are not the last ones."""
+        step = self.state.best_global_step
+        if not self.args.load_best_model_at_end or not step or step == len(result.losses):
+            return None
+        from peers.state import CheckpointStore
+
+        run = Home().run(result.run)
+        checkpoint = CheckpointStore(run.checkpoints).find(str(step), run.id)
+        checkpoint.verify()
+        found = dict(checkpoint.weights(checkpoint.manifest["persistent"]))
+        return found | {other: found[n] for other, n in checkpoint.manifest["aliases"].items() if n in found}
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The loss and compute_metrics of the model as it is now, over eval_dataset."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise UsageError("evaluate() needs eval_dataset=...")
+        samples = self._samples(data, "eval_dataset")
+        wants = self.compute_metrics is not None and not self.args.prediction_loss_only
+        _, _, metrics = self._round(samples, ignore_keys, metric_key_prefix, collects=wants)
+        metrics["epoch"] = self.state.epoch
+        self.state.log_history.append({**metrics, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
+    ) -> Any:
+        """The model's outputs for each sample, in their order: the library's PredictionOutput. Samples need no labels."""
+        samples = self._samples(test_dataset, "test_dataset")
+        label_names = self._label_names()
+        blind = [name for name in label_names if name not in samples[0][0]]
+        if blind:  # the graph has a loss: it is computed with the labels of another sample, and nothing is made of it
+            known = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+            labels = self._samples(known, "train_dataset")[0][0] if known is not None else {}
+            if any(name not in labels for name in blind):
+                raise UsageError(f"test_dataset has no {', '.join(blind)}, nor has train_dataset: give samples labels")
+            labels = {name: labels[name] for name in blind}
+            samples = self._samples(test_dataset, "test_dataset", labels)
+        predictions, label_ids, metrics = self._round(samples, ignore_keys, metric_key_prefix, collects=True)
+        if blind:
+            speed = ("_runtime", "_per_second")
+            label_ids, metrics = None, {name: x for name, x in metrics.items() if name.endswith(speed)}
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return transformers().trainer_utils.PredictionOutput(predictions, label_ids, metrics)
+
+    def _round(
+        self, data: Samples, ignore_keys: Sequence[str] | None, prefix: str, *, collects: bool
+    ) -> tuple[Any, Any, dict[str, float]]:
+        """Predictions, labels and metrics of one evaluation, in the micro-batches that training has."""
+        micro = min(self.args.per_device_train_batch_size, len(data))
+        if not micro:
+            raise UsageError("the dataset is empty: give it samples")
+        outputs = Outputs(self._ignored() if ignore_keys is None else ignore_keys, self.preprocess_logits_for_metrics)
+        job = Job(
+            model=counted(self.model, self._counting) if self._counting.accepts else self.model,
+            loss=loss_of,
+            data=data,
+            eval_data=data,
+            optimizer=arguments.optimizer_of(self.args, self.model),
+            batch_size=micro,
+            micro_batch_size=micro,
+            steps=1,
+            seed=self.args.seed,
+            precision="bf16" if self.args.bf16 else "fp32",
+            metrics={OUTPUTS: outputs} if collects else {},
+        )
+        if self.job is not None:  # what a user has replaced there
+            job = replace(job, codec=self.job.codec, threads=self.job.threads, mix=self.job.mix)
+
+        async def main() -> dict[str, float]:
+            async with joined(self._where[0], local=self._where[1]) as mesh:
+                return await mesh.evaluate(job)
+
+        began_s = time.time()
+        loss = run_blocking(main)["loss"]
+        predictions, labels = outputs.collect()
+        measured = self._measured(prefix, predictions, labels) if collects and labels is not None else {}
+        speed = self._speed(prefix, began_s, len(data), -(-len(data) // micro))
+        return predictions, labels, {f"{prefix}_loss": loss, **measured, **speed}
+
+    def _measured(self, prefix: str, predictions: Any, labels: Any) -> dict[str, float]:
+        """compute_metrics, with names that begin as evaluations' do."""
+        library = transformers()
+        if self.compute_metrics is None:
+            return {}
+        with calling("compute_metrics"):
+            found = self.compute_metrics(library.EvalPrediction(predictions=predictions, label_ids=labels))
+        found = library.trainer_utils.denumpify_detensorize(dict(found))
+        return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": x for name, x in found.items()}
+
+    # -- the model, and what is written --------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """For from_pretrained: the model or its adapter, and the processing_class."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "save_pretrained"):
+            self.model.save_pretrained(folder)
+        else:
+            from meshcee.files.tensor_files import save
+
+            save(folder / "model.safetensors", self.model.state_dict())
+        words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if words is not None:
+            words.save_pretrained(folder)
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print them as the library's scripts do."""
+        transformers().trainer_pt_utils.log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write SPLIT_results.json, and all_results.json, in output_dir."""
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        transformers().trainer_pt_utils.save_metrics(self, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json in output_dir."""
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        transformers().trainer_pt_utils.save_state(self)
+
+    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """As the library prints them."""
+        return dict(transformers().trainer_pt_utils.metrics_format(metrics))
+
+    def is_world_process_zero(self) -> bool:
+        """There is one process that owns the run: this one."""
+        return True
+
+    def add_callback(self, callback: Any) -> None:
+        """One more TrainerCallback, or a class of them, before `train()`."""
+        refuse_unheard([callback])
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Without this one, or the first of this class."""
+        self.callback_handler.remove_callback(callback)
+
+    # -- what the library knows of the model ---------------------------------------------------------------------------
+
+    def _samples(self, data: Any, name: str, labels: Mapping[str, torch.Tensor] | None = None) -> Samples:
+        columns = None
+        if self.args.remove_unused_columns:
+            columns = {*inspect.signature(base_of(self.model).forward).parameters, *self._label_names(), "label", "label_ids"}
+        return Samples(
+            data,
+            self.data_collator,
+            columns,
+            self._label_names(),
+            self._counting,
+            name=name,
+            stacked=self.args.per_device_train_batch_size > 1,
+            labels=labels,
+        )
+
+    def _label_names(self) -> list[str]:
+        from transformers.utils.generic import find_labels
+
+        found = self.args.label_names
+        return list(find_labels(type(base_of(self.model))) if found is None else found)
+
+    def _ignored(self) -> list[str]:
+        config = getattr(self.model, "config", None)
+        return list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+
+    @staticmethod
+    def _speed(split: str, began_s: float, samples: int, steps: int) -> dict[str, float]:
+        found: dict[str, float] = transformers().trainer_utils.speed_metrics(split, began_s, samples, steps)
+        return found
+
+
+OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
+INSTEAD = {
+    "model_init": "make the model and give model=",
+    "compute_loss_func": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
+    "optimizers": "write TrainingArguments(optim=..., lr_scheduler_type=...), or use meshcee.Job",
+    "optimizer_cls_and_kwargs": "write TrainingArguments(optim=...), or use meshcee.Job",
+}
+
+
+def _refuse_overridden(kind: type) -> None:
+    """A subclass that says how a step is computed would not be asked: peers compute the captured graph."""
+    library = transformers().Trainer
+    own = {name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}
+    if unheard := sorted(name for name in own if hasattr(library, name) and not hasattr(Trainer, name)):
+        raise UsageError(
+            f"{kind.__name__}.{unheard[0]} would never be called: put the loss into the model's own forward, and the data into "
+            "the dataset; or use meshcee.Job"
+        )
+
+
+def _is_meshcees(callback: Any) -> bool:
+    """A Callback of meshcee, a function, or the name of a logger; all others are the library's."""
+    if isinstance(callback, Callback | str):
+        return True
+    return callable(callback) and not isinstance(callback, type) and not hasattr(callback, "on_step_end")
+
+
+def _usual_collator(processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
+    library = transformers()
+    if isinstance(processing_class, library.PreTrainedTokenizerBase):
+        found: Callable[[list[Any]], Mapping[str, Any]] = library.DataCollatorWithPadding(processing_class)
+        return found
+    usual: Callable[[list[Any]], Mapping[str, Any]] = library.default_data_collator
+    return usual
+
+
+def _run_of(wanted: bool | str | None, notes: Mapping[str, Any], output_dir: str) -> str | None:
+    """The run to go on with, as `meshcee.train(resume=...)` takes it."""
+    if not wanted:
+        return None
+    if wanted is not True:
+        if "/" in str(wanted) or str(wanted).startswith("checkpoint-"):
+            raise UsageError(
+                f"resume_from_checkpoint={str(wanted)!r:.120}: write True, or RUN or RUN@STEPS as `meshcee run list` shows them"
+            )
+        return str(wanted)
+    if "run" not in notes:
+        raise UsageError(
+            f"no run has been noted in output_dir={output_dir!r}: write resume_from_checkpoint='RUN', as `meshcee run list` "
+            "shows them"
+        )
+    return str(notes["run"])

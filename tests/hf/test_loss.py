@@ -1,0 +1,148 @@
+"""A step's loss is the library's: the sum over all tokens that count, divided by how many there are in the accumulated batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshcee
+from meshcee.errors import UsageError
+from meshcee.hf import Trainer
+from meshcee.hf.loss import Counting, counted, divides
+from meshcee.sampling import draw
+from tests.hf.tiny import arguments, llama, texts
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytest.importorskip("accelerate", reason="the hf extra is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+class Plain(nn.Module):
+    """Takes any keyword; its loss has a divided and an undivided share, as asked."""
+
+    def __init__(self, divided: float, undivided: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self._shares = divided, undivided
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any) -> Any:
+        loss = (self.weight * x - labels).square().sum()
+        divided, undivided = self._shares
+        return {"loss": loss * divided / (1 if num_items_in_batch is None else num_items_in_batch) + loss * undivided}
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"x": [float(i), 1.0], "labels": [1.0, float(i % 3)]} for i in range(count)]
+
+
+def sample(text: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(text[name]) for name in ("input_ids", "attention_mask", "labels")}
+
+
+def test_a_causal_model_predicts_no_first_token() -> None:
+    labels = torch.tensor([[5, 6, -100, 7], [8, -100, -100, -100]])
+    assert Counting(llama()).items({"labels": labels}) == 2
+    assert Counting(Plain(1.0, 0.0)).items({"labels": labels}) == 4
+    shifted = torch.tensor([[6, -100, 7, -100]])
+    assert Counting(llama()).items({"labels": labels, "shift_labels": shifted}) == 2
+
+
+def test_a_counted_model_has_the_mean_of_its_tokens_and_no_nan_of_none() -> None:
+    model = llama().eval()
+    other = counted(model, Counting(model)).eval()
+    assert type(other).__name__ == "LlamaForCausalLM"
+    assert isinstance(other, type(model))
+    assert other.lm_head.weight is model.lm_head.weight
+    some, none = texts(4)[0], texts(4)[3]
+    torch.testing.assert_close(
+        other(**{k: v[None] for k, v in sample(some).items()}).loss,
+        model(**{k: v[None] for k, v in sample(some).items()}).loss,
+    )
+    assert other(**{k: v[None] for k, v in sample(none).items()}).loss == 0
+    assert model(**{k: v[None] for k, v in sample(none).items()}).loss.isnan()
+
+
+def test_what_a_model_does_with_the_number_is_found_out() -> None:
+    assert divides(llama(), [sample(texts(4)[3]), sample(texts(4)[0])])
+    samples = [{"x": torch.tensor([3.0]), "labels": torch.tensor([1.0])}]
+    assert divides(Plain(1.0, 0.0), samples)
+    assert not divides(Plain(0.0, 1.0), samples)
+    with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
+        divides(Plain(1.0, 0.5), samples)
+
+
+def by_hand(model: Any, args: Any, data: list[dict[str, Any]], steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Accumulation in plain torch: each sum of token losses over the tokens of the whole batch."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    micro, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    losses = []
+    for step in range(steps):
+        batch = [sample(data[i]) for i in draw(args.seed, len(data), micro * count, step)]
+        items = sum(int((one["labels"][1:] != -100).sum()) for one in batch)
+        total = 0.0
+        for start in range(0, len(batch), micro):
+            stacked = {name: torch.stack([one[name] for one in batch[start : start + micro]]) for name in batch[0]}
+            labels = stacked.pop("labels")
+            logits = model(**stacked).logits[:, :-1].flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / items
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def test_a_job_equals_token_weighting_by_hand(tmp_path: Path) -> None:
+    model, data = llama(), texts(20)
+    args = arguments(tmp_path, lr_scheduler_type="constant")
+    trainer = Trainer(model, args, train_dataset=data)
+    assert trainer.job is not None
+    expected = by_hand(copy.deepcopy(model), args, data, 4)
+    found = meshcee.plain(trainer.job)
+    torch.testing.assert_close(found.losses, expected[0])
+    torch.testing.assert_close(found.state_dict, expected[1], rtol=1e-4, atol=1e-6)
+
+
+def theirs(model: Any, args: Any, data: list[Any], **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The library's own Trainer over the same samples in the same order."""
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    order = [i for step in range(args.max_steps) for i in draw(args.seed, len(data), batch_size, step)]
+    args = copy.copy(args)
+    args.train_sampling_strategy = "sequential"
+    trainer = transformers.Trainer(model, args, train_dataset=[data[i] for i in order], **more)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], model.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 1}, {"max_grad_norm": 0.0}], ids=str)
+def test_a_job_equals_the_librarys_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    model, data = llama(), texts(20)
+    usual = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 1}
+    args = arguments(tmp_path, save_strategy="no", **usual, **options)
+    trainer = Trainer(copy.deepcopy(model), args, train_dataset=data)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    losses, state = theirs(model, args, data)
+    torch.testing.assert_close(found.losses, losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", ["divided", "undivided"])
+def test_whatever_a_model_does_with_the_number_its_job_equals_the_librarys_trainer(share: str, tmp_path: Path) -> None:
+    """A loss that is not divided is added up, as the library adds it up."""
+    model, data = Plain(float(share == "divided"), float(share == "undivided")), rows(20)
+    args = arguments(tmp_path, optim="sgd", learning_rate=1e-4, max_grad_norm=0.0, save_strategy="no")
+    trainer = Trainer(copy.deepcopy(model), args, train_dataset=data)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    losses, state = theirs(model, args, data)
+    torch.testing.assert_close(found.losses, losses)
+    torch.testing.assert_close(found.state_dict, state)
