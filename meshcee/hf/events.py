@@ -103,6 +103,7 @@ class Bridge(Callback):
         self.args, self.handler, self.state, self.per_epoch = args, handler, state, per_epoch
         self.control = transformers().TrainerControl()
         self.run_id: str | None = None
+        self.begins = 0  # how many steps were done before
         self._outputs, self._measure, self._notes = outputs, measure, notes or {}
         self._losses: list[float] = []  # of the steps since the last log
         self._has_begun = False
@@ -114,7 +115,7 @@ class Bridge(Callback):
         from transformers.trainer_callback import ExportableState
 
         known = [line for line in self._notes.get("log_history", []) if line.get("step", math.inf) <= len(reports)]
-        self.state.log_history = [line for line in known if "eval_loss" not in line]
+        self.state.log_history = [line for line in known if "loss" in line]
         for report in reports:
             if not report.get("metrics"):
                 continue
@@ -129,6 +130,7 @@ class Bridge(Callback):
             self._is_best(metrics)
         self.state.log_history.sort(key=lambda line: line["step"])
         self._count(len(reports))
+        self.begins = len(reports)
         logged = max((line["step"] for line in known if "loss" in line), default=0)
         self._losses = [report["loss"] for report in reports if report["step"] >= logged]
         if self.state.best_global_step:

@@ -122,12 +122,13 @@ class Trainer:
         heard = [bridge, *self._callbacks]
         result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
         self.model.load_state_dict(self._best(result) or result.state_dict)
-        figures = self._speed("train", began_s, len(result.losses) * job.batch_size, len(result.losses))
-        loss = sum(result.losses) / max(len(result.losses), 1)
-        bridge.log(figures | {"train_loss": loss})
+        losses = result.losses[bridge.begins :]
+        loss = sum(losses) / max(len(losses), 1)
+        figures = self._speed("train", began_s, len(losses) * job.batch_size, len(losses)) | {"train_loss": loss}
+        bridge.log(dict(figures))
         bridge.end(self.model)
         self.control = bridge.control
-        return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures | {"train_loss": loss})
+        return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
 
     def _job(self) -> Job:
         """This script, in the words of a Job."""
@@ -322,7 +323,12 @@ class Trainer:
     def _samples(self, data: Any, name: str, labels: Mapping[str, torch.Tensor] | None = None) -> Samples:
         columns = None
         if self.args.remove_unused_columns:
-            columns = {*inspect.signature(base_of(self.model).forward).parameters, *self._label_names(), "label", "label_ids"}
+            columns = {
+                *inspect.signature(base_of(self.model).forward).parameters,
+                *self._label_names(),
+                "label",
+                "label_ids",
+            }
         return Samples(
             data,
             self.data_collator,

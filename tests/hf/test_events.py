@@ -1,0 +1,291 @@
+"""What TrainerCallbacks hear of a run, in which order, and what comes of what they want."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshcee.callbacks import Control, Listeners
+from meshcee.errors import UsageError
+from meshcee.hf.events import NOTES, Bridge, StepBridge, handler_of, read_notes, steers_steps
+from peers.owner.epoch import Report
+from tests.hf.tiny import arguments
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytest.importorskip("accelerate", reason="the hf extra is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+EVENTS = ("train_begin", "epoch_begin", "step_begin", "step_end", "log", "evaluate", "save", "epoch_end", "train_end")
+
+
+class Hears(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Writes down what comes, and sets what it is asked to at a step."""
+
+    def __init__(self, at: int = 0, event: str = "step_end", **wants: bool) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self._at, self._event, self._wants = at, event, wants
+
+    def hear(self, name: str, state: Any, control: Any, more: Any) -> None:
+        values = {key: more[key] for key in ("logs", "metrics") if key in more}
+        figures = next(iter(values.values()), {})
+        self.heard.append((name, state.global_step, *sorted(key for key in figures if key != "epoch")))
+        self.model = more["model"]
+        if (self._event, self._at) == (name, state.global_step):
+            for flag, value in self._wants.items():
+                setattr(control, flag, value)
+
+
+def _event(name: str) -> Any:
+    return lambda self, args, state, control, **more: self.hear(name, state, control, more)
+
+
+for _name in EVENTS:
+    setattr(Hears, f"on_{_name}", _event(_name))
+
+
+def report(step: int, loss: float | None = None, steps: int = 4) -> Report:
+    metrics = {} if loss is None else {"loss": loss}
+    return Report(step, steps, 4.0 - step, 0.1, 80.0, 1.0, "", norm=1.0, lr=0.5, metrics=metrics)
+
+
+class Story:
+    """A run of so many steps, told to callbacks as an owner tells it."""
+
+    def __init__(self, args: Any, *callbacks: Any, steps: int = 4, per_epoch: int = 2, **more: Any) -> None:
+        self.state = transformers.TrainerState(max_steps=steps)
+        self.state.compute_steps(args, steps)
+        handler = handler_of(args, callbacks, "the model", None)
+        kind = StepBridge if steers_steps(callbacks) else Bridge
+        self.bridge = kind(args, handler, self.state, per_epoch, **more)
+        self.control = Control(metrics=("loss",), saves=True)
+        self.listeners = Listeners([self.bridge], self.control)
+
+    def call(self, call: Any) -> None:
+        assert call is not None
+        call()
+
+    def step(self, step: int, loss: float | None = None) -> None:
+        self.control.begin(step)
+        self.call(self.listeners.step(report(step, loss, self.state.max_steps)))
+
+    def go(self, losses: dict[int, float], steps: int = 4) -> None:
+        self.call(self.listeners.plan(None))
+        for step in range(steps):
+            self.step(step, losses.get(step))
+        self.bridge.end("the model")
+
+
+def quiet(folder: Path, **options: Any) -> Any:
+    return arguments(folder, **options)
+
+
+def test_a_run_is_heard_in_the_librarys_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hears = Hears()
+    story = Story(quiet(tmp_path, logging_steps=2, eval_strategy="steps", eval_steps=2), hears)
+    story.go({1: 0.5, 3: 0.25})
+    log = ("grad_norm", "learning_rate", "loss")
+    evaluated = [("log", 2, "eval_loss"), ("evaluate", 2, "eval_loss")]
+    second = [("log", 4, "eval_loss"), ("evaluate", 4, "eval_loss")]
+    assert hears.heard == [
+        ("train_begin", 0),
+        ("epoch_begin", 0),
+        ("step_begin", 0),
+        ("step_end", 1),
+        ("step_begin", 1),
+        ("step_end", 2),
+        ("log", 2, *log),
+        *evaluated,
+        ("epoch_end", 2),
+        ("epoch_begin", 2),
+        ("step_begin", 2),
+        ("step_end", 3),
+        ("step_begin", 3),
+        ("step_end", 4),
+        ("log", 4, *log),
+        *second,
+        ("epoch_end", 4),
+        ("train_end", 4),
+    ]
+    first = story.state.log_history[0]
+    assert first == {"loss": 3.5, "grad_norm": 1.0, "learning_rate": 0.5, "epoch": 1.0, "step": 2}
+    assert not story.control.is_stopping
+    assert "'loss': '3.5'" in capsys.readouterr().out
+
+
+def test_the_model_is_given_while_its_weights_are_here(tmp_path: Path) -> None:
+    hears = Hears()
+    story = Story(quiet(tmp_path), hears)
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    assert hears.model is None
+    story.bridge.end("the model")
+    assert hears.model == "the model"
+
+
+def test_epochs_evaluate_at_their_end(tmp_path: Path) -> None:
+    hears = Hears()
+    Story(quiet(tmp_path, eval_strategy="epoch", logging_strategy="epoch"), hears).go({1: 0.5, 3: 0.25})
+    names = [one[0] for one in hears.heard]
+    assert names.count("evaluate") == 2
+    assert names[names.index("epoch_end") :][:4] == ["epoch_end", "log", "log", "evaluate"]
+
+
+def test_stopping_ends_the_run(tmp_path: Path) -> None:
+    story = Story(quiet(tmp_path), Hears(2, should_training_stop=True))
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    assert not story.control.is_stopping
+    story.step(1)
+    assert story.control.is_stopping
+
+
+def test_what_is_wanted_beyond_the_schedule_is_asked_for(tmp_path: Path) -> None:
+    story = Story(quiet(tmp_path), Hears(2, should_evaluate=True, should_save=True))
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    story.step(1)
+    assert story.control.evaluates_after(2)
+    assert story.control.saves_before(2)
+    story.step(2, 0.5)
+    assert next(line for line in story.state.log_history if "eval_loss" in line)["step"] == 3
+
+
+def test_what_the_schedule_does_is_not_asked_for_again(tmp_path: Path) -> None:
+    story = Story(quiet(tmp_path, save_steps=2, eval_strategy="steps", eval_steps=2), Hears())
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    story.step(1, 0.5)
+    assert not story.control.saves_before(2)
+    assert not story.control.evaluates_after(2)
+
+
+def test_an_epoch_cannot_be_left(tmp_path: Path) -> None:
+    story = Story(quiet(tmp_path), Hears(1, should_epoch_stop=True))
+    with pytest.raises(UsageError, match="should_training_stop"):
+        story.step(0)
+
+
+def test_without_eval_data_an_evaluation_is_refused(tmp_path: Path) -> None:
+    story = Story(quiet(tmp_path), Hears(1, should_evaluate=True))
+    story.control = Control(saves=True)
+    story.listeners = Listeners([story.bridge], story.control)
+    with pytest.raises(UsageError, match="eval_strategy"):
+        story.step(0)
+
+
+# -- who waits -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_wait_for_callbacks_that_may_steer_them() -> None:
+    stopping = transformers.EarlyStoppingCallback(2)
+    assert steers_steps([Hears()])
+    assert steers_steps([Hears])
+    assert not steers_steps([stopping, transformers.PrinterCallback, transformers.TrainerCallback()])
+    assert (Bridge.waits, StepBridge.waits) == ("evaluations", "steps")
+
+
+@pytest.mark.parametrize("event", ["on_optimizer_step", "on_substep_end", "on_prediction_step"])
+def test_a_callback_for_what_never_comes_is_refused(event: str, tmp_path: Path) -> None:
+    kind = type("Mine", (transformers.TrainerCallback,), {event: lambda *_, **__: None})
+    for one in (kind, kind()):
+        with pytest.raises(UsageError, match=rf"Mine\.{event} would never be called"):
+            handler_of(quiet(tmp_path), [one], None, None)
+    with pytest.raises(UsageError, match="a callback is a TrainerCallback"):
+        handler_of(quiet(tmp_path), [object()], None, None)
+
+
+def test_a_reporter_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"report_to=\['nobody'\]"):
+        handler_of(quiet(tmp_path, report_to="nobody"), [], None, None)
+
+
+# -- the best evaluation -------------------------------------------------------------------------------------------
+
+
+def best(folder: Path, **options: Any) -> Any:
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    return quiet(folder, load_best_model_at_end=True, **every, **options)
+
+
+def test_the_best_state_is_kept_and_no_better_one_ends_the_run(tmp_path: Path) -> None:
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+    story = Story(best(tmp_path), stopping, steps=6, per_epoch=6)
+    story.call(story.listeners.plan(None))
+    for step, loss in enumerate([0.5, 0.25, 0.5]):
+        story.step(step, loss)
+    assert (story.state.best_metric, story.state.best_global_step) == (0.25, 2)
+    assert story.control.spares([1, 2, 3]) == 2
+    assert not story.control.is_stopping
+    story.step(3, 0.25)
+    assert story.control.is_stopping
+
+
+def test_figures_of_compute_metrics_decide(tmp_path: Path) -> None:
+    figures = iter([0.5, 0.75, 0.7])
+    outputs = types.SimpleNamespace(collect=lambda: (None, None))
+    args = best(tmp_path, metric_for_best_model="accuracy")
+    story = Story(args, outputs=outputs, measure=lambda *_: {"eval_accuracy": next(figures)})
+    story.call(story.listeners.plan(None))
+    for step in range(3):
+        story.step(step, 0.1)
+    assert (story.state.best_metric, story.state.best_global_step) == (0.75, 2)
+    assert story.state.log_history[-1]["eval_accuracy"] == 0.7
+
+
+def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path: Path) -> None:
+    story = Story(best(tmp_path, metric_for_best_model="f1"))
+    with pytest.raises(UsageError, match="metric_for_best_model='f1': evaluations have"):
+        story.step(0, 0.1)
+
+
+# -- a run that goes on --------------------------------------------------------------------------------------------
+
+
+def told(args: Any, upto: int, **more: Any) -> tuple[Story, Any]:
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=3)
+    story = Story(args, stopping, steps=6, per_epoch=3, **more)
+    story.call(story.listeners.plan(None))
+    for step, loss in enumerate([0.5, 0.25, 0.5, 0.6, 0.2][:upto]):
+        story.step(step, loss)
+        folder = Path(args.output_dir) / "runs" / "a-run" / "checkpoints" / f"step-{step + 1}"
+        if (call := story.listeners.saved(step + 1, folder)) is not None:
+            call()
+    return story, stopping
+
+
+def test_a_run_that_goes_on_has_the_log_and_the_states_of_one_that_never_ended(tmp_path: Path) -> None:
+    args = best(tmp_path, logging_steps=2)
+    first, stopping = told(args, 5)
+    lines = [report(step, loss).to_json() for step, loss in enumerate([0.5, 0.25, 0.5, 0.6, 0.2])]
+    written = read_notes(Path(args.output_dir))
+    assert written["run"] == "a-run"
+    second = Story(
+        args, transformers.EarlyStoppingCallback(early_stopping_patience=3), steps=6, per_epoch=3, notes=written
+    )
+    second.call(second.listeners.event("on_resume", lines))
+    for name in ("log_history", "best_metric", "best_global_step", "global_step", "epoch"):
+        assert getattr(second.state, name) == getattr(first.state, name), name
+    patience = [
+        one.early_stopping_patience_counter
+        for story in (first, second)
+        for one in story.bridge.handler.callbacks
+        if isinstance(one, transformers.EarlyStoppingCallback)
+    ]
+    assert patience[0] == patience[1] == stopping.early_stopping_patience_counter
+    assert second.control.spares([2, 5]) == 5
+    second.call(second.listeners.plan(None))
+    second.step(5, 0.3)
+    first.step(5, 0.3)
+    assert second.state.log_history == first.state.log_history
+
+
+def test_notes_of_nobody_or_of_something_else_are_none(tmp_path: Path) -> None:
+    assert read_notes(tmp_path) == {}
+    (tmp_path / NOTES).write_text("torn")
+    assert read_notes(tmp_path) == {}
+    (tmp_path / NOTES).write_text(json.dumps({"run": "a"}))
+    assert read_notes(tmp_path) == {}

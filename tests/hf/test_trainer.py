@@ -1,0 +1,215 @@
+"""A whole script: trained on peers in this process, equal to the plain loop, evaluated, resumed, saved and loaded again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshcee
+from meshcee.errors import UsageError
+from meshcee.files import Home
+from meshcee.hf import Trainer
+from tests.hf.tiny import WORDS, arguments, llama, texts
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytest.importorskip("accelerate", reason="the hf extra is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+
+
+def classifier() -> Any:
+    """The same weights every time; with dropout."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=12, num_labels=3, **sizes)
+    return transformers.BertForSequenceClassification(config)
+
+
+def reviews(count: int) -> list[dict[str, Any]]:
+    return [{**{k: v for k, v in text.items() if k != "labels"}, "label": i % 3} for i, text in enumerate(texts(count))]
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_hand(model: Any, data: list[dict[str, Any]], micro: int) -> tuple[float, np.ndarray[Any, Any]]:
+    """The library's evaluation: each batch's mean, averaged by samples."""
+    model.eval()
+    total, logits = 0.0, []
+    for start in range(0, len(data), micro):
+        rows = transformers.default_data_collator(data[start : start + micro])
+        rows.pop("note", None)
+        with torch.no_grad():
+            output = model(**rows)
+        total += output.loss.item() * len(rows["labels"])
+        logits.append(output.logits.numpy())
+    model.train()
+    return total / len(data), np.concatenate(logits)
+
+
+class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """After so many steps."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._after
+
+
+def test_a_causal_model_trains_as_the_plain_loop_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """With tokens that do not count, in a Llama under LoRA: stopped after two steps, and resumed by another Trainer."""
+    peft = pytest.importorskip("peft", reason="the hf extra is not installed")
+
+    def script(*callbacks: Any) -> Trainer:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(llama(), config)
+        args = arguments(tmp_path, weight_decay=0.1)
+        return Trainer(model, args, train_dataset=texts(20), callbacks=[*callbacks], local=2)
+
+    first = script(Stops(2))
+    assert first.job is not None
+    plain = meshcee.plain(first.job)
+    first.train()
+    assert first.state.global_step == 2
+    assert not equal(first.model.state_dict(), plain.state_dict)
+
+    second = script()
+    done = second.train(resume_from_checkpoint=True)
+    assert done.global_step == 4
+    assert equal(second.model.state_dict(), plain.state_dict)
+    assert [line["loss"] for line in second.state.log_history if "loss" in line] == plain.losses
+    assert [line["step"] for line in second.state.log_history] == [1, 2, 3, 4, 4]
+    assert len(Home().runs()) == 1
+
+    second.save_model(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").state_dict()
+    assert equal(loaded, second.model.state_dict())
+
+
+def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back(tmp_path: Path) -> None:
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1}
+    args = arguments(tmp_path, **every, load_best_model_at_end=True, metric_for_best_model="loss")
+    data, held_out = reviews(16), reviews(5)
+    trainer = Trainer(
+        classifier(),
+        args,
+        train_dataset=data,
+        eval_dataset=held_out,
+        compute_metrics=accuracy,
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=4)],
+        local=2,
+    )
+    assert trainer.job is not None
+    start = copy.deepcopy(trainer.model)
+    states = {}
+    for done in meshcee.eager.plain_steps(trainer.job):
+        states[done.step + 1] = {name: tensor.clone() for name, tensor in done.state_dict.items()}
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        start.load_state_dict(states[line["step"]])
+        loss, logits = by_hand(start, held_out, 2)
+        assert line["eval_loss"] == pytest.approx(loss, rel=1e-6)
+        assert line["eval_accuracy"] == np.mean(logits.argmax(-1) == [row["label"] for row in held_out])
+    best = min(lines, key=lambda line: line["eval_loss"])
+    assert trainer.state.best_global_step == best["step"]
+    assert equal(trainer.model.state_dict(), states[best["step"]])
+
+    # Afterwards, over other data: without training, and without labels.
+    loss, logits = by_hand(trainer.model, data, 2)
+    metrics = trainer.evaluate(data, metric_key_prefix="all")
+    assert metrics["all_loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["all_accuracy"] == np.mean(logits.argmax(-1) == [row["label"] for row in data])
+    blind = [{name: value for name, value in row.items() if name != "label"} for row in data]
+    predicted = trainer.predict(blind)
+    np.testing.assert_allclose(predicted.predictions, logits, rtol=1e-5, atol=1e-6)
+    assert predicted.label_ids is None
+    assert not [name for name in predicted.metrics if name in ("test_loss", "test_accuracy")]
+
+    trainer.save_model()
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(args.output_dir)
+    assert equal(loaded.state_dict(), trainer.model.state_dict())
+
+
+# -- what is refused, before anything runs -------------------------------------------------------------------------
+
+
+def test_what_a_trainer_does_not_take_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not take model_init .*; optimizers \(write"):
+        Trainer(args=arguments(tmp_path), model_init=llama, optimizers=(1, 2))
+    with pytest.raises(UsageError, match="model is an nn"):
+        Trainer("gpt2", arguments(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="exclude each other"):
+        Trainer(llama(), arguments(tmp_path), join="LINE", local=2)
+    with pytest.raises(UsageError, match="eval_strategy='epoch' needs eval_dataset"):
+        Trainer(llama(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=texts(8))
+    with pytest.raises(UsageError, match=r"train\(\) needs train_dataset"):
+        Trainer(llama(), arguments(tmp_path)).train()
+    with pytest.raises(UsageError, match="no run has been noted in output_dir"):
+        Trainer(llama(), arguments(tmp_path), train_dataset=texts(8)).train(resume_from_checkpoint=True)
+    with pytest.raises(UsageError, match="write True, or RUN"):
+        Trainer(llama(), arguments(tmp_path), train_dataset=texts(8)).train("out/checkpoint-500")
+
+
+def test_a_subclass_that_computes_steps_itself_is_refused(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def compute_loss(self, *_: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(UsageError, match=r"Mine\.compute_loss would never be called"):
+        Mine(llama(), arguments(tmp_path))
+
+
+def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    data = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts(8)]
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data)
+    with pytest.raises(UsageError, match="returns no loss"):
+        trainer.train()
+
+
+# -- other things that scripts call --------------------------------------------------------------------------------
+
+
+def test_metrics_and_state_are_written_as_the_librarys_scripts_write_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=texts(8))
+    trainer.log_metrics("train", {"train_loss": 0.5})
+    trainer.save_metrics("train", {"train_loss": 0.5})
+    trainer.save_state()
+    assert "train_loss" in capsys.readouterr().out
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"train_results.json", "all_results.json", "trainer_state.json"}
+
+
+def test_callbacks_come_and_go(tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=texts(8), callbacks=[Stops(1)])
+    trainer.remove_callback(Stops)
+    trainer.add_callback(Stops(1))
+    assert [type(one).__name__ for one in trainer.callback_handler.callbacks].count("Stops") == 1
+
+
+def test_the_wing_is_asked_for_by_nobody_else() -> None:
+    """And importing it imports no transformers."""
+    import subprocess
+    import sys
+
+    code = "import sys, meshcee.hf; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
