@@ -55,11 +55,11 @@ def main(output_dir: str, **where: Any) -> Trainer:
         output_dir=output_dir,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=4,
-        max_steps=24,
+        max_steps=16,
         learning_rate=2e-2,
         lr_scheduler_type="cosine",
         warmup_steps=2,
-        logging_steps=6,
+        logging_steps=4,
         disable_tqdm=True,
     )
     trainer = Trainer(model, args, train_dataset=samples, **where)
@@ -70,7 +70,7 @@ def main(output_dir: str, **where: Any) -> Trainer:
     adapter = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
     assert adapter
     assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
-    print(f"{len(adapter)} tensors of the adapter in {output_dir}, and PeftModel.from_pretrained gives them back")
+    print(f"{len(adapter)} tensors of the adapter, and PeftModel.from_pretrained gives them back")
     return trainer
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 import meshcee
-from meshcee import config, errors, sampling
+from meshcee import config, errors, hf, sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by scripts/reference.py from the code; `make reference` renews it. -->\n"
@@ -125,15 +125,19 @@ def _entry(heading: str, name: str, thing: Any) -> list[str]:
     return [f"{heading} {name}\n", f"```python\n{name}{signature}\n```\n", *told]
 
 
+WITH_METHODS = {"Mesh": "mesh", "meshcee.hf.Trainer": "trainer"}
+
+
 def api_page() -> list[str]:
     lines = ["# Python API\n", "What `dir(meshcee)` lists, then the classes that these functions take and return.\n"]
     entries = [(f"meshcee.{n}", getattr(x, n, x)) for n in dir(meshcee) if callable(x := getattr(meshcee, n))]
     entries += [(f"meshcee.sampling.{thing.__name__}", thing) for thing in (sampling.draw, sampling.read)]
+    entries += [("meshcee.hf.Trainer", hf.Trainer)]
     for name, thing in [*entries, *_named_types()]:
         lines += _entry("##", name, thing)
-        for key, value in vars(thing).items() if name == "Mesh" else ():
+        for key, value in vars(thing).items() if name in WITH_METHODS else ():
             if inspect.isfunction(value) and not key.startswith("_"):
-                lines += _entry("###", f"mesh.{key}", value)
+                lines += _entry("###", f"{WITH_METHODS[name]}.{key}", value)
     return lines
 
 

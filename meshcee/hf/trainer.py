@@ -358,6 +358,7 @@ class Trainer:
 
 OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
 INSTEAD = {
+    "tokenizer": "write processing_class=",
     "model_init": "make the model and give model=",
     "compute_loss_func": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
     "optimizers": "write TrainingArguments(optim=..., lr_scheduler_type=...), or use meshcee.Job",
