@@ -1,7 +1,7 @@
 """The front door of the Python API: `meshcee.train(job)` and `async with meshcee.join(...) as mesh`.
 
-The idea: a script needs one call; everything else is behind it. This file and `__main__` are the only ones in the
-package that import upward.
+The idea: a script needs one call; everything else is behind it. This file, `__main__` and the room
+`hf` are the only ones in the package that import upward.
 """
 
 from __future__ import annotations

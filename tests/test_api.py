@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 import meshcee
 from meshcee.errors import UsageError
+from meshcee.files import Home
 from meshcee.job import Job, Optimizer, Schedule
 from meshcee.sampling.order import draw
 from peers.node.mesh import Mesh
@@ -65,6 +67,15 @@ def test_train_takes_what_mesh_train_and_join_take() -> None:
     # `train` knows by itself whether anybody will ask for figures
     assert {name: train[name].default for name in options} == options
     assert set(train) == {*options, "job", "on_wait", "join", "on_report"}
+
+
+def test_a_run_of_local_peers_has_a_folder_if_it_is_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    space: dict[str, Job] = {}
+    exec(TINY, space)
+    assert meshcee.train(space["job"], local=1).run is None
+    run = meshcee.train(space["job"], local=1, keeps=True).run
+    assert [found.id for found in Home().runs()] == [run]
 
 
 class Net(nn.Module):

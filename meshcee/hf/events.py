@@ -123,6 +123,11 @@ class Bridge(Callback):
             noted = (line for line in known if line["step"] == report["step"] + 1)
             loss = report["metrics"]["loss"]
             metrics = next((line for line in noted if line.get("eval_loss") == loss), {"eval_loss": loss})
+            if self._decisive not in (None, *metrics):
+                raise UsageError(
+                    f"output_dir has no {NOTES} with {self._decisive} of this run, which metric_for_best_model needs: go on with "
+                    "the output_dir that the run began with"
+                )
             self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
             for one in self.handler.callbacks:
                 if isinstance(one, ExportableState):
@@ -184,9 +189,8 @@ class Bridge(Callback):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.handler.on_log(self.args, self.state, self.control, logs)
 
-    def end(self, model: Any) -> None:
-        """The model has its trained weights."""
-        self.handler.model = model
+    def end(self) -> None:
+        """It is over, and the model has its trained weights."""
         self._hear("on_train_end")
         self._write()
 
@@ -233,14 +237,20 @@ class Bridge(Callback):
             run.checkpoint(keep=True)
         self._write()
 
+    @property
+    def _decisive(self) -> str | None:
+        """The metric by which states are compared, if any."""
+        wanted = self.args.metric_for_best_model
+        return wanted if wanted is None or wanted.startswith("eval_") else f"eval_{wanted}"
+
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """By metric_for_best_model, in the words and with the comparison of the library."""
-        if (wanted := self.args.metric_for_best_model) is None:
+        if (name := self._decisive) is None:
             return False
-        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
         if name not in metrics:
             raise UsageError(
-                f"metric_for_best_model={wanted!r}: evaluations have {', '.join(sorted(metrics))}; name one of them"
+                f"metric_for_best_model={self.args.metric_for_best_model!r}: evaluations have {', '.join(sorted(metrics))}; name "
+                "one of them"
             )
         state, better = self.state, np.greater if self.args.greater_is_better else np.less
         if state.best_metric is not None and not better(metrics[name], state.best_metric):

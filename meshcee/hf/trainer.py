@@ -80,8 +80,9 @@ class Trainer:
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._where = join, None if join else local or 1
         model.train()
-        if getattr(self.model, "config", None) is not None:
-            self.model.config.use_cache = self.args.use_cache
+        config: Any = getattr(model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
         own = [one for one in callbacks or () if not _is_meshcees(one)]
         self._callbacks = [one for one in callbacks or () if _is_meshcees(one)]
         self.callback_handler = handler_of(self.args, own, model, processing_class)
@@ -120,13 +121,16 @@ class Trainer:
         began_s = time.time()
         join, local = self._where
         heard = [bridge, *self._callbacks]
-        result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        try:
+            result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        finally:
+            self.callback_handler.model = self.model
         self.model.load_state_dict(self._best(result) or result.state_dict)
         losses = result.losses[bridge.begins :]
         loss = sum(losses) / max(len(losses), 1)
         figures = self._speed("train", began_s, len(losses) * job.batch_size, len(losses)) | {"train_loss": loss}
         bridge.log(dict(figures))
-        bridge.end(self.model)
+        bridge.end()
         self.control = bridge.control
         return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
 

@@ -76,7 +76,7 @@ class Story:
         self.call(self.listeners.plan(None))
         for step in range(steps):
             self.step(step, losses.get(step))
-        self.bridge.end("the model")
+        self.bridge.end()
 
 
 def quiet(folder: Path, **options: Any) -> Any:
@@ -122,7 +122,8 @@ def test_the_model_is_given_while_its_weights_are_here(tmp_path: Path) -> None:
     story.call(story.listeners.plan(None))
     story.step(0)
     assert hears.model is None
-    story.bridge.end("the model")
+    story.bridge.handler.model = "the model"  # as who has called the run does
+    story.bridge.end()
     assert hears.model == "the model"
 
 
@@ -281,6 +282,13 @@ def test_a_run_that_goes_on_has_the_log_and_the_states_of_one_that_never_ended(t
     second.step(5, 0.3)
     first.step(5, 0.3)
     assert second.state.log_history == first.state.log_history
+
+
+def test_a_run_cannot_go_on_without_the_figures_that_decide(tmp_path: Path) -> None:
+    story = Story(best(tmp_path, metric_for_best_model="accuracy"))
+    resumed = story.listeners.event("on_resume", [report(0, 0.5).to_json()])
+    with pytest.raises(UsageError, match=r"output_dir has no .* with eval_accuracy"):
+        story.call(resumed)
 
 
 def test_notes_of_nobody_or_of_something_else_are_none(tmp_path: Path) -> None:

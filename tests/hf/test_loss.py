@@ -135,6 +135,24 @@ def test_a_job_equals_the_librarys_trainer(options: dict[str, Any], tmp_path: Pa
     torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
 
 
+def test_a_bert_equals_the_librarys_trainer(tmp_path: Path) -> None:
+    """Its forward takes any keyword and divides by none of them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=48, num_labels=3, **sizes, **still)
+    )
+    data = [{"input_ids": text["input_ids"], "label": i % 3} for i, text in enumerate(texts(20))]
+    args = arguments(tmp_path, save_strategy="no", optim="adamw_torch", weight_decay=0.1)
+    trainer = Trainer(copy.deepcopy(model), args, train_dataset=data)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    losses, state = theirs(model, args, data)
+    torch.testing.assert_close(found.losses, losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("share", ["divided", "undivided"])
 def test_whatever_a_model_does_with_the_number_its_job_equals_the_librarys_trainer(share: str, tmp_path: Path) -> None:
     """A loss that is not divided is added up, as the library adds it up."""

@@ -13,7 +13,8 @@ from meshcee.errors import UsageError
 from meshcee.hf import Trainer
 from meshcee.hf.loss import Counting
 from meshcee.hf.samples import Outputs, Samples
-from tests.hf.tiny import LENGTH, arguments, llama, texts
+from meshcee.sampling import read
+from tests.hf.tiny import LENGTH, WORDS, arguments, llama, texts
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("accelerate", reason="the hf extra is not installed")
@@ -50,6 +51,32 @@ def test_a_collator_that_pads_to_a_length_it_knows_is_applied(tmp_path: Path) ->
     )
     assert trainer.job is not None
     assert trainer.job.data[0][1]["items"] == LENGTH - 1
+
+
+@pytest.fixture(name="tokenizer")
+def _tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="the hf extra is not installed")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w1")
+
+
+def test_the_librarys_collators_are_applied_to_one_sample(tokenizer: Any) -> None:
+    data = [dict(tokenizer("w5 w6 w7")), dict(tokenizer("w8"))]
+    pad = transformers.DataCollatorWithPadding(tokenizer, padding="max_length", max_length=4)
+    assert [samples(data, pad)[i][0]["input_ids"].tolist() for i in (0, 1)] == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    causal = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    x, y = samples([{"input_ids": [3, 4, 0, 0], "attention_mask": [1, 1, 0, 0]}], causal)[0]
+    assert x["labels"].tolist() == [3, 4, -100, -100]
+    assert y["items"] == 1
+
+
+def test_a_collator_that_draws_is_the_same_when_a_step_is_computed_again(tokenizer: Any) -> None:
+    masked = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
+    data = samples([{"input_ids": list(range(2, WORDS))}], masked)
+    first, again, other = (read(data, [0], seed=0, step=step)[0][0]["labels"] for step in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_dynamic_padding_is_refused_with_what_to_write() -> None:
