@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,14 +36,26 @@ UNHEARD = {  # by the event: why it never comes
 
 
 def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class: Any) -> Any:
-    """The library's CallbackHandler, with its own callbacks for flow, reports and progress."""
+    """The library's CallbackHandler, with its own callbacks for flow, reports and progress.
+
+    Whoever tells of an event, callbacks hear of it in one thread: reporters remember their run by thread.
+    """
     refuse_unheard(callbacks)
     from transformers.integrations import get_reporting_integration_callbacks
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="callbacks")
+    own = thread.submit(threading.get_ident).result()
+
+    class InOneThread(CallbackHandler):  # type: ignore[misc]
+        def call_event(self, event: str, *what: Any, **more: Any) -> Any:
+            if threading.get_ident() == own:  # a callback has caused it
+                return super().call_event(event, *what, **more)
+            return thread.submit(super().call_event, event, *what, **more).result()
+
     try:
         reporting = get_reporting_integration_callbacks(args.report_to)
-        handler = CallbackHandler([DefaultFlowCallback, *reporting, *callbacks], model, processing_class, None, None)
+        handler = InOneThread([DefaultFlowCallback, *reporting, *callbacks], model, processing_class, None, None)
     except (ImportError, RuntimeError, ValueError) as error:
         raise UsageError(f"report_to={args.report_to}: {error}") from error
     handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
@@ -128,11 +142,12 @@ class Bridge(Callback):
                     f"output_dir has no {NOTES} with {self._decisive} of this run, which metric_for_best_model needs: go on with "
                     "the output_dir that the run began with"
                 )
-            self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
+            figures = {name: math.nan if x is None else x for name, x in metrics.items()}  # as JSON has it
+            self.state.log_history.append({**figures, "epoch": self.state.epoch, "step": self.state.global_step})
             for one in self.handler.callbacks:
                 if isinstance(one, ExportableState):
-                    one.on_evaluate(self.args, self.state, self.control, metrics=metrics)
-            self._is_best(metrics)
+                    one.on_evaluate(self.args, self.state, self.control, metrics=figures)
+            self._is_best(figures)
         self.state.log_history.sort(key=lambda line: line["step"])
         self._count(len(reports))
         self.begins = len(reports)
@@ -253,9 +268,8 @@ class Bridge(Callback):
                 "one of them"
             )
         state, better = self.state, np.greater if self.args.greater_is_better else np.less
-        if state.best_metric is not None and not better(metrics[name], state.best_metric):
-            return False
-        if math.isnan(metrics[name]):
+        known = state.best_metric is not None
+        if math.isnan(metrics[name]) or (known and not better(metrics[name], state.best_metric)):
             return False
         state.best_metric, state.best_global_step = metrics[name], state.global_step
         return True

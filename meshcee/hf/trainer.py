@@ -234,6 +234,8 @@ class Trainer:
         self, data: Samples, ignore_keys: Sequence[str] | None, prefix: str, *, collects: bool
     ) -> tuple[Any, Any, dict[str, float]]:
         """Predictions, labels and metrics of one evaluation, in the micro-batches that training has."""
+        if self.callback_handler.model is None:
+            raise UsageError("train() is under way, and its weights are with the peers: set control.should_evaluate")
         micro = min(self.args.per_device_train_batch_size, len(data))
         if not micro:
             raise UsageError("the dataset is empty: give it samples")

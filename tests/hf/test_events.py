@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from meshcee.callbacks import Control, Listeners
 from meshcee.errors import UsageError
+from meshcee.files import dumps
 from meshcee.hf.events import NOTES, Bridge, StepBridge, handler_of, read_notes, steers_steps
 from peers.owner.epoch import Report
 from tests.hf.tiny import arguments
@@ -127,6 +130,27 @@ def test_the_model_is_given_while_its_weights_are_here(tmp_path: Path) -> None:
     assert hears.model == "the model"
 
 
+def test_callbacks_are_called_in_one_thread_whoever_tells(tmp_path: Path) -> None:
+    """A reporter remembers its run by thread, and a run tells of its events from several."""
+    threads: list[int] = []
+
+    class Notes(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            threads.append(threading.get_ident())
+
+        on_step_end = on_epoch_end = on_train_end = on_train_begin
+
+    story = Story(quiet(tmp_path), Notes())
+    for call in (story.listeners.plan(None), *(story.listeners.step(report(step)) for step in range(4))):
+        assert call is not None
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    story.bridge.end()
+    assert len(threads) == 1 + 4 + 2 + 1
+    assert len(set(threads)) == 1
+
+
 def test_epochs_evaluate_at_their_end(tmp_path: Path) -> None:
     hears = Hears()
     Story(quiet(tmp_path, eval_strategy="epoch", logging_strategy="epoch"), hears).go({1: 0.5, 3: 0.25})
@@ -235,6 +259,18 @@ def test_figures_of_compute_metrics_decide(tmp_path: Path) -> None:
         story.step(step, 0.1)
     assert (story.state.best_metric, story.state.best_global_step) == (0.75, 2)
     assert story.state.log_history[-1]["eval_accuracy"] == 0.7
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    story = Story(best(tmp_path))
+    story.call(story.listeners.plan(None))
+    story.step(0, math.nan)
+    assert story.state.best_global_step is None
+    story.step(1, 0.5)
+    again = Story(best(tmp_path))
+    lines = [json.loads(dumps(report(step, loss).to_json())) for step, loss in enumerate([math.nan, 0.5])]
+    again.call(again.listeners.event("on_resume", lines))
+    assert again.state.best_global_step == story.state.best_global_step == 2
 
 
 def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def by_hand(model: Any, data: list[dict[str, Any]], micro: int) -> tuple[float, 
     return total / len(data), np.concatenate(logits)
 
 
+class Asks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """For an evaluation of weights that are not here."""
+
+    trainer: Trainer
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.trainer.evaluate()
+
+
 class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """After so many steps."""
 
@@ -182,6 +191,14 @@ def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) ->
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data)
     with pytest.raises(UsageError, match="returns no loss"):
         trainer.train()
+
+
+def test_a_callback_cannot_evaluate_what_is_with_the_peers(tmp_path: Path) -> None:
+    asks = Asks()
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+    asks.trainer = Trainer(classifier(), args, train_dataset=reviews(8), eval_dataset=reviews(4), callbacks=[asks])
+    with pytest.raises(UsageError, match=r"set control\.should_evaluate"):
+        asks.trainer.train()
 
 
 # -- other things that scripts call --------------------------------------------------------------------------------
