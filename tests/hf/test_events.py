@@ -289,8 +289,8 @@ def told(args: Any, upto: int, **more: Any) -> tuple[Story, Any]:
     for step, loss in enumerate([0.5, 0.25, 0.5, 0.6, 0.2][:upto]):
         story.step(step, loss)
         folder = Path(args.output_dir) / "runs" / "a-run" / "checkpoints" / f"step-{step + 1}"
-        if (call := story.listeners.saved(step + 1, folder)) is not None:
-            call()
+        folder.mkdir(parents=True)
+        story.call(story.listeners.saved([(step + 1, folder)]))
     return story, stopping
 
 
