@@ -172,7 +172,7 @@ class Trainer:
     def _weighing(self, data: Samples, accumulated: int) -> tuple[nn.Module, dict[str, Any]]:
         """The model, and how a Job adds its micro-batches' losses up, so that the sum is that of the library."""
         samples = (read(data, [i], self.args.seed)[0][0] for i in range(min(len(data), 16)))
-        if not self._counting.accepts or "labels" not in read(data, [0], self.args.seed)[0][0]:
+        if not self._counting.accepts or "labels" not in self._first(data):
             return self.model, {}  # each loss is divided by how many micro-batches there are
         if accumulated > 1 and not divides(self.model, samples):
             return self.model, {"reduction": "sum"}
@@ -202,8 +202,10 @@ class Trainer:
             raise UsageError("evaluate() needs eval_dataset=...")
         samples = self._samples(data, "eval_dataset")
         wants = self.compute_metrics is not None and not self.args.prediction_loss_only
-        _, _, metrics = self._round(samples, ignore_keys, metric_key_prefix, collects=wants)
-        metrics["epoch"] = self.state.epoch
+        began_s = time.time()
+        loss, predictions, labels = self._round(samples, ignore_keys, collects=wants)
+        metrics = {f"{metric_key_prefix}_loss": loss, **self._measured(metric_key_prefix, predictions, labels)}
+        metrics |= self._speed(metric_key_prefix, began_s, len(samples)) | {"epoch": self.state.epoch}
         self.state.log_history.append({**metrics, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -213,27 +215,24 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
     ) -> Any:
         """The model's outputs for each sample, in their order: the library's PredictionOutput. Samples need no labels."""
-        samples = self._samples(test_dataset, "test_dataset")
-        label_names = self._label_names()
-        blind = [name for name in label_names if name not in samples[0][0]]
+        samples, known = self._samples(test_dataset, "test_dataset"), {}
+        if self.train_dataset is not None and len(samples):
+            known = self._first(self._samples(self.train_dataset, "train_dataset"))
+        here = self._first(samples) if len(samples) else {}
+        blind = {name: known[name] for name in self._label_names() if name in known and name not in here}
         if blind:  # the graph has a loss: it is computed with the labels of another sample, and nothing is made of it
-            known = self.train_dataset if self.train_dataset is not None else self.eval_dataset
-            labels = self._samples(known, "train_dataset")[0][0] if known is not None else {}
-            if any(name not in labels for name in blind):
-                raise UsageError(f"test_dataset has no {', '.join(blind)}, nor has train_dataset: give samples labels")
-            labels = {name: labels[name] for name in blind}
-            samples = self._samples(test_dataset, "test_dataset", labels)
-        predictions, label_ids, metrics = self._round(samples, ignore_keys, metric_key_prefix, collects=True)
-        if blind:
-            speed = ("_runtime", "_per_second")
-            label_ids, metrics = None, {name: x for name, x in metrics.items() if name.endswith(speed)}
+            samples = self._samples(test_dataset, "test_dataset", blind)
+        began_s = time.time()
+        loss, predictions, labels = self._round(samples, ignore_keys, collects=True)
+        metrics: dict[str, float] = {}
+        if not blind:
+            metrics = {f"{metric_key_prefix}_loss": loss, **self._measured(metric_key_prefix, predictions, labels)}
+        metrics |= self._speed(metric_key_prefix, began_s, len(samples))
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        return transformers().trainer_utils.PredictionOutput(predictions, label_ids, metrics)
+        return transformers().trainer_utils.PredictionOutput(predictions, None if blind else labels, metrics)
 
-    def _round(
-        self, data: Samples, ignore_keys: Sequence[str] | None, prefix: str, *, collects: bool
-    ) -> tuple[Any, Any, dict[str, float]]:
-        """Predictions, labels and metrics of one evaluation, in the micro-batches that training has."""
+    def _round(self, data: Samples, ignore_keys: Sequence[str] | None, *, collects: bool) -> tuple[float, Any, Any]:
+        """The loss, predictions and labels of one evaluation, in the micro-batches that training has."""
         if self.callback_handler.model is None:
             raise UsageError("train() is under way, and its weights are with the peers: set control.should_evaluate")
         micro = min(self.args.per_device_train_batch_size, len(data))
@@ -260,17 +259,12 @@ class Trainer:
             async with joined(self._where[0], local=self._where[1]) as mesh:
                 return await mesh.evaluate(job)
 
-        began_s = time.time()
-        loss = run_blocking(main)["loss"]
-        predictions, labels = outputs.collect()
-        measured = self._measured(prefix, predictions, labels) if collects and labels is not None else {}
-        speed = self._speed(prefix, began_s, len(data), -(-len(data) // micro))
-        return predictions, labels, {f"{prefix}_loss": loss, **measured, **speed}
+        return (run_blocking(main)["loss"], *outputs.collect())
 
     def _measured(self, prefix: str, predictions: Any, labels: Any) -> dict[str, float]:
         """compute_metrics, with names that begin as evaluations' do."""
         library = transformers()
-        if self.compute_metrics is None:
+        if self.compute_metrics is None or predictions is None or labels is None:
             return {}
         with calling("compute_metrics"):
             found = self.compute_metrics(library.EvalPrediction(predictions=predictions, label_ids=labels))
@@ -356,8 +350,14 @@ class Trainer:
         config = getattr(self.model, "config", None)
         return list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
 
-    @staticmethod
-    def _speed(split: str, began_s: float, samples: int, steps: int) -> dict[str, float]:
+    def _first(self, samples: Samples) -> dict[str, torch.Tensor]:
+        """What the model is called with for one of them."""
+        found: dict[str, torch.Tensor] = read(samples, [0], self.args.seed)[0][0]
+        return found
+
+    def _speed(self, split: str, began_s: float, samples: int, steps: int | None = None) -> dict[str, float]:
+        """Of so many steps, or micro-batches, in the library's words."""
+        steps = -(-samples // self.args.per_device_train_batch_size) if steps is None else steps
         found: dict[str, float] = transformers().trainer_utils.speed_metrics(split, began_s, samples, steps)
         return found
 

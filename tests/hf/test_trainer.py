@@ -151,6 +151,8 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     np.testing.assert_allclose(predicted.predictions, logits, rtol=1e-5, atol=1e-6)
     assert predicted.label_ids is None
     assert not [name for name in predicted.metrics if name in ("test_loss", "test_accuracy")]
+    with pytest.raises(UsageError, match="the dataset is empty"):
+        trainer.predict([])
 
     trainer.save_model()
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(args.output_dir)
