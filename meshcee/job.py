@@ -185,6 +185,8 @@ class Job:
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
     optimizer  Optimizer(...) by name
+    workers    processes of the owner that read samples of training ahead, by spawn: classes of `data` are at the top of a file;
+               0 reads in the owner's own process
     batch_size samples per optimizer step; steps: how many
     micro_batch_size  samples per micro-batch; None lets the first plan choose
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
@@ -240,6 +242,7 @@ class Job:
     verify: bool = True
     threads: int | None = None
     mix: str = "devices"
+    workers: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -258,6 +261,8 @@ class Job:
             raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads must be at least 1")
+        if self.workers < 0:
+            raise UsageError("workers is a number of processes, or 0")
         if self.mix not in MIXES:
             raise UsageError(f"mix must be one of {', '.join(MIXES)}, got {self.mix!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -7,6 +7,7 @@ read the line of their own file and not ours. The error itself stays the cause; 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import sys
 import sysconfig
@@ -16,15 +17,45 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from meshcee.errors import MeshceeError, UsageError
 
-__all__ = ["Place", "avoided", "calling", "is_ours", "library_of", "place_in", "place_of", "under_way"]
+__all__ = [
+    "JOB_FILE",
+    "Place",
+    "avoided",
+    "calling",
+    "import_job_file",
+    "is_ours",
+    "library_of",
+    "place_in",
+    "place_of",
+    "under_way",
+]
 
 _under_way: dict[int, str | Callable[[], str]] = {}  # by thread: what runs there of the user's
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
+
+
+JOB_FILE = "job_file"  # the name under which the command line imports a job's file
+
+
+def import_job_file(path: str) -> ModuleType:
+    """Run the file as the module `JOB_FILE`, with its folder to import from. Raises what it raises."""
+    spec = importlib.util.spec_from_file_location(JOB_FILE, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[JOB_FILE] = importlib.util.module_from_spec(spec)
+    folder = str(Path(path).parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+    return module
 
 
 def place_of(error: BaseException) -> str:

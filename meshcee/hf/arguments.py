@@ -32,7 +32,8 @@ CARRIED_OUT = frozenset(
     logging_strategy logging_steps logging_first_step report_to run_name project disable_tqdm
     eval_strategy eval_steps prediction_loss_only save_strategy save_steps
     load_best_model_at_end metric_for_best_model greater_is_better
-    remove_unused_columns label_names dataloader_drop_last trackio_space_id trackio_bucket_id trackio_static_space_id
+    remove_unused_columns label_names dataloader_drop_last
+    dataloader_num_workers trackio_space_id trackio_bucket_id trackio_static_space_id
         """,
     )
 )
@@ -42,7 +43,7 @@ NOTHING_TO_ACT_ON = frozenset(
         r"\w+",
         """
         activation_checkpointing_kwargs gradient_checkpointing_kwargs average_tokens_across_devices torch_empty_cache_steps
-        dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
         dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb
         ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank use_cpu
         eval_accumulation_steps eval_use_gather_object log_level log_level_replica log_on_each_node logging_nan_inf_filter

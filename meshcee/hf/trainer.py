@@ -159,6 +159,7 @@ class Trainer:
             micro_batch_size=micro,
             steps=steps,
             seed=args.seed,
+            workers=args.dataloader_num_workers,
             clip_norm=args.max_grad_norm or None,
             precision="bf16" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),

@@ -13,8 +13,19 @@ from typing import Any
 import torch
 
 from meshcee.errors import UsageError
+from meshcee.sampling.order import NO_STEP, read
 
-__all__ = ["call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
+__all__ = ["batch_of", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
+
+
+def batch_of(data: Any, indices: Sequence[int], seed: int, step: int, *, name: str = "data") -> tuple[Any, Any]:
+    """Those samples as that step reads them, stacked. UsageError names them."""
+    found = read(data, indices, seed, step, name=name)
+    try:
+        return stack(found)
+    except UsageError as error:
+        when = "" if step == NO_STEP else f" of step {step + 1}"
+        raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
 
 
 def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

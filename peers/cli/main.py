@@ -212,6 +212,7 @@ def train(
             envvar="MESHCEE_THREADS", min=1, help="CPU threads of every peer in this run; default: what all can spare."
         ),
     ] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that read samples ahead of training.")] = None,
     mix: Annotated[
         str | None,
         typer.Option(help="Which devices a plan may put together: none (one kernel class), devices, versions."),
@@ -269,6 +270,7 @@ def train(
             standby=standby,
             verify=verify,
             mix=mix,
+            workers=workers,
             log=tuple(log or ()),
         ),
         as_json=as_json,

@@ -7,7 +7,6 @@ nothing of ours remains. A job file is the user's own Python: it is loaded here,
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshcee.errors import MeshceeError, UsageError, unwrap
-from meshcee.user_code import under_way
+from meshcee.user_code import import_job_file, under_way
 
 if TYPE_CHECKING:
     from meshcee.job import Job
@@ -205,22 +204,16 @@ def load_job(path: Path) -> Job:
 
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give a Python file that defines `job = meshcee.Job(...)`")
-    spec = importlib.util.spec_from_file_location("job_file", path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["job_file"] = module
-    sys.path.insert(0, str(path.parent.resolve()))
+    if path.suffix != ".py":
+        raise UsageError(f"{path} is not a Python file: its name ends with .py")
     try:
-        spec.loader.exec_module(module)
+        module = import_job_file(str(path))
     except MeshceeError:
         raise
     except Exception as error:
         lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         where = f", line {lines[-1].lineno}" if lines else ""
         raise UsageError(f"{path}{where}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
     job = getattr(module, "job", None)
     if not isinstance(job, Job):
         raise UsageError(f"{path} defines no `job = meshcee.Job(...)`")

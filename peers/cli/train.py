@@ -56,6 +56,7 @@ class TrainOptions:
     standby: bool = False
     verify: bool = True
     mix: str | None = None
+    workers: int | None = None
     log: tuple[str, ...] = ()
 
 
@@ -82,18 +83,12 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     job = load_job(options.job)
-    if options.checkpoint_every is not None:
-        job = replace(job, checkpoint_every=options.checkpoint_every)
-    if options.codec is not None:
-        job = replace(job, codec=options.codec)
+    said = {
+        name: getattr(options, name) for name in ("checkpoint_every", "codec", "groups", "threads", "mix", "workers")
+    }
+    job = replace(job, **{name: value for name, value in said.items() if value is not None})
     if not options.verify:
         job = replace(job, verify=False)
-    if options.groups is not None:
-        job = replace(job, groups=options.groups)
-    if options.threads is not None:
-        job = replace(job, threads=options.threads)
-    if options.mix is not None:
-        job = replace(job, mix=options.mix)
     where = JoinOptions(
         token=options.join,
         local=options.local,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,11 +19,17 @@ from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
-from meshcee.sampling import NO_STEP, Fed, HyperSchedule, draw, inputs_of, read, rebuild
+from meshcee.sampling import NO_STEP, Fed, HyperSchedule, batch_of, draw, inputs_of, read, rebuild
 from meshcee.user_code import calling, under_way
 from peers.wire import Round
 
+if TYPE_CHECKING:
+    from meshcee.sampling.readers import Readers
+
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
+
+
+MOST_FED = 2  # steps that are under way before the one that is read
 
 
 class Portion(NamedTuple):
@@ -34,13 +40,18 @@ class Portion(NamedTuple):
 
 
 class Steering:
-    """Of one run, over all its epochs: what its steps are stepped with, and the callbacks that may change that."""
+    """Of one run, over all its epochs: what its steps are stepped with, the callbacks that may change that, who reads ahead."""
 
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
         self.control = Control(job.name, metrics=metrics, saves=saves)
         self.listeners = Listeners(callbacks, self.control)
+        self.readers: Readers | None = None
+        if job.workers:
+            from meshcee.sampling.readers import Readers
+
+            self.readers = Readers(job)
 
     def options(self, step: int) -> tuple[dict[str, Any], ...]:
         """Of each parameter group. What is asked of the run from now on counts for later steps."""
@@ -71,7 +82,7 @@ class Feed:
         self._micro_batch = micro_batch
         self.start = start
         self._fed = fed
-        self._current: tuple[int, list[tuple[Any, Any]]] = (-1, [])  # of `fed`: the last step, its micro-batches
+        self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self.steering = steering or Steering(job)
         self._reported = -1  # the last step that was
         self._was_reported = asyncio.Event()
@@ -119,22 +130,31 @@ class Feed:
 
     def samples(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         """The stacked (x, y) of one micro-batch, or of some of its rows."""
-        if self._fed is not None and not round.forward_only:
-            return self._kept(self._fed, round.step, micro, rows)
-        return self._read(round, micro, rows)
-
-    def _kept(self, fed: Fed, step: int, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
-        """Of samples that are read once, all of the step at a time."""
-        round = Round(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
-        if self._current[0] != step:
-            found = fed.batches(step, lambda: [inputs_of(self._read(round, m)) for m in range(round.num_micro)])
-            x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
-            self._current = step, [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in found]
-        batch = self._current[1][micro]
+        if round.forward_only or (self._fed is None and self.steering.readers is None):
+            return self._read(round, micro, rows)
+        if round.step not in self._whole:
+            self._whole = {s: kept for s, kept in self._whole.items() if s >= round.step - MOST_FED}
+            self._whole[round.step] = self._read_once(round.step)
+        batch = self._whole[round.step][micro]
         if rows is None:
             return batch
         part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
         return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
+
+    def _read_once(self, step: int) -> list[tuple[Any, Any]]:
+        """All micro-batches of a step, by other processes or here; of samples that must not be read twice, what was fed."""
+
+        def read_now() -> list[tuple[Any, Any]]:
+            found = readers.take(step, self._micro_batch) if readers is not None else None
+            round = Round(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
+            return [self._read(round, m) for m in range(round.num_micro)] if found is None else found
+
+        readers = self.steering.readers
+        if self._fed is None:
+            return read_now()
+        fed = self._fed.batches(step, lambda: [inputs_of(batch) for batch in read_now()])
+        x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
+        return [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in fed]
 
     def _read(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         size = self._micro_batch
@@ -149,12 +169,7 @@ class Feed:
         if rows is not None:
             indices = indices[rows[0] : rows[1]]
         name, step = ("eval_data", NO_STEP) if round.forward_only else ("data", round.step)
-        found = read(data, indices, self._job.seed, step, name=name)
-        try:
-            return stack(found)
-        except UsageError as error:
-            when = "" if round.forward_only else f" of step {round.step + 1}"
-            raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
+        return batch_of(data, indices, self._job.seed, step, name=name)
 
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""

@@ -227,6 +227,8 @@ class Training:
                 self._newcomers.close()
             await self._journal.end()
             await self._turn.end()
+            if self._steering.readers is not None:
+                await asyncio.to_thread(self._steering.readers.close)
         await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
 
     def _ended(self, state: str, **more: Any) -> None:

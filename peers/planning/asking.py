@@ -51,7 +51,7 @@ async def question(
             log.warning("no stage will be shared by a group", why=why)
             costs = replace(costs, groups=False)
     most, data_s = await asyncio.to_thread(look, job, captured)
-    costs = replace(costs, data_s=data_s)
+    costs = replace(costs, data_s=data_s / max(1, job.workers))
     async with asyncio.TaskGroup() as group:
         profiling = group.create_task(profile(agent, job, captured, costs, most))
         feeding = group.create_task(_feeds(agent, costs))

@@ -125,8 +125,10 @@ async def struck(job: Job, home: Home) -> Result:
     return mesh.result
 
 
-async def test_a_lost_member_does_not_change_what_is_drawn(tmp_path: Path) -> None:
-    job = job_of(checkpoint_every=3)
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_a_lost_member_does_not_change_what_is_drawn(tmp_path: Path, workers: int) -> None:
+    """Nor does it matter who reads, here steps ahead of those that are computed again."""
+    job = job_of(checkpoint_every=3, workers=workers)
     assert_is(await struck(job, Home(tmp_path)), job)
     assert not (Home(tmp_path).run("last").folder / FED).exists()  # it can be read again, so nothing is kept
 

@@ -1,0 +1,148 @@
+"""Samples that other processes read ahead of the step that needs them: `Job(workers=N)`.
+
+The idea: torch's DataLoader has the processes and their queues. A sample is what (seed, step, index) says, whoever reads it, so no
+number depends on how many processes there are, or on when they read. They start by spawn and not by fork, as this process has
+threads; so the data travels once to each of them, and its classes must be found by name.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.job import Job
+from meshcee.sampling.data import batch_of
+from meshcee.sampling.order import draw
+from meshcee.user_code import JOB_FILE, import_job_file
+
+__all__ = ["Readers"]
+
+AHEAD = 2  # micro-batches that each process has read before they are asked for, at most
+
+
+class Readers:
+    """Of one run. The processes start with the first `take`, and end with `close` or with this process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._order = _Order(job)
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] = iter(())
+        self._next = 0  # the step whose micro-batches come next
+
+    def take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:
+        """The stacked micro-batches of a step; None for one that is over, which the caller reads by itself.
+
+        UsageError: what a read has raised, or data that cannot travel.
+        """
+        if self._loader is not None and step < self._next:
+            return None
+        if self._loader is None or step > self._next:
+            self._order.begin, self._order.micro_batch = step, micro_batch
+            self._start()
+        try:
+            found = [next(self._batches) for _ in range(self._job.batch_size // micro_batch)]
+        except RuntimeError as error:
+            raise UsageError(
+                f"a process that reads data has ended ({error}); what it said stands above: try workers=0, which reads in this one"
+            ) from error
+        self._next = step + 1
+        for one in found:
+            if isinstance(one, _Failed):
+                raise UsageError(one.text)
+        return found
+
+    def _start(self) -> None:
+        try:
+            if self._loader is None:
+                self._loader = DataLoader(
+                    _Reads(self._job.data, self._job.seed),
+                    batch_size=None,  # what is asked for is a micro-batch already
+                    sampler=self._order,
+                    collate_fn=_as_it_is,
+                    num_workers=self._job.workers,
+                    prefetch_factor=AHEAD,
+                    persistent_workers=True,
+                    multiprocessing_context="spawn",
+                    worker_init_fn=_Begin(),
+                    generator=torch.Generator(),  # or the process's own would be drawn from
+                )
+            self._batches = iter(self._loader)
+        except Exception as error:  # whatever pickle raises
+            raise UsageError(
+                f"workers={self._job.workers}: the data cannot be given to another process ({type(error).__name__}: {error}): "
+                "define its class at the top of the file, open files in it when they are first read, or leave workers out"
+            ) from error
+
+    def close(self) -> None:
+        """Takes up to some seconds, until each process has ended."""
+        self._loader, self._batches = None, iter(())
+
+
+class _Order(torch.utils.data.Sampler[Any]):
+    """(step, indices) of each micro-batch, from step `begin` to the end of the job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.begin, self.micro_batch = 0, job.batch_size
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for step in range(self.begin, self._job.steps):
+            drawn = draw(self._job.seed, len(self._job.data), self._job.batch_size, step)
+            for first in range(0, len(drawn), self.micro_batch):
+                yield step, drawn[first : first + self.micro_batch]
+
+
+class _Reads(Dataset[Any]):
+    """The job's data, to be asked for micro-batches."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self._file = _File()  # first: it is there before the classes of what follows are looked for
+        self._data, self._seed = data, seed
+
+    def __getitem__(self, asked: Any) -> Any:
+        step, indices = asked
+        try:
+            return batch_of(self._data, indices, self._seed, step)
+        except MeshceeError as error:
+            return _Failed(str(error))
+
+
+class _File:
+    """The job's file, which the command line has imported; another process imports it when it meets this."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = sys.modules.get(JOB_FILE)
+        return (_imported, (str(module.__file__),)) if module is not None else (_File, ())
+
+
+def _imported(path: str) -> _File:
+    if JOB_FILE not in sys.modules:
+        import_job_file(path)
+    return _File()
+
+
+class _Failed:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class _Begin:
+    """What a process does first: as many threads as here, so that a sample has the same bits; Ctrl-C is for the owner."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+
+    def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        torch.set_num_threads(self._threads)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

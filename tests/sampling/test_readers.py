@@ -1,0 +1,145 @@
+"""Processes that read ahead give the samples that this one would read; whatever fails there is told in words."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer
+from meshcee.sampling import batch_of, draw
+from meshcee.sampling.readers import Readers
+from meshcee.user_code import JOB_FILE, import_job_file
+
+MICRO = 4
+
+
+class Augmented:
+    """Draws from all three generators; reading sample `bad` fails, sample `deadly` ends its process."""
+
+    def __init__(self, bad: int = -1, deadly: int = -1) -> None:
+        self.bad, self.deadly, self.owner = bad, deadly, os.getpid()
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if i == self.bad:
+            raise ValueError("this one is broken")
+        if i == self.deadly and os.getpid() != self.owner:
+            os._exit(3)
+        x = torch.randn(6) + i + random.random() + np.random.normal()
+        return x, x.sum(0, keepdim=True)
+
+
+def job_of(data: Any, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "model": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
+        "loss": nn.functional.mse_loss,
+        "optimizer": Optimizer("SGD", lr=0.01),
+        "batch_size": 8,
+        "micro_batch_size": MICRO,
+        "steps": 12,
+        "seed": 3,
+        "workers": 2,
+    }
+    return Job(data=data, **{**settings, **changes})
+
+
+@contextmanager
+def readers_of(job: Job) -> Iterator[Readers]:
+    readers = Readers(job)
+    try:
+        yield readers
+    finally:
+        readers.close()
+
+
+def read_here(job: Job, step: int) -> list[Any]:
+    drawn = draw(job.seed, len(job.data), job.batch_size, step)
+    return [batch_of(job.data, drawn[i : i + MICRO], job.seed, step) for i in range(0, len(drawn), MICRO)]
+
+
+def same(found: Any, expected: Any) -> bool:
+    return len(found) == len(expected) and all(
+        torch.equal(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
+    )
+
+
+def test_samples_are_those_that_this_process_would_read_from_whatever_step_on() -> None:
+    job = job_of(Augmented())
+    before = torch.get_rng_state()
+    with readers_of(job) as readers:
+        for step in (4, 5, 6):
+            assert same(readers.take(step, MICRO), read_here(job, step))
+        assert readers.take(5, MICRO) is None, "it is over"
+        assert same(readers.take(9, MICRO), read_here(job, 9)), "steps between are left out"
+        reading = [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+        assert len(reading) == job.workers
+    _, living = psutil.wait_procs(reading, 20)
+    assert living == []
+    assert torch.equal(torch.get_rng_state(), before), "nothing was drawn from this process's generator"
+
+
+def test_what_a_read_raises_is_told_with_its_sample_step_and_line() -> None:
+    job = job_of(Augmented(bad=17))
+    step = next(s for s in range(job.steps) if 17 in draw(job.seed, 48, 8, s))
+    with readers_of(job) as readers:
+        for earlier in range(step):
+            readers.take(earlier, MICRO)
+        with pytest.raises(
+            UsageError, match=rf"data\[17\] of step {step + 1} failed at .*test_readers.py:\d+: ValueError: this one"
+        ):
+            readers.take(step, MICRO)
+
+
+def test_a_process_that_dies_is_told_and_not_waited_for() -> None:
+    job = job_of(Augmented(deadly=5))
+    step = next(s for s in range(job.steps) if 5 in draw(job.seed, 48, 8, s))
+    with readers_of(job) as readers, pytest.raises(UsageError, match=r"reads data has ended \(.*workers=0"):
+        readers.take(step, MICRO)
+
+
+def test_data_that_cannot_travel_is_refused_with_what_to_do() -> None:
+    class Local(Augmented):
+        """Nobody finds this class by its name."""
+
+    with (
+        readers_of(job_of(Local())) as readers,
+        pytest.raises(
+            UsageError, match=r"workers=2: the data cannot be given .* define its class at the top of the file"
+        ),
+    ):
+        readers.take(0, MICRO)
+    with pytest.raises(UsageError, match="workers is a number of processes"):
+        replace(job_of(Augmented()), workers=-1)
+
+
+def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+    (tmp_path / "beside.py").write_text("OFFSET = 100.0\n")
+    file = tmp_path / "my-job.py"  # no name of a module
+    file.write_text(
+        "import torch\nfrom beside import OFFSET\n"
+        "class Rows:\n"
+        "    def __len__(self): return 48\n"
+        "    def __getitem__(self, i): x = torch.randn(6) + i + OFFSET; return x, x.sum(0, keepdim=True)\n"
+    )
+    job = job_of(import_job_file(str(file)).Rows())
+    with readers_of(job) as readers:
+        assert same(readers.take(0, MICRO), read_here(job, 0))
+    monkeypatch.delitem(sys.modules, JOB_FILE)
