@@ -54,7 +54,7 @@ from tests.rig.virtual_time import quiet, run
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6)
 STORE_S = 0.1
 STARTED_WITHIN_S = 2.0
-NEIGHBOURS = 31  # whose links a peer tells of, as planner/probing.py has it
+NEIGHBOURS = 31  # whose links a peer tells of, as planner/regions.py has it
 STAGES = 8
 KEY = MeshKey.generate()
 

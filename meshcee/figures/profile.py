@@ -155,14 +155,13 @@ class Cluster:
         inside_latency_s: Mapping[str, float],
         between: Mapping[tuple[str, str], LinkProfile],
         measured: Mapping[tuple[str, str], LinkProfile] | None = None,
-        hints: Mapping[str, str] | None = None,
         areas: Iterable[Sequence[str]] = (),
     ) -> None:
         self.graph = nx.DiGraph()
         self.devices: dict[str, Device] = {}
         self.notes: list[str] = []  # figures set aside, hints overruled: for people
         self.feeds: dict[str, LinkProfile] = {}  # from the owner to devices, where anybody has measured
-        self.hints = dict(hints or {})
+        self.areas = [tuple(area) for area in areas]
         for device in devices:
             if device.name in self.devices:
                 raise UsageError(f"device {device.name} is there twice; give each device a name of its own")
@@ -184,7 +183,7 @@ class Cluster:
             self.graph.add_edge(a, b, bandwidth=link.bandwidth_bytes_per_s, latency=link.latency_s)
         self._paths: dict[tuple[str, str], Path | None] = {}
         self._bandwidths = {(a, b): float(edge["bandwidth"]) for a, b, edge in self.graph.edges(data=True)}
-        self._area_of = {region: "@" + " + ".join(area) for area in areas for region in area}
+        self._area_of = {region: "@" + " + ".join(area) for area in self.areas for region in area}
         for (a, b), link in between.items():
             line = self._between(a, b)
             self._bandwidths[line] = max(self._bandwidths.get(line, 0.0), link.bandwidth_bytes_per_s)

@@ -152,7 +152,7 @@ class Workload:
     clips: bool = False  # the commit waits for the norms of all members
     feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()  # raw inputs: bytes of a sample, and the blocks that read it
     data_s: float = 0.0  # that the owner takes to read a sample
-    _sums: dict[str, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _sums: dict[str, Floats] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         columns = [self.state_bytes, self.gradient_bytes, self.activation_bytes]

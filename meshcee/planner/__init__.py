@@ -1,23 +1,40 @@
-"""From figures to a plan: `plan_job` for a live mesh, `plans` for a cluster in files.
+"""From figures to a plan: `plan_job` for a live mesh, `plans` for a cluster in files, `comparison` for what else there is.
 
 Dynamic programs propose (cut, rows, proposals), the simulator judges, small moves improve (search). rules says what may be
-proposed, trust what figures count for, regions and probing what is near. Effort is counted, never timed. No torch.
+proposed, trust what figures count for, regions what is near. Effort is counted, never timed. No torch.
 """
 
-from meshcee.planner.live import HURRIED, choose, has_room_for_copies, most_micros, plan_job, regions_of, situation
-from meshcee.planner.probing import whom_to_probe
+from meshcee.planner.compare import COMPARED, Comparison, Found, Row, comparison
+from meshcee.planner.live import (
+    HURRIED,
+    choose,
+    has_room_for_copies,
+    most_micros,
+    plan_job,
+    question_of,
+    regions_of,
+    situation,
+)
+from meshcee.planner.regions import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
-from meshcee.planner.search import Effort, plans
+from meshcee.planner.search import Effort, Question, plans
 
 __all__ = [
+    "COMPARED",
     "HURRIED",
+    "Comparison",
     "Effort",
+    "Found",
+    "Question",
+    "Row",
     "choose",
+    "comparison",
     "has_room_for_copies",
     "most_micros",
     "needs",
     "plan_job",
     "plans",
+    "question_of",
     "regions_of",
     "remarks",
     "shortages",

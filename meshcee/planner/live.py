@@ -33,7 +33,7 @@ from meshcee.figures import (
 from meshcee.plan import Plan
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.rules import STATE_FACTOR, between, copies_factor, shortages
-from meshcee.planner.search import Choice, Effort, Runs, plans
+from meshcee.planner.search import Choice, Effort, Question, Runs, plans
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
 from meshcee.simulator import period_s
 
@@ -47,6 +47,7 @@ __all__ = [
     "has_room_for_copies",
     "most_micros",
     "plan_job",
+    "question_of",
     "regions_of",
     "situation",
     "workload_of",
@@ -212,6 +213,14 @@ def most_micros(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts)
 def _choose(
     mesh: Measured, job: JobCosts, stages: int | None, effort: Effort | None, tiers: int = 0
 ) -> tuple[Choice, Cluster, Workload]:
+    asked = _question(mesh, job, stages, tiers)
+    found = plans(
+        asked.cluster, asked.workload, codecs=asked.codecs, effort=effort or EFFORT, runs=asked.runs, steady=True
+    )
+    return found, asked.cluster, asked.workload
+
+
+def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> Question:
     cluster, workload = situation(mesh, job, tiers=tiers)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
     if job.pipelines and stages is None:
@@ -234,7 +243,18 @@ def _choose(
         one_each = {region: [peer] for peer, region in regions.items()}.values()
         codes = any(of(a, b) != "none" for a, b in combinations(one_each, 2))
         codec = "none" if not codes else "lossless" if codec == "lossless" else "bf16"
-    return plans(cluster, workload, codecs=(codec,), effort=effort or EFFORT, runs=runs, steady=True), cluster, workload
+    return Question(cluster, workload, (codec,), runs)
+
+
+def question_of(plan: Plan, mesh: Measured, job: JobCosts, stages: int | None = None) -> Question:
+    """What such a plan answers: it leaves as much room for copies of the state as the plan does."""
+    fitting_devices, _ = fitting(mesh.devices, job.mix, job.threads, job.versions)
+    mesh = replace(mesh, devices=fitting_devices)
+    bare = _question(mesh, job, stages, 0)
+    for tiers in range(_tiers(plan, bare.cluster), 0, -1):
+        if has_room_for_copies(plan, mesh.devices, job, tiers):
+            return _question(mesh, job, stages, tiers)
+    return bare
 
 
 def plan_job(

@@ -1,4 +1,4 @@
-"""Level 1: regions, from what peers measured of one another.
+"""Who is near whom: regions, from what peers measured of one another, and whose links a peer should measure.
 
 The idea: two peers are near when a boundary tensor gets from one to the other quickly. Single linkage on the logarithm of
 that time gives a row of merges. Where consecutive merges differ most, and by at least a factor of three, is the border
@@ -7,6 +7,10 @@ or the difference between a wire and no wire. What people say of regions is a hi
 
 Peers as short as a LAN apart may be in several regions, when what joins them is thin. They are in one area all the same:
 nobody has measured two of their links at once, so what leaves it is taken to share one line.
+
+Up to FEW peers everybody measures everybody. Beyond, everybody first measures a few landmarks, and peers that are as far from
+each landmark are taken for neighbours. They measure each other, and leave the links to others to their first peer. Every peer
+decides for itself from the same published links, and needs no coordinator. What nobody measured has its regions' figures.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ import networkx as nx
 from networkx.utils import UnionFind
 
 from meshcee.errors import UsageError
-from meshcee.figures import Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.figures import FEW, Cluster, Device, DeviceProfile, LinkProfile
 
-__all__ = ["cluster_of", "find_regions"]
+__all__ = ["cluster_of", "find_regions", "whom_to_probe"]
 
 LEAST_GAP = 3.0  # between the slowest link inside a region and the fastest between regions
 # What is near whatever the ratio: 10 ms there and back at most (a LAN has 0.1 to 4, by radio too; the two nearest cities of
@@ -34,7 +38,7 @@ NEAR_SEND_S = 0.02
 NEAR_BYTES = 1e6
 ODD = 2.0  # a pair whose time differs from its regions' by this factor keeps a line of its own
 ALIKE = 1.1  # speeds within this factor are one kind, once there are many devices
-FEW = 8  # devices that are all told apart
+APART = 8  # devices that are all told apart
 
 
 def find_regions(
@@ -141,7 +145,7 @@ def cluster_of(
         seconds = link.latency_s + tensor_bytes / link.bandwidth_bytes_per_s
         if path is None or not 1 / ODD < path.seconds(tensor_bytes) / max(seconds, 1e-9) < ODD:
             odd[a, b] = link
-    cluster = Cluster(members, inside_latency_s=inside, between=between, measured=odd, hints=hints, areas=areas)
+    cluster = Cluster(members, inside_latency_s=inside, between=between, measured=odd, areas=areas)
     cluster.notes += notes
     missing = [(a, b) for a in peers for b in peers if a != b and (a, b) not in known]
     if missing:
@@ -152,7 +156,7 @@ def cluster_of(
 
 def _kinds(devices: Mapping[str, DeviceProfile]) -> dict[str, str]:
     """Which devices may count as alike. Few are all told apart."""
-    if len(devices) <= FEW:
+    if len(devices) <= APART:
         return {p: p for p in devices}
     kinds: dict[str, str] = {}
     leaders: list[tuple[str, DeviceProfile]] = []
@@ -166,3 +170,55 @@ def _kinds(devices: Mapping[str, DeviceProfile]) -> dict[str, str]:
             leaders.append((peer, device))
             kinds[peer] = peer
     return kinds
+
+
+LANDMARKS = 6
+NEIGHBOURS = 24  # of its own region that a peer measures
+PLACE_S, PLACE = 0.003, 0.3  # latencies to a landmark may differ by so much, absolutely and relatively
+
+Links = Mapping[tuple[str, str], LinkProfile]
+
+
+def whom_to_probe(me: str, peers: Sequence[str], links: Links) -> list[str]:
+    """Peers to which `me` should measure its link, most telling first. `links`: what everybody has published."""
+    others = sorted(set(peers) - {me})
+    if len(others) < FEW:
+        return others
+    everybody = sorted({me, *others})
+    landmarks = everybody[:LANDMARKS]
+    wanted = [p for p in landmarks if p != me]
+    if any((me, p) not in links for p in wanted):
+        return wanted
+    regions = _neighbourhoods(everybody, landmarks, links)
+    own = next(region for region in regions if me in region)
+    if me == own[0]:
+        wanted += [region[0] for region in regions if region is not own]
+    # the next ones in a circle, so that together they cover the region evenly
+    at = own.index(me)
+    wanted += [*own[at + 1 :], *own[:at]][:NEIGHBOURS]
+    return list(dict.fromkeys(wanted))
+
+
+def _neighbourhoods(peers: Sequence[str], landmarks: Sequence[str], links: Links) -> list[list[str]]:
+    """Peers in the order of their names, each with the first that is as far from every landmark; the unmeasured alone."""
+    places = {p: _place(p, landmarks, links) for p in peers}
+    regions: list[list[str]] = []
+    for peer in peers:
+        place = places[peer]
+        home = next((r for r in regions if place is not None and _as_far(place, places[r[0]])), None)
+        if home is None:
+            regions.append([peer])
+        else:
+            home.append(peer)
+    return [r for r in regions if places[r[0]] is not None] + [[p] for p in peers if places[p] is None]
+
+
+def _place(peer: str, landmarks: Sequence[str], links: Links) -> list[float] | None:
+    """Seconds to each landmark, none to itself; None while any is not measured."""
+    if any(mark != peer and (peer, mark) not in links for mark in landmarks):
+        return None
+    return [0.0 if mark == peer else links[peer, mark].latency_s for mark in landmarks]
+
+
+def _as_far(a: Sequence[float], b: Sequence[float] | None) -> bool:
+    return b is not None and all(abs(x - y) <= PLACE_S + PLACE * max(x, y) for x, y in zip(a, b))

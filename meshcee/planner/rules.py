@@ -28,6 +28,7 @@ __all__ = [
     "between",
     "copies_factor",
     "lower_bound_s",
+    "missing",
     "needs",
     "remarks",
     "shortage",
@@ -144,7 +145,7 @@ def copies_factor(tiers: int) -> float:
 class Shortage:
     """A member that needs more than it has."""
 
-    peer: str
+    peer: str  # "": all devices together
     needed_bytes: int
     memory_bytes: int
 
@@ -194,6 +195,9 @@ def lower_bound_s(cluster: Cluster, workload: Workload) -> float:
     return float(workload.global_batch * bound)
 
 
+MANY = 11.0  # times as much: more than 1000 % more
+
+
 def why_left_out(
     of: DeviceClass,
     with_one: tuple[float, Layout] | None,
@@ -226,27 +230,35 @@ def why_left_out(
         return f"no place for it made a plan that fits and is faster; {held}"
     if with_one is None:
         return "no plan with it was faster than the best device alone"
-    slower = with_one[0] / period_s - 1
-    more = f"{slower:.1%} more" if slower > 0 else "about as much"
+    ratio = with_one[0] / period_s
+    more = "about as much" if ratio <= 1 else f"{ratio - 1:.1%} more" if ratio <= MANY else f"{ratio:.0f} times as much"
     return f"the best plan found with one of its kind takes {with_one[0]:.4g} s a step, {more}"
+
+
+def missing(cluster: Cluster, workload: Workload, pipelines: int = 1) -> Shortage | None:
+    """What no plan of so many pipelines can do without: the largest block on the largest device, or all on all devices."""
+    largest = max(cluster.devices.values(), key=lambda d: d.memory_bytes)
+    one = max(workload.stage_bytes(k, k + 1, 1, 1) for k in range(workload.num_blocks))
+    if one > largest.memory_bytes:
+        return Shortage(largest.name, one, largest.memory_bytes)
+    needed = pipelines * (workload.state_sum_bytes(0, workload.num_blocks) + sum(workload.activation_bytes))
+    offered = sum(d.memory_bytes for d in cluster.devices.values())
+    return Shortage("", needed, offered) if needed > offered else None
 
 
 def shortage(cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass]) -> PlanError:
     """How many bytes are missing, and where."""
-    needed = workload.state_sum_bytes(0, workload.num_blocks) + sum(workload.activation_bytes)
-    offered = sum(d.memory_bytes for d in cluster.devices.values())
-    largest = max(cluster.devices.values(), key=lambda d: d.memory_bytes)
-    worst = max(range(workload.num_blocks), key=lambda k: workload.stage_bytes(k, k + 1, 1, 1))
-    one = workload.stage_bytes(worst, worst + 1, 1, 1)
-    if one > largest.memory_bytes:
+    if (short := missing(cluster, workload)) is not None:
+        gap = short.needed_bytes - short.memory_bytes
+        if short.peer:
+            worst = max(range(workload.num_blocks), key=lambda k: workload.stage_bytes(k, k + 1, 1, 1))
+            return PlanError(
+                f"block {workload.names[worst]!r} needs {short.needed_bytes} bytes and the largest device, {short.peer}, has "
+                f"{short.memory_bytes}: {gap} bytes are missing there; add a larger device"
+            )
         return PlanError(
-            f"block {workload.names[worst]!r} needs {one} bytes and the largest device, {largest.name}, has "
-            f"{largest.memory_bytes}: {one - largest.memory_bytes} bytes are missing there; add a larger device"
-        )
-    if needed > offered:
-        return PlanError(
-            f"the job needs {needed} bytes at one sample a micro-batch and the {len(cluster.devices)} devices have "
-            f"{offered}: {needed - offered} bytes are missing; add devices"
+            f"the job needs {short.needed_bytes} bytes at one sample a micro-batch and the {len(cluster.devices)} devices have "
+            f"{short.memory_bytes}: {gap} bytes are missing; add devices"
         )
     low = min(min(workload.times[c.kind].sizes) for c in classes)
     high = max(workload.times[c.kind].largest for c in classes)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, permutations
 from math import inf, perm
 
@@ -28,7 +28,7 @@ from meshcee.planner.rules import Runs, lower_bound_s, shortage, shortages, why_
 from meshcee.planner.steady import NEARLY, steadiest
 from meshcee.simulator import bound_s, build, period_s, quick_period_s
 
-__all__ = ["Choice", "Effort", "Runs", "Search", "plans"]
+__all__ = ["Allowed", "Choice", "Effort", "Question", "Runs", "Search", "plans"]
 
 RESCORED = 24  # rows that are simulated, of those that estimates think best
 STARTS = 4  # rows that are improved by moves
@@ -38,6 +38,23 @@ SHAKEN, SHAKEN_FROM = 2, 60
 TUNED = 8  # rows whose windows are tuned before the best of them are improved
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 CELLS = 200  # of the dynamic program over rows that take as long as one simulated event
+BASIS, CLOSE, WON = (
+    2,
+    16,
+    3,
+)  # layouts whose neighbours are looked at, neighbours that are simulated, and what is simulated whole
+
+Allowed = Callable[[Sequence[str], int], bool]  # of a layout: its devices, and its number of pipelines
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan answers: where, what, as what boundaries may travel, and what a plan may be."""
+
+    cluster: Cluster
+    workload: Workload
+    codecs: tuple[str, ...]
+    runs: Runs = field(default_factory=Runs)
 
 
 class Search:
@@ -132,6 +149,56 @@ class Search:
             with_it = [(self.price(x), x) for _, x in sorted(bounded, key=lambda x: x[0])[:1]]
         return min(with_it, key=lambda x: x[0], default=None)
 
+    def best(self, allowed: Allowed, events: int, starts: Sequence[Layout] = ()) -> tuple[float, Plan] | None:
+        """The fastest plan found that is allowed: of what is known, of `starts`, and of what is one change away from the best."""
+
+        def may(layout: Layout) -> bool:
+            return allowed(peers_of(layout), len(layout))
+
+        looked_at = [*starts, *self.proposals.beside, *self._known]
+        known = [layout for _, layout in self.rank(looked_at)[:BASIS]]
+        close = [] if known and may(known[0]) else self._close(known, allowed)
+        # what could not have been faster was not simulated
+        bounded = sorted((b, i, x) for i, (x, b) in enumerate(self._bounds.items()) if b < inf and may(x))
+        ranked = self.rank([*filter(may, looked_at), *close, *(x for _, _, x in bounded[:CLOSE])])
+        for _, layout in ranked[:BASIS]:
+            self.improve(layout, events // BASIS, may=may)
+        won = self.rank([layout for layout in self._known if may(layout)])[:WON]
+        plans = [self.as_run(layout) for _, layout in won]
+        return min((found for found in plans if found is not None), key=lambda x: x[0], default=None)
+
+    def _close(self, layouts: Sequence[Layout], allowed: Allowed) -> list[Layout]:
+        """Of all that is allowed one change away, what estimates think best."""
+        found: list[tuple[float, int, Layout]] = []
+        for layout in layouts:
+            for i, chain in enumerate(layout):
+                others = peers_of((*layout[:i], *layout[i + 1 :]))
+                codec = chain.codecs[0].out if chain.codecs else self.codecs[0]
+                for row in self.rows.neighbours(tuple(stage.peers for stage in chain.stages)):
+                    peers = (*others, *(peer for group in row for peer in group))
+                    if len(set(peers)) < len(peers) or not allowed(peers, len(layout)):
+                        continue
+                    cut = self.rows.best(row, chain.micro_batch, codec, chain.num_micro)
+                    if cut is not None:
+                        other = (*layout[:i], replace(cut[1], slack=chain.slack), *layout[i + 1 :])
+                        found.append((cut[0], len(found), other))
+        return [layout for _, _, layout in sorted(found)[:CLOSE]]
+
+    def as_run(self, layout: Layout) -> tuple[float, Plan] | None:
+        """The period, simulated whole, and the plan as it will be run; None where it does not fit."""
+        plan = to_plan(self.runs.coded(layout), self.cluster, self.workload)
+        if plan is None:
+            return None
+        return _as_run(period_s(plan, self.cluster, self.workload), plan, self.cluster, self.workload, self.runs)
+
+    def leaders(self, count: int) -> list[Layout]:
+        """The best layouts known, one of each form."""
+        forms: dict[object, Layout] = {}
+        for _, layout in self.rank(list(self._known)):
+            if len(forms) < count:
+                forms.setdefault(self._form(layout), layout)
+        return list(forms.values())
+
     def rank(self, layouts: Sequence[Layout]) -> list[tuple[float, Layout]]:
         """Those that fit and are not far behind, best first."""
         priced, best = [], math.inf
@@ -192,8 +259,10 @@ class Search:
         self._known[layout] = period
         return period
 
-    def improve(self, layout: Layout, events: int, *, windows_only: bool = False) -> Layout:
-        """Annealing by small moves, from a seed."""
+    def improve(
+        self, layout: Layout, events: int, *, windows_only: bool = False, may: Callable[[Layout], bool] | None = None
+    ) -> Layout:
+        """Annealing by small moves, from a seed; among layouts that may be."""
         moves = Moves(self.rows, self.codecs, random.Random(0))
         best = now = layout
         best_s = now_s = self.price(layout)
@@ -201,7 +270,7 @@ class Search:
         while (spent := self.events - begun + (self.rows.work - cut) // CELLS) < events:
             self.events += 60
             other = moves.shake(now) if windows_only else moves.propose(now)
-            if other is None:
+            if other is None or (may is not None and not may(other)):
                 continue
             heat = 0.01 * (1 - spent / events)
             limit = now_s * (1 - heat * math.log(1 - moves.random.random()))

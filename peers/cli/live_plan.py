@@ -12,11 +12,11 @@ from pathlib import Path
 
 from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster, JobCosts, Measured, Workload, class_of
 from meshcee.files import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
-from meshcee.planner import choose, situation
+from meshcee.planner import COMPARED, Question, choose, question_of, situation
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.node import JoinOptions, join
 from peers.planning import question, request_plan
@@ -35,6 +35,20 @@ class LivePlan:
     workload: Workload
     names: Mapping[str, str]  # peer id -> name
     single: tuple[str, float] | None  # the best device alone, and its seconds a step
+    measured: Measured
+    costs: JobCosts
+    stages: int | None
+
+    def questions(self) -> dict[str, Question]:
+        """By codec what the plan answers, first, and the same with other codecs."""
+        return {
+            codec: question_of(self.plan, self.measured, replace(self.costs, codec=codec), self.stages)
+            for codec in (self.costs.codec, *COMPARED)
+        }
+
+    def kernels(self) -> dict[str, str]:
+        """Of each device the kernel class."""
+        return {peer: str(class_of(device, self.plan.threads)) for peer, device in self.measured.devices.items()}
 
 
 def plan_live(job_file: Path, token: str, stages: int | None, *, as_json: bool) -> LivePlan:
@@ -52,7 +66,7 @@ async def _plan(job: Job, captured: Capture, token: str, stages: int | None) -> 
         request = await question(agent, job, captured, stages)
         planned = await request_plan(agent, request)
         await agent.wait_for_peers(planned.plan.peers)
-        measured = replace(agent.measured(), times=request.times)
+        measured = replace(agent.measured(), times=request.times, feeds=request.feeds)
         names = agent.names()
     cluster, workload = situation(measured, request.job)
     try:
@@ -61,4 +75,6 @@ async def _plan(job: Job, captured: Capture, token: str, stages: int | None) -> 
         single = None
     else:
         single = (alone.peers[0], alone.predicted.step_s) if alone.predicted is not None else None
-    return LivePlan(job.name, planned.plan, planned.notes, cluster, workload, names, single)
+    return LivePlan(
+        job.name, planned.plan, planned.notes, cluster, workload, names, single, measured, request.job, stages
+    )

@@ -301,12 +301,19 @@ def plan(
     start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
     as_json: Json = False,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="What other codecs, pipelines and devices would give, and what hardware would."),
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with the cluster and one step to this file.")] = None,
 ) -> None:
     """Plan a job on a live mesh, or a testbed: who holds which blocks, how fast a step is, who is left out and why."""
     from peers.cli.plan import run_plan
 
-    run_plan(job, join, testbed, profiles, stages, codecs, effort, start, as_json=as_json, in_full=explain, html=html)
+    run_plan(
+        job, join, testbed, profiles, stages, codecs, effort, start,
+        as_json=as_json, in_full=explain, compare=compare, html=html,
+    )  # fmt: skip
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,35 +52,45 @@ def run_plan(
     *,
     as_json: bool,
     in_full: bool = False,
+    compare: bool = False,
     html: Path | None = None,
 ) -> None:
-    from meshcee.planner import Effort, plans, remarks
-    from meshcee.show import explain, plan_page
+    from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
+    from meshcee.show import comparison_text, explain, plan_page
 
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
+    kernels: Mapping[str, str] = {}
     said: Sequence[str] = ()
     if testbed is not None and job is None:
         scenario = read_scenario(testbed, profiles)
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
         old = None if start is None else read_plan(start)
-        chosen = plans(cluster, workload, codecs=_codecs(codecs), start=old, effort=Effort().times(effort))
+        own = Question(cluster, workload, _codecs(codecs))
+        asked = {codecs: own, **{name: replace(own, codecs=(name,)) for name in COMPARED if (name,) != own.codecs}}
+        chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort))
         best, single = chosen.best, chosen.single
     else:
         live = _live(job, join, testbed, stages, as_json=as_json)
         title, cluster, workload = live.title, live.cluster, live.workload
         best, single, names = live.plan, live.single, live.names
+        asked, kernels = live.questions() if compare else {}, live.kernels()
         said = remarks(best)
         extra = {"names": dict(names), "notes": [*said, *live.notes]}
     text = explain(best, cluster, workload, single) if in_full or html is not None or not as_json else ""
+    table = ""
+    if compare:
+        found = comparison(best, asked, plain=workload, kernels=kernels)
+        extra["comparison"] = found.to_json()
+        table = "\n\n" + comparison_text(found, names)
     if html is not None:
-        page = plan_page(best, cluster, workload, text, f"meshcee plan: {title}")
+        page = plan_page(best, cluster, workload, text + table, f"meshcee plan: {title}")
         shown = _named(page, {peer: escape(name) for peer, name in names.items()})
         disk.publish(html, shown.encode())
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:
-        print(_named(text if in_full else _short(best, text), names))
+        print(_named(text if in_full else _short(best, text), names) + table)
         for note in said:
             print(f"note: {note}")
 

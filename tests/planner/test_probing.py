@@ -3,9 +3,9 @@
 import random
 from itertools import permutations
 
+from meshcee.figures.measured import FEW
 from meshcee.figures.profile import DeviceProfile, LinkProfile
-from meshcee.planner.probing import FEW, whom_to_probe
-from meshcee.planner.regions import cluster_of, find_regions
+from meshcee.planner.regions import cluster_of, find_regions, whom_to_probe
 
 REGIONS = {"lisbon": (0.0, 0.0), "oslo": (20.0, 5.0), "delhi": (70.0, -10.0), "lima": (-60.0, 40.0)}  # ms on a map
 
