@@ -161,16 +161,17 @@ class _Comparing:
         self.tops = [layout_of(plan), *self.search.leaders(TOPS)]
 
     def all(self, others: Sequence[tuple[str, Question]]) -> Comparison:
-        beside = self.beside()
-        both = len(self.plan.pipelines) > 1 or any(row.found for row in beside)
-        rows = [*beside, *self.codecs(others, both), *self.without(), *self.with_more()]
+        several = self.search.best(_is_several, ROW_EVENTS)
+        self.tops += [] if several is None else [layout_of(several[1])]
+        coded = self.codecs(others, both=several is not None)
+        rows = [*_differing(self.plan, [*self.beside(), *coded]), *self.without(), *self.with_more()]
+        self.tops = [layout_of(self.plan), *self.search.leaders(TOPS)]
         own = [row.found.step_s for row in rows if row.kind in OWN and row.found is not None]
         bought = [*self.link(), *self.devices(), self.memory()]
         # what was found for other hardware may run on today's as well: then the search was longer, and nothing is gained
         today = [self.today_s(row.found.plan) for row in bought if row.found is not None]
         best_s = min([self.taken.step_s, *own, *today])
-        kept = [row for row in rows if row.found is None or _form(row.found.plan) != _form(self.plan)]
-        return Comparison(self.taken, tuple(kept), tuple(_gaining(row, best_s) for row in bought), best_s)
+        return Comparison(self.taken, tuple(rows), tuple(_gaining(row, best_s) for row in bought), best_s)
 
     def found(self, best: tuple[float, Plan], cluster: Cluster | None = None) -> Found:
         step_s, plan = best
@@ -202,7 +203,7 @@ class _Comparing:
 
     def best(self, row: Row, allowed: Allowed, short: Shortage | None, why: str) -> Row:
         """The row with the best plan that is allowed; else with what is missing, or why there is none."""
-        if (best := self.search.best(allowed, ROW_EVENTS)) is not None:
+        if (best := self.search.best(allowed, ROW_EVENTS, self.tops)) is not None:
             return replace(row, found=self.found(best))
         roomy = self.asked.workload.state_bytes != self.plain.state_bytes
         if roomy and (best := self.tight.best(allowed, ROW_EVENTS)) is not None:
@@ -222,14 +223,20 @@ class _Comparing:
         return [self.best(Row("pipelines", several=True), _is_several, short, why)]
 
     def codecs(self, others: Sequence[tuple[str, Question]], both: bool) -> list[Row]:
-        """Other codecs; `both`: with one pipeline, and with several."""
-        rows = []
+        """Other codecs; `both`: with one pipeline, and with several. What is good under one of them is tried under all."""
+        forms = {False: _is_one, True: _is_several} if both else {None: _is_any}
+        searches = []
         for name, asked in others:
-            codec = Codecs(asked.codecs[0], asked.codecs[0])
-            coded = [tuple(replace(c, codecs=(codec,) * len(c.codecs)) for c in layout) for layout in self.tops]
-            search = _searched(asked, coded)
-            for several in (False, True) if both else (None,):
-                best = search.best(_is_any if several is None else _is_several if several else _is_one, ROW_EVENTS)
+            search = _searched(asked, [_coded(layout, asked.codecs[0]) for layout in self.tops])
+            searches.append((name, search))
+            for allowed in forms.values():
+                if (best := search.best(allowed, ROW_EVENTS)) is not None:
+                    self.tops.append(_coded(layout_of(best[1]), self.asked.codecs[0]))
+        rows = []
+        for name, search in searches:
+            starts = [_coded(layout, search.codecs[0]) for layout in self.tops]
+            for several, allowed in forms.items():
+                best = search.best(allowed, 0, starts)
                 row = Row("codec", codec=name, several=several)
                 rows.append(replace(row, why=NONE) if best is None else replace(row, found=self.found(best)))
         return rows
@@ -287,8 +294,8 @@ class _Comparing:
 
     # -- on other hardware -----------------------------------------------------------------------------------------
 
-    def bought(self, row: Row, asked: Question) -> Row:
-        best = _searched(asked, self.tops).best(_is_any, ROW_EVENTS)
+    def bought(self, row: Row, asked: Question, *starts: Layout) -> Row:
+        best = _searched(asked, [*self.tops, *starts]).best(_is_any, ROW_EVENTS)
         return row if best is None else replace(row, found=self.found(best, asked.cluster))
 
     def link(self) -> list[Row]:
@@ -338,15 +345,13 @@ class _Comparing:
             tried = []
             for place in places:
                 asked, name = _with_another(self.asked, of, place)
-                search = _search(asked)
-                best = search.best(_has(name), PLACE_EVENTS, self.tops)
+                best = _search(asked).best(_has(name), PLACE_EVENTS, self.tops[:2])
                 if best is not None:
-                    tried.append((best[0], place, search, name))
+                    tried.append((best[0], place, asked, layout_of(best[1])))
             row = Row("device", peers=(of.name,), place=(of.region,))
             if tried:
-                _, place, search, name = min(tried, key=lambda x: x[0])
-                best = search.best(_has(name), ROW_EVENTS)
-                row = replace(row, place=(place,), found=None if best is None else self.found(best, search.cluster))
+                _, place, asked, layout = min(tried, key=lambda x: x[0])
+                row = self.bought(replace(row, place=(place,)), asked, layout)
             rows.append(row)
         return rows
 
@@ -390,6 +395,21 @@ def _searched(asked: Question, starts: Sequence[Layout]) -> Search:
     search = _search(asked)
     search.run(starts)
     return search
+
+
+def _coded(layout: Layout, codec: str) -> Layout:
+    return tuple(replace(chain, codecs=(Codecs(codec, codec),) * len(chain.codecs)) for chain in layout)
+
+
+def _differing(plan: Plan, rows: Iterable[Row]) -> list[Row]:
+    """Without those whose plan is this one or an earlier row's: where no boundary is, codecs make no difference."""
+    forms, kept = [_form(plan)], []
+    for row in rows:
+        form = None if row.found is None else _form(row.found.plan)
+        if form is None or form not in forms:
+            kept.append(row)
+            forms.append(form)
+    return kept
 
 
 def _form(plan: Plan) -> object:

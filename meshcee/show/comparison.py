@@ -16,8 +16,9 @@ HEADINGS = ("", "step", "times", "crosses links", "fullest device", "bits", "sta
 RIGHT = (1, 2, 3)  # columns of figures
 CODECS = {"lossless": "exact", "bf16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 MANY = 10.0  # times as much, from which on nobody asks for percents
+LONGER = 0.995  # times the plan's step: what a longer search found is worth a word
 NAMED = 3  # devices that are named of those that are alike
-FASTER = "* faster than the plan, which could have been it: the search was longer, or the plan keeps its pace better when links vary"
+FASTER = "* faster than the plan, which could have been it: this search was longer, or the plan keeps its pace better as links vary"
 
 
 def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None) -> str:
@@ -35,7 +36,7 @@ def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None
     text = [_aligned(lines)]
     if any(compared.is_faster(row) for row in compared.rows):
         text.append(FASTER)
-    elif compared.best_s < compared.taken.step_s * (1 - 1e-9):
+    elif compared.best_s < LONGER * compared.taken.step_s:
         text.append(f"a longer search found {compared.best_s:.4g} s a step on the devices that are there")
     text += ["", "to buy:", *(f"  {_bought(row, compared.best_s, named)}" for row in compared.buys)]
     return "\n".join(text)
@@ -58,7 +59,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 def _figures(found: Found, taken: Found, names: Mapping[str, str]) -> tuple[str, ...]:
     ratio = found.step_s / taken.step_s
     share = found.needed_bytes / found.memory_bytes
-    held = f"{size(found.needed_bytes)} of {size(found.memory_bytes)} ({share:.0%}) on {_name(found.fullest, names)}"
+    held = f"{size(found.needed_bytes)}, {share:.0%} of {_name(found.fullest, names)}"
     stages = " + ".join(str(len(pipeline.stages)) for pipeline in found.plan.pipelines)
     return (
         f"{found.step_s:.4g} s",

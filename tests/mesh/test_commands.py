@@ -110,6 +110,10 @@ def test_plan_and_simulate_say_what_a_live_mesh_would_do(mesh: Peers, tmp_path: 
     assert told.out.count("left out: peer-") == 1
     assert not any(peer in told.out for peer in mesh.ids.values())
     assert "<svg" in page.read_text()
+    told = meshcee("plan", job, "--join", mesh.token, "--compare", home=mesh.home)
+    assert told.code == 0, told.err
+    assert "  twice the memory on peer-" in told.out
+    assert not any(peer in told.out for peer in mesh.ids.values())
     done = meshcee("simulate", job, "--join", mesh.token, "--stages", "3", "--json", home=mesh.home)
     assert done.code == 0, done.err
     (result,) = done.lines

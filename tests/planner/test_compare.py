@@ -63,7 +63,10 @@ def test_every_row_is_a_plan_that_fits_is_priced_by_the_simulator_and_is_what_it
         assert shortages(row.found.plan, cluster, workload) == []
         assert row.found.step_s == pytest.approx(period_s(row.found.plan, cluster, workload))
         held = needs(row.found.plan, cluster, workload)[row.found.fullest]
-        assert (row.found.needed_bytes, row.found.memory_bytes) == (held, cluster.devices[row.found.fullest].memory_bytes)
+        assert (row.found.needed_bytes, row.found.memory_bytes) == (
+            held,
+            cluster.devices[row.found.fullest].memory_bytes,
+        )
         assert layout_of(row.found.plan) != layout_of(plan)
         could_be = row.kind in ("pipelines", "without", "with")
         assert all_of_it.is_faster(row) == (could_be and row.found.step_s < taken.step_s * (1 - 1e-9))
@@ -119,7 +122,9 @@ def test_the_json_has_the_documented_keys_and_its_plans_can_be_simulated() -> No
 
 def test_bytes_on_links_are_boundaries_and_sums() -> None:
     cluster, work = far_apart(2)
-    work = replace(work, boundary_bytes=(1000,) * 7 + (0,), boundary_back_bytes=(500,) * 7 + (0,), gradient_bytes=(64,) * 8)
+    work = replace(
+        work, boundary_bytes=(1000,) * 7 + (0,), boundary_back_bytes=(500,) * 7 + (0,), gradient_bytes=(64,) * 8
+    )
     a, b = (Member(peer, 1) for peer in cluster.devices)
     row = (Stage(0, 3, (a,), 2, 2, "bf16", "bf16"), Stage(3, 8, (b,), 2, 2, "bf16", "int8"))
     count = work.global_batch
@@ -137,7 +142,7 @@ def test_where_several_pipelines_are_best_the_row_has_one() -> None:
     rows = comparison(plan, questions(where, work, runs)).rows
     (one,) = (row for row in rows if row.kind == "pipelines")
     assert (one.several, len(found(one).pipelines)) == (False, 1)
-    assert {row.several for row in rows if row.kind == "codec" and row.found} == {False}, "two pipelines have no boundary"
+    assert not [row for row in rows if row.kind == "codec"], "neither plan has a boundary"
 
 
 def tight(count: int) -> tuple[Cluster, Workload, Plan]:
@@ -198,7 +203,7 @@ def test_a_live_mesh_is_compared_with_every_codec_and_only_within_what_its_membe
     job = replace(JOB, codec="auto", pipelines=True)
     plan, _ = plan_job(mesh, job, None, QUICK)
     asked = {c: question_of(plan, mesh, replace(job, codec=c)) for c in ("auto", *COMPARED)}
-    cluster, workload = situation(mesh, job)
+    _, workload = situation(mesh, job)
     all_of_it = comparison(plan, asked, plain=workload, kernels=dict.fromkeys(mesh.devices, "cpu"))
     assert {row.codec for row in all_of_it.rows if row.kind == "codec"} == set(COMPARED)
     for row in (*all_of_it.rows, *all_of_it.buys):
