@@ -1,9 +1,8 @@
-"""What else could be had: other codecs, pipelines side by side or not, devices out and in, and what more hardware would gain.
+"""Alternatives to a plan: other codecs, pipelines side by side or not, devices out and in, and the gain of more hardware.
 
-The idea: a plan says what is best, not by how much. Here each alternative has the best plan that was found for it, priced by the
-same simulator. One search answers for all alternatives on the cluster as it is, and its best layouts are where the searches
-under other codecs or on other hardware begin. Effort is counted, and so much smaller than a plan's own that all rows together
-take a few times as long as the plan.
+The idea: a plan names the best way, and not by how much. Here each alternative has the best plan found for that alternative, priced
+by the same simulator. One search answers all rows on the cluster as it is. Its best layouts are the starts of the searches under
+other codecs and on other hardware. Effort is counted. All rows together take a few times as long as the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NO_COPIES = "leaves no room for copies of the state"
 
 @dataclass(frozen=True)
 class Found:
-    """A plan and its figures on the cluster that it was found for."""
+    """A plan and its figures on the cluster of its search."""
 
     plan: Plan
     step_s: float
@@ -74,12 +73,12 @@ class Row:
     """An alternative.
 
     kind     "pipelines", "codec", "without" or "with"; of what could be bought "link", "device" or "memory"
-    peers    devices that it is about: the first of them, or any other, as they are alike; of a link the ends that are devices
-    several  whether there are several pipelines; None: whatever is best
+    peers    the device that the row is about, and behind it those that are like it; of a link the ends that are devices
+    several  whether the plan has several pipelines; None: either
     place    the two ends of a link, or the region of one more device
-    amount   bytes per second that the link then has, or bytes of memory
-    short    what is missing, where nothing fits
-    why      why there is no plan, where memory is not the reason, or what there is to know of the plan
+    amount   bytes per second of the faster link, or bytes of the larger memory
+    short    the memory that is missing, where nothing fits
+    why      the other reason for a row without a plan, or a remark on the plan
     """
 
     kind: str
@@ -109,9 +108,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plan that is taken, what else could be had, and what more hardware would gain.
+    """The plan that is taken, its alternatives, and the gain of more hardware.
 
-    best_s  of the plan and of all that it could have been: what hardware is held against
+    best_s  the fastest step found on the hardware that is there, with the plan's own codec: gains are counted from here
     """
 
     taken: Found
@@ -120,7 +119,7 @@ class Comparison:
     best_s: float
 
     def is_faster(self, row: Row) -> bool:
-        """Whether it is faster than the plan that is taken, though that could have been it."""
+        """Whether the row's plan is faster than the plan that is taken, though the search for that one might have found it."""
         could_be = row.kind in OWN and row.why != NO_COPIES
         return could_be and row.found is not None and row.found.step_s < self.taken.step_s * (1 - 1e-9)
 
@@ -141,11 +140,11 @@ def comparison(
     plain: Workload | None = None,
     kernels: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """A plan beside all that could be had instead of it. Raises PlanError for a plan of another cluster or job.
+    """A plan beside its alternatives. Raises PlanError for a plan of another cluster or job.
 
-    asked    by codec: first what the plan answers, then the same with other codecs
+    asked    by codec: first the plan's own question, then the same with other codecs
     plain    the workload without room for copies of the state, where `asked` leaves such room
-    kernels  device -> its kernel class, where that is known; else its kind stands in
+    kernels  device -> its kernel class; the device's kind stands in where nothing is known
     """
     own, *others = asked.items()
     return _Comparing(plan, own[1], plain or own[1].workload, kernels or {}).all(others)
@@ -202,7 +201,7 @@ class _Comparing:
         return _searched(replace(self.asked, workload=self.plain), self.tops)
 
     def best(self, row: Row, allowed: Allowed, short: Shortage | None, why: str) -> Row:
-        """The row with the best plan that is allowed; else with what is missing, or why there is none."""
+        """The row with the best plan that is allowed; else with the memory that is missing, or the reason."""
         if (best := self.search.best(allowed, ROW_EVENTS, self.tops)) is not None:
             return replace(row, found=self.found(best))
         roomy = self.asked.workload.state_bytes != self.plain.state_bytes
@@ -223,7 +222,7 @@ class _Comparing:
         return [self.best(Row("pipelines", several=True), _is_several, short, why)]
 
     def codecs(self, others: Sequence[tuple[str, Question]], both: bool) -> list[Row]:
-        """Other codecs; `both`: with one pipeline, and with several. What is good under one of them is tried under all."""
+        """Other codecs; `both`: with one pipeline, and with several. A layout that is good under one codec is tried under all."""
         forms = {False: _is_one, True: _is_several} if both else {None: _is_any}
         searches = []
         for name, asked in others:
@@ -299,7 +298,7 @@ class _Comparing:
         return row if best is None else replace(row, found=self.found(best, asked.cluster))
 
     def link(self) -> list[Row]:
-        """The line that is held longest twice as fast, and whatever on its way would be slower; nothing where no plan has links."""
+        """The line that messages hold longest twice as fast, and all on their way at least so fast; no row without links."""
         cluster, plan = self.asked.cluster, self.plan
         if len(plan.peers) == 1:
             best = self.search.best(lambda peers, _: len(peers) > 1, ROW_EVENTS)
@@ -333,7 +332,7 @@ class _Comparing:
         return self.bought(row, replace(self.asked, cluster=_changed(self.asked.cluster, devices)))
 
     def devices(self) -> list[Row]:
-        """One more device of each kind, the fastest kinds first, in the region where that gains most."""
+        """One more device of each kind, the fastest kinds first, in the region with the largest gain."""
         cluster = self.asked.cluster
         kinds: dict[str, Device] = {}
         for device in sorted(cluster.devices.values(), key=lambda d: -d.memory_bytes):
@@ -357,7 +356,7 @@ class _Comparing:
 
 
 def sent_bytes(plan: Plan, cluster: Cluster, workload: Workload) -> float:
-    """By devices to one another in a step: what crosses boundaries, and gradients that are summed."""
+    """By devices to one another in a step: activations, gradients back, and gradients that are summed."""
     nodes = build(plan, cluster, workload).nodes
     total = sum(node.num_micro * edge.size for node in nodes for edge in (*node.forward, *node.back))
     for block, size in enumerate(workload.gradient_bytes):
@@ -402,7 +401,7 @@ def _coded(layout: Layout, codec: str) -> Layout:
 
 
 def _differing(plan: Plan, rows: Iterable[Row]) -> list[Row]:
-    """Without those whose plan is this one or an earlier row's: where no boundary is, codecs make no difference."""
+    """Rows with a plan that is neither this one nor an earlier row's: codecs make no difference where no boundary is."""
     forms, kept = [_form(plan)], []
     for row in rows:
         form = None if row.found is None else _form(row.found.plan)
@@ -413,7 +412,7 @@ def _differing(plan: Plan, rows: Iterable[Row]) -> list[Row]:
 
 
 def _form(plan: Plan) -> object:
-    """What plans share that differ in windows only."""
+    """The same for plans that differ in windows only."""
     return [(c.micro_batch, c.num_micro, c.stages, c.codecs) for c in layout_of(plan)]
 
 
@@ -426,7 +425,7 @@ def _gaining(row: Row, best_s: float) -> Row:
 def _changed(
     cluster: Cluster, devices: Iterable[Device], pairs: Iterable[tuple[str, str]] = (), least: float = 0.0
 ) -> Cluster:
-    """The cluster with these devices; and no line between regions, nor a measured one, of these pairs slower than `least`."""
+    """The cluster with these devices. Of these pairs no line between regions, and no measured one, is slower than `least`."""
     devices = list(devices)
     names = {device.name for device in devices}
     lines = {

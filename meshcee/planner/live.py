@@ -247,7 +247,7 @@ def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> 
 
 
 def question_of(plan: Plan, mesh: Measured, job: JobCosts, stages: int | None = None) -> Question:
-    """What such a plan answers: it leaves as much room for copies of the state as the plan does."""
+    """The question that such a plan answers, with as much room for copies of the state as the plan leaves."""
     fitting_devices, _ = fitting(mesh.devices, job.mix, job.threads, job.versions)
     mesh = replace(mesh, devices=fitting_devices)
     bare = _question(mesh, job, stages, 0)

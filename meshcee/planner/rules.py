@@ -236,7 +236,7 @@ def why_left_out(
 
 
 def missing(cluster: Cluster, workload: Workload, pipelines: int = 1) -> Shortage | None:
-    """What no plan of so many pipelines can do without: the largest block on the largest device, or all on all devices."""
+    """Memory that every plan of so many pipelines needs: the largest block on the largest device, or all blocks on all devices."""
     largest = max(cluster.devices.values(), key=lambda d: d.memory_bytes)
     one = max(workload.stage_bytes(k, k + 1, 1, 1) for k in range(workload.num_blocks))
     if one > largest.memory_bytes:

@@ -49,7 +49,7 @@ Allowed = Callable[[Sequence[str], int], bool]  # of a layout: its devices, and 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan answers: where, what, as what boundaries may travel, and what a plan may be."""
+    """Where to train what, as what boundaries may travel, and what a plan may be."""
 
     cluster: Cluster
     workload: Workload
@@ -150,7 +150,7 @@ class Search:
         return min(with_it, key=lambda x: x[0], default=None)
 
     def best(self, allowed: Allowed, events: int, starts: Sequence[Layout] = ()) -> tuple[float, Plan] | None:
-        """The fastest plan found that is allowed: of what is known, of `starts`, and of what is one change away from the best."""
+        """The fastest plan found that is allowed: of layouts known, of `starts`, and of those one change away from the best."""
 
         def may(layout: Layout) -> bool:
             return allowed(peers_of(layout), len(layout))

@@ -1,6 +1,6 @@
-"""A comparison as a table, and what hardware would gain in sentences.
+"""A comparison as a table, and the gain of more hardware in sentences.
 
-The idea: one line for each thing that could be had, in figures that a person can weigh: seconds, bytes, shares.
+The idea: one line for each alternative, in figures that a person can weigh: seconds, bytes, shares.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """The last of each line is a note: it takes the place of figures where there are none."""
+    """The last of each line is a note, which takes the place of figures where there are none."""
     figures = [HEADINGS, *(line[:-1] for line in lines)]
     widths = [max(len(line[column]) for line in figures) for column in range(len(HEADINGS))]
     text = []
@@ -72,7 +72,7 @@ def _figures(found: Found, taken: Found, names: Mapping[str, str]) -> tuple[str,
 
 
 def _bits(found: Found) -> str:
-    """Whether they are plain PyTorch's; what changes most counts."""
+    """Whether the bits are plain PyTorch's, or the coarsest thing that changes them."""
     if found.rounded_to is not None:
         return f"rounded to {found.rounded_to} bits"
     if found.plan.shares_samples:
@@ -93,7 +93,7 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 
 
 def _like(peers: Sequence[str], names: Mapping[str, str]) -> str:
-    """One device, and those that would do as well."""
+    """One device, and those that are like it."""
     first, *others = (_name(peer, names) for peer in peers)
     if not others:
         return first

@@ -40,7 +40,7 @@ class LivePlan:
     stages: int | None
 
     def questions(self) -> dict[str, Question]:
-        """By codec what the plan answers, first, and the same with other codecs."""
+        """By codec: first the question that the plan answers, then the same with other codecs."""
         return {
             codec: question_of(self.plan, self.measured, replace(self.costs, codec=codec), self.stages)
             for codec in (self.costs.codec, *COMPARED)

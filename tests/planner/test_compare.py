@@ -268,3 +268,7 @@ def test_the_command_prints_a_table_and_data() -> None:
     Plan.from_json(data)
     assert data["comparison"]["taken"]["step_s"] == pytest.approx(data["predicted"]["step_s"])
     assert math.isfinite(data["comparison"]["best_s"])
+    (slow,) = (row for row in data["comparison"]["rows"] if row["kind"] == "with")
+    assert slow["peers"] == ["end-rtx-2080-0", "end-rtx-2080-1"]
+    assert "end-rtx-2080-0" in Plan.from_json(slow["found"]["plan"]).peers
+    assert slow["found"]["step_s"] > 1.2 * data["comparison"]["taken"]["step_s"]
