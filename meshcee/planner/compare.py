@@ -113,7 +113,7 @@ class Comparison:
     best_s  the fastest step found on the hardware that is there, with the plan's own codec: gains are counted from here
     """
 
-    taken: Found
+    chosen: Found
     rows: tuple[Row, ...]
     buys: tuple[Row, ...]
     best_s: float
@@ -121,12 +121,12 @@ class Comparison:
     def is_faster(self, row: Row) -> bool:
         """Whether the row's plan is faster than the plan that is taken, though the search for that one might have found it."""
         could_be = row.kind in OWN and row.why != NO_COPIES
-        return could_be and row.found is not None and row.found.step_s < self.taken.step_s * (1 - 1e-9)
+        return could_be and row.found is not None and row.found.step_s < self.chosen.step_s * (1 - 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         """The value of `comparison` in what `meshcee plan --compare --json` prints."""
         return {
-            "taken": self.taken.to_json(),
+            "chosen": self.chosen.to_json(),
             "rows": [{**row.to_json(), "faster": self.is_faster(row)} for row in self.rows],
             "buys": [row.to_json() for row in self.buys],
             "best_s": self.best_s,
@@ -155,7 +155,7 @@ class _Comparing:
 
     def __init__(self, plan: Plan, asked: Question, plain: Workload, kernels: Mapping[str, str]) -> None:
         self.plan, self.asked, self.plain, self.kernels = plan, asked, plain, kernels
-        self.taken = self.found((period_s(plan, asked.cluster, plain), plan))
+        self.chosen = self.found((period_s(plan, asked.cluster, plain), plan))
         self.search = _searched(asked, [layout_of(plan)])
         self.tops = [layout_of(plan), *self.search.leaders(TOPS)]
 
@@ -163,14 +163,14 @@ class _Comparing:
         several = self.search.best(_is_several, ROW_EVENTS)
         self.tops += [] if several is None else [layout_of(several[1])]
         coded = self.codecs(others, both=several is not None)
-        rows = [*_differing(self.plan, [*self.beside(), *coded]), *self.without(), *self.with_more()]
+        rows = [*_differing(self.plan, [*self.pipelines(), *coded]), *self.without(), *self.with_more()]
         self.tops = [layout_of(self.plan), *self.search.leaders(TOPS)]
         own = [row.found.step_s for row in rows if row.kind in OWN and row.found is not None]
         bought = [*self.link(), *self.devices(), self.memory()]
         # what was found for other hardware may run on today's as well: then the search was longer, and nothing is gained
         today = [self.today_s(row.found.plan) for row in bought if row.found is not None]
-        best_s = min([self.taken.step_s, *own, *today])
-        return Comparison(self.taken, tuple(rows), tuple(_gaining(row, best_s) for row in bought), best_s)
+        best_s = min([self.chosen.step_s, *own, *today])
+        return Comparison(self.chosen, tuple(rows), tuple(_gaining(row, best_s) for row in bought), best_s)
 
     def found(self, best: tuple[float, Plan], cluster: Cluster | None = None) -> Found:
         step_s, plan = best
@@ -209,7 +209,7 @@ class _Comparing:
             return replace(row, found=self.found(best), why=NO_COPIES)
         return replace(row, short=short, why="" if short else why)
 
-    def beside(self) -> list[Row]:
+    def pipelines(self) -> list[Row]:
         """Several pipelines where the plan has one, or one where it has several; nothing where only one may be."""
         if self.asked.runs.pipelines == 1:
             return []
@@ -324,7 +324,7 @@ class _Comparing:
 
     def memory(self) -> Row:
         """The fullest device with twice the memory."""
-        peer, amount = self.taken.fullest, 2 * self.taken.memory_bytes
+        peer, amount = self.chosen.fullest, 2 * self.chosen.memory_bytes
         devices = [
             replace(d, memory_bytes=amount) if d.name == peer else d for d in self.asked.cluster.devices.values()
         ]

@@ -133,7 +133,7 @@ class Proposals:
         self.classes = classes_of(cluster)
         self.large = len(self.classes) > LARGE
         self.rows = Rows(cluster, workload, self.classes, runs)
-        self.beside: list[Layout] = []  # the best of several pipelines, however far behind one pipeline
+        self.parallel: list[Layout] = []  # the best of several pipelines, however far behind one pipeline
 
     def layouts(self, rescored: int) -> list[Layout]:
         """About so many candidates, all micro-batch sizes and codecs together, the best of each first."""
@@ -166,7 +166,7 @@ class Proposals:
             beside += side_by_side(judged, self.rows, beam.micro_batch, beam.codec, self.runs.pipelines, SEVERAL)
         ranked.sort(key=lambda x: x[0])
         best_s = ranked[0][0] if ranked else math.inf
-        self.beside = [layout for _, layout in sorted(beside, key=lambda x: x[0])[:SEVERAL]]
+        self.parallel = [layout for _, layout in sorted(beside, key=lambda x: x[0])[:SEVERAL]]
         found += [layout for estimate, layout in beside if estimate < HOPEFUL * best_s]
         return list(dict.fromkeys([*(layout for _, layout in ranked[:rescored]), *found]))
 

@@ -155,7 +155,7 @@ class Search:
         def may(layout: Layout) -> bool:
             return allowed(peers_of(layout), len(layout))
 
-        looked_at = [*starts, *self.proposals.beside, *self._known]
+        looked_at = [*starts, *self.proposals.parallel, *self._known]
         known = [layout for _, layout in self.rank(looked_at)[:BASIS]]
         close = [] if known and may(known[0]) else self._close(known, allowed)
         # what could not have been faster was not simulated

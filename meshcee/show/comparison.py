@@ -5,6 +5,7 @@ The idea: one line for each alternative, in figures that a person can weigh: sec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from meshcee.planner import Comparison, Found, Row
@@ -24,7 +25,7 @@ FASTER = "* faster than the plan, which could have been it: this search was long
 def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None) -> str:
     """The table and the sentences. `names`: of peers that have ids."""
     named = names or {}
-    taken = compared.taken
+    taken = compared.chosen
     lines = [("the plan", *_figures(taken, taken, named), "")]
     for row in compared.rows:
         mark = " *" if compared.is_faster(row) else ""
@@ -36,7 +37,7 @@ def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None
     text = [_aligned(lines)]
     if any(compared.is_faster(row) for row in compared.rows):
         text.append(FASTER)
-    elif compared.best_s < LONGER * compared.taken.step_s:
+    elif compared.best_s < LONGER * compared.chosen.step_s:
         text.append(f"a longer search found {compared.best_s:.4g} s a step on the devices that are there")
     text += ["", "to buy:", *(f"  {_bought(row, compared.best_s, named)}" for row in compared.buys)]
     return "\n".join(text)
@@ -87,9 +88,9 @@ def _name(peer: str, names: Mapping[str, str]) -> str:
 
 
 def _named(text: str, names: Mapping[str, str]) -> str:
-    for peer, name in names.items():
-        text = text.replace(peer, name)
-    return text
+    """In one pass: a name may contain another peer's id."""
+    ids = "|".join(map(re.escape, names))
+    return re.sub(ids, lambda found: names[found[0]], text) if ids else text
 
 
 def _like(peers: Sequence[str], names: Mapping[str, str]) -> str:

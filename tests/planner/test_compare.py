@@ -54,7 +54,7 @@ def test_every_row_is_a_plan_that_fits_is_priced_by_the_simulator_and_is_what_it
         cluster, workload, plan, all_of_it = compared(seed)
     except PlanError:
         assume(False)
-    taken = all_of_it.taken
+    taken = all_of_it.chosen
     assert (taken.plan, taken.step_s) == (plan, pytest.approx(period_s(plan, cluster, workload)))
     for row in all_of_it.rows:
         if row.found is None:
@@ -89,7 +89,7 @@ def test_more_hardware_never_makes_a_step_slower_and_its_gain_is_not_the_longer_
         cluster, workload, plan, all_of_it = compared(seed)
     except PlanError:
         assume(False)
-    assert all_of_it.best_s <= all_of_it.taken.step_s
+    assert all_of_it.best_s <= all_of_it.chosen.step_s
     assert {row.kind for row in all_of_it.buys} >= {"device", "memory"}
     for row in all_of_it.buys:
         if row.found is None:
@@ -107,17 +107,17 @@ def test_more_hardware_never_makes_a_step_slower_and_its_gain_is_not_the_longer_
 def test_the_json_has_the_documented_keys_and_its_plans_can_be_simulated() -> None:
     cluster, workload, plan, all_of_it = compared(9)
     data = json.loads(json.dumps(all_of_it.to_json()))
-    assert data.keys() == {"taken", "rows", "buys", "best_s"}
+    assert data.keys() == {"chosen", "rows", "buys", "best_s"}
     keys = {"kind", "peers", "codec", "several", "place", "amount", "found", "short", "why"}
     assert all(row.keys() == keys | {"faster"} for row in data["rows"])
     assert all(row.keys() == keys for row in data["buys"])
     figures = {"step_s", "sent_bytes", "fullest", "rounded_to", "sums_reordered", "kernel_classes", "stages", "plan"}
-    for one in [data["taken"], *(row["found"] for row in data["rows"] if row["found"])]:
+    for one in [data["chosen"], *(row["found"] for row in data["rows"] if row["found"])]:
         assert one.keys() == figures
         again = Plan.from_json(one["plan"])
         assert one["step_s"] == pytest.approx(period_s(again, cluster, workload))
         assert one["stages"] == [len(pipeline.stages) for pipeline in again.pipelines]
-    assert Plan.from_json(data["taken"]["plan"]) == plan
+    assert Plan.from_json(data["chosen"]["plan"]) == plan
 
 
 def test_bytes_on_links_are_boundaries_and_sums() -> None:
@@ -266,9 +266,9 @@ def test_the_command_prints_a_table_and_data() -> None:
     assert any(line.startswith("  one more device like cloud-a100-40-0, in ") for line in lines)
     data = json.loads(run(*quick, "--json"))
     Plan.from_json(data)
-    assert data["comparison"]["taken"]["step_s"] == pytest.approx(data["predicted"]["step_s"])
+    assert data["comparison"]["chosen"]["step_s"] == pytest.approx(data["predicted"]["step_s"])
     assert math.isfinite(data["comparison"]["best_s"])
     (slow,) = (row for row in data["comparison"]["rows"] if row["kind"] == "with")
     assert slow["peers"] == ["end-rtx-2080-0", "end-rtx-2080-1"]
     assert "end-rtx-2080-0" in Plan.from_json(slow["found"]["plan"]).peers
-    assert slow["found"]["step_s"] > 1.2 * data["comparison"]["taken"]["step_s"]
+    assert slow["found"]["step_s"] > 1.2 * data["comparison"]["chosen"]["step_s"]
