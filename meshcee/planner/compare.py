@@ -26,11 +26,12 @@ __all__ = ["COMPARED", "Comparison", "Found", "Row", "comparison"]
 
 COMPARED = ("lossless", "bf16", "int8", "int4")
 
-LOOK = Effort(rows=3_000_000, events=30_000)  # of a search under another codec, or on other hardware
-ROW_EVENTS = 8_000  # of a row that the search on the cluster as it is answers
+LOOK = Effort(rows=2_000_000, events=20_000)  # of a search under another codec, or on other hardware
+ROW_EVENTS = 20_000  # of a row that the search on the cluster as it is answers
 PLACE_EVENTS = 1_500  # of one more device in one region
 TOPS = 4  # layouts that other searches begin with
-PLACES, KINDS = 3, 6  # regions that one more device is tried in, and kinds of devices that are tried
+PLACES, KINDS = 2, 6  # regions that one more device is tried in, and kinds of devices that are tried
+HOPEFUL = 1.04  # times the plan's step: one more device that looks slower than that is not searched for further
 GAIN = 0.005  # of a step: less is nothing
 OWN = ("pipelines", "without", "with")  # kinds of rows that the plan could have been itself
 NONE = "no such plan was found"
@@ -162,8 +163,12 @@ class _Comparing:
     def all(self, others: Sequence[tuple[str, Question]]) -> Comparison:
         several = self.search.best(_is_several, ROW_EVENTS)
         self.tops += [] if several is None else [layout_of(several[1])]
-        coded = self.codecs(others, both=several is not None)
-        rows = [*_differing(self.plan, [*self.pipelines(), *coded]), *self.without(), *self.with_more()]
+        forms: dict[bool | None, Allowed] = {False: _is_one, True: _is_several} if several else {None: _is_any}
+        searches = {name: self.coded(asked, forms.values()) for name, asked in others}
+        rows = self.pipelines()
+        self.tops += [layout_of(row.found.plan) for row in rows if row.found is not None]
+        rows = _differing(self.plan, [*rows, *self.codecs(searches, forms)])
+        rows += [*self.without(), *self.with_more()]
         self.tops = [layout_of(self.plan), *self.search.leaders(TOPS)]
         own = [row.found.step_s for row in rows if row.kind in OWN and row.found is not None]
         bought = [*self.link(), *self.devices(), self.memory()]
@@ -221,18 +226,18 @@ class _Comparing:
         short = missing(self.asked.cluster, self.plain, pipelines=2)
         return [self.best(Row("pipelines", several=True), _is_several, short, why)]
 
-    def codecs(self, others: Sequence[tuple[str, Question]], both: bool) -> list[Row]:
-        """Other codecs; `both`: with one pipeline, and with several. A layout that is good under one codec is tried under all."""
-        forms = {False: _is_one, True: _is_several} if both else {None: _is_any}
-        searches = []
-        for name, asked in others:
-            search = _searched(asked, [_coded(layout, asked.codecs[0]) for layout in self.tops])
-            searches.append((name, search))
-            for allowed in forms.values():
-                if (best := search.best(allowed, ROW_EVENTS)) is not None:
-                    self.tops.append(_coded(layout_of(best[1]), self.asked.codecs[0]))
+    def coded(self, asked: Question, forms: Iterable[Allowed]) -> Search:
+        """The search under another codec. A layout that is good there is a start everywhere."""
+        search = _searched(asked, [_coded(layout, asked.codecs[0]) for layout in self.tops])
+        for allowed in forms:
+            if (best := search.best(allowed, ROW_EVENTS)) is not None:
+                self.tops.append(_coded(layout_of(best[1]), self.asked.codecs[0]))
+        return search
+
+    def codecs(self, searches: Mapping[str, Search], forms: Mapping[bool | None, Allowed]) -> list[Row]:
+        """Other codecs: with one pipeline and with several, or with any number."""
         rows = []
-        for name, search in searches:
+        for name, search in searches.items():
             starts = [_coded(layout, search.codecs[0]) for layout in self.tops]
             for several, allowed in forms.items():
                 best = search.best(allowed, 0, starts)
@@ -349,8 +354,9 @@ class _Comparing:
                     tried.append((best[0], place, asked, layout_of(best[1])))
             row = Row("device", peers=(of.name,), place=(of.region,))
             if tried:
-                _, place, asked, layout = min(tried, key=lambda x: x[0])
-                row = self.bought(replace(row, place=(place,)), asked, layout)
+                look_s, place, asked, layout = min(tried, key=lambda x: x[0])
+                row = replace(row, place=(place,))
+                row = self.bought(row, asked, layout) if look_s < HOPEFUL * self.chosen.step_s else row
             rows.append(row)
         return rows
 
