@@ -42,7 +42,7 @@ def plans(tokens: dict[str, str], jobs: dict[str, Path]) -> dict[str, Path]:
         if not text:
             first = form
             [found] = lines_of(meshcee("plan", str(jobs[form]), "--join", token, "--stages", str(STAGES)), folder)
-            text = json.dumps(found["plan"])
+            text = json.dumps(found)
         for theirs, ours in zip(peers[first], peers[form]):
             text = text.replace(theirs, ours)
         first = form
