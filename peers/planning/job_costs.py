@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from meshcee.capture import Capture, encode_program
+from meshcee.capture import Capture, Program, encode_program
 from meshcee.capture.graph import alike, tied
 from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.fields import unpack
@@ -143,7 +144,7 @@ def _request(
     return ProfileRequest(
         blocks=blocks,
         pair=pair if pair == place else None,
-        sizes=sizes_of(job, costs, memory_bytes),
+        sizes=sizes_of(job, costs, memory_bytes, least_samples(captured.train)),
         flops=tuple(captured.costs[k].flops for k in blocks),
         threads=costs.threads,
         precision=job.precision,
@@ -152,14 +153,25 @@ def _request(
     )
 
 
-def sizes_of(job: Job, costs: JobCosts, memory_bytes: int) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: the job's own and what members of a group may take of it, or divisors of the batch,
-    about a factor of two apart."""
+def least_samples(program: Program) -> int:
+    """That a micro-batch must have: two where a batch norm would else see one value for each channel, which torch refuses."""
+    for node in program.nodes:
+        if node.operator.name == "aten.batch_norm.default" and node.args[5] is True:
+            samples, _, *inside = program.value(node.refs[0]).sizes(1, usual=True)
+            if samples * math.prod(inside) == 1:
+                return 2
+    return 1
+
+
+def sizes_of(job: Job, costs: JobCosts, memory_bytes: int, least: int = 1) -> tuple[int, ...]:
+    """Micro-batch sizes worth measuring: the job's own and what members of a group may take of it, or divisors of the batch
+    from `least` on, about a factor of two apart."""
     if (own := job.micro_batch_size) is not None:
         return tuple(sorted({1, own // 4, own // 2, own} - {0})) if costs.groups else (own,)
     batch = job.batch_size
     each = max((c.activation_bytes for c in costs.blocks), default=0)
-    fitting = [m for m in range(1, batch + 1) if batch % m == 0 and (m == 1 or m * each <= memory_bytes)]
+    sizes = [m for m in range(min(least, batch), batch + 1) if batch % m == 0]
+    fitting = [m for m in sizes if m == sizes[0] or m * each <= memory_bytes]
     if len(fitting) <= MAX_SIZES:
         return tuple(fitting)
     wanted = [(fitting[-1]) ** (k / (MAX_SIZES - 1)) for k in range(MAX_SIZES)]
