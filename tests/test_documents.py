@@ -161,5 +161,14 @@ def test_a_walk_is_short_and_every_stop_is_there(name: str, most: int) -> None:
             scope = found[0]
 
 
+def test_every_habit_has_its_test() -> None:
+    rows = [line for line in (ROOT / "docs" / "habits.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        file, _, test = row.strip("| ").split(" | ")[-1].partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert test in {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}, row
+
+
 def test_the_architecture_is_one_sitting() -> None:
     assert len((DOCS / "architecture.md").read_text().split()) <= 3000
