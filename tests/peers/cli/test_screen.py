@@ -98,10 +98,13 @@ def test_status_shows_names_kernels_and_addresses_of_others(name: str, capsys: p
     assert not {c for c in out if not c.isprintable()} - {"\n"}
 
 
+UNASKED: Any = (None, None, None)  # what only --compare reads
+
+
 def test_a_page_of_a_plan_holds_no_markup_from_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best, scenario = a_plan()
     names = dict.fromkeys(scenario.cluster.devices, PAGE)
-    live = LivePlan(PAGE, best, (), scenario.cluster, scenario.workload, names, None)
+    live = LivePlan(PAGE, best, (), scenario.cluster, scenario.workload, names, None, *UNASKED)
     monkeypatch.setattr(live_plan, "plan_live", lambda *_, **__: live)
     page = tmp_path / "plan.html"
     plan.run_plan(Path("job.py"), "x", html=page, as_json=False)
@@ -115,7 +118,9 @@ def test_a_name_that_is_another_peers_id_is_not_replaced_again(
 ) -> None:
     best, scenario = a_plan()
     first, second = best.peers[:2]
-    live = LivePlan("job", best, (), scenario.cluster, scenario.workload, {first: second, second: "[three]"}, None)
+    live = LivePlan(
+        "job", best, (), scenario.cluster, scenario.workload, {first: second, second: "[three]"}, None, *UNASKED
+    )
     monkeypatch.setattr(live_plan, "plan_live", lambda *_, **__: live)
     plan.run_plan(Path("job.py"), "x", as_json=False)
     stages = [line for line in capsys.readouterr().out.splitlines() if " blocks " in line]
