@@ -74,7 +74,7 @@ def run_plan(
         live = _live(job, join, testbed, stages, as_json=as_json)
         title, cluster, workload = live.title, live.cluster, live.workload
         best, single, names = live.plan, live.single, live.names
-        asked, kernels = live.questions() if compare else {}, live.kernels()
+        asked, kernels = (live.questions(), live.kernels()) if compare else ({}, {})
         said = remarks(best)
         extra = {"names": dict(names), "notes": [*said, *live.notes]}
     text = explain(best, cluster, workload, single) if in_full or html is not None or not as_json else ""
