@@ -21,11 +21,11 @@ from dht.addresses import MAX_ADDRESSES, checked
 from dht.membership import CERTIFICATE_S, CLOCK_SKEW_S, MAX_CERTIFICATE_BYTES, Members, RevokedList
 from dht.signing import Identity, MeshKey, public_key_of, verify
 from meshcee.config import Limits
-from meshcee.errors import ClockError, NotPermittedError, ProtocolError
+from meshcee.errors import ClockError, NotPermittedError, PlanError, ProtocolError
 from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
 from meshcee.figures import DeviceProfile, LinkProfile
 from meshcee.files import loads
-from meshcee.plan import Term
+from meshcee.plan import Plan, Term
 
 __all__ = [
     "CLOCK_SKEW_S",
@@ -206,8 +206,10 @@ class RunRecord(Record):
         told = read(body, _RunTold, what)
         try:
             plan = loads(told.plan)  # the envelope has been bounded before
-        except ValueError as error:
-            raise ProtocolError(f"{what}: plan is not JSON") from error
+            if plan is not None:
+                Plan.from_json(plan)  # which everybody who looks at the mesh is shown
+        except (ValueError, PlanError) as error:
+            raise ProtocolError(f"{what}: its plan cannot be read ({error})") from error
         loss = math.nan if told.loss is None else told.loss
         return super().from_wire({**body, "loss": loss, "plan": plan}, signer, what)
 

@@ -95,7 +95,8 @@ def unpack(
     got = [memoryview(payload).nbytes for payload in payloads]
     varies = [tensor.varies for tensor in checked if tensor is not None]
     if len(sizes) != len(got) or any(not 0 < g <= s if v else g != s for s, g, v in zip(sizes, got, varies)):
-        raise ProtocolError(f"the tensors' meta describes payloads of {sizes} bytes, {got} arrived")
+        told = ", ".join(f"{len(found)} payloads of {sum(found)} bytes" for found in (sizes, got))
+        raise ProtocolError(f"the tensors' meta describes other payloads than arrived: {told}")
     for index, want in enumerate(expected or ()):
         _check_expected(index, want, meta[index], checked[index])
     total = sum(tensor.nbytes for tensor in checked if tensor is not None)

@@ -134,6 +134,8 @@ def read_plan(path: Path) -> Plan:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a file with a plan: {printed}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text; name a file with a plan: {printed}") from error
     try:
         try:
             data = loads(text)

@@ -76,7 +76,7 @@ class ProfileRequest:
         if list(found.sizes) != sorted(set(found.sizes)):
             raise ProtocolError(f"{what} has ascending micro-batch sizes")
         if found.precision not in ("fp32", "bf16"):
-            raise ProtocolError(f"unknown precision {found.precision!r}")
+            raise ProtocolError(f"unknown precision {found.precision[:40]!r}")
         return found
 
 

@@ -17,16 +17,18 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import safetensors
 import torch
+from msgspec import Meta
 
 from meshcee.capture import Capture
-from meshcee.errors import CheckpointError, UsageError
+from meshcee.errors import CheckpointError, ProtocolError, UsageError
+from meshcee.fields import Count, read
 from meshcee.files import disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
@@ -37,6 +39,7 @@ FORMAT = 1
 MOST_COMPLETE = 2
 MANIFEST = "manifest.json"
 FROZEN = "frozen.safetensors"
+_Written = TypedDict("_Written", {"sha256": str, "bytes": int})  # a file
 BEFORE = ".before"  # of a checkpoint that is written once more
 
 
@@ -72,6 +75,20 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
 
 
 @dataclass(frozen=True)
+class _Manifest:
+    """What every manifest says. Its files lie beside it: none has a name that leads elsewhere."""
+
+    format: int
+    next_step: Count
+    micro_batch: Count
+    files: Mapping[Annotated[str, Meta(pattern=r"^[a-z][\w-]*\.safetensors$")], _Written]
+    job: Mapping[str, Any] = field(default_factory=dict)
+    persistent: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint: the state before `next_step`."""
 
@@ -82,10 +99,9 @@ class Checkpoint:
         path = self.folder / MANIFEST
         try:
             data: dict[str, Any] = loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {data['format']}: use the version of meshcee that wrote it")
-            int(data["next_step"]), int(data["micro_batch"]), dict(data["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if (found := read(data, _Manifest, "it", defaults=True).format) != FORMAT:
+                raise CheckpointError(f"{path} has format {found}: use the version of meshcee that wrote it")
+        except (OSError, ValueError, ProtocolError) as error:
             raise self._damaged(f"its manifest cannot be read ({error})") from error
         return data
 
@@ -117,7 +133,7 @@ class Checkpoint:
 
     def check(self, job: Job, captured: Capture) -> None:
         """Whether this job may go on from here; raises UsageError naming what is different."""
-        check_same(job, captured, self.manifest["job"], self.micro_batch)
+        check_same(job, captured, self.manifest.get("job", {}), self.micro_batch)
 
     @cached_property
     def _model_files(self) -> dict[str, str]:

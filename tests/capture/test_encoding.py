@@ -15,8 +15,6 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from meshcee.capture import Program, capture, decode_program, encode_program
 from meshcee.config import Limits
@@ -214,59 +212,3 @@ def test_claims_of_great_length_cost_nothing(data: bytes) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=400))
-def test_random_bytes_are_refused_or_decoded(data: bytes) -> None:
-    accepted_or_refused(data)
-
-
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 63), (1 << 64) - 1),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=8),
-)
-trees = st.recursive(
-    scalars,
-    lambda t: st.lists(t, max_size=4) | st.dictionaries(st.text(max_size=2) | st.just("r"), t, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_a_valid_graph_with_any_part_replaced_is_refused_or_decoded(data: st.DataObject) -> None:
-    tree = msgpack.unpackb(document("cnn"), raw=False)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at: Any = tree
-        for _ in range(data.draw(st.integers(1, 5))):
-            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-            if not keys:
-                break
-            key = data.draw(st.sampled_from(keys))
-            if not isinstance(at[key], list | dict) or not at[key] or data.draw(st.booleans()):
-                at[key] = data.draw(trees)
-                break
-            at = at[key]
-    accepted_or_refused(msgpack.packb(tree))
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_a_valid_graph_with_bytes_changed_is_refused_or_decoded(data: st.DataObject) -> None:
-    raw = bytearray(document("cnn"))
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    accepted_or_refused(bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw))
-
-
-def accepted_or_refused(data: bytes) -> None:
-    try:
-        decoded = decode_program(data)
-    except GraphError:
-        return
-    assert decode_program(encode_program(decoded)) is not None

@@ -134,12 +134,6 @@ def test_each_field_of_a_certificate_is_checked() -> None:
     )
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_no_certificate(data: bytes) -> None:
-    with pytest.raises((NotPermittedError, ProtocolError)):
-        members().admit(ME.peer_id, data)
-
-
 def test_without_an_admin_here_no_invite_is_exchanged() -> None:
     with pytest.raises(NotPermittedError, match="this peer is no admin"):
         members().admit(ME.peer_id, b"anything", ENROL)

@@ -1,20 +1,24 @@
 """Every way in which one field of a message can be wrong: left out, of another type, too large, nested, not a number.
 
 The idea: the message is plain data, so each place in it is found by walking, and no field can be forgotten in a test.
+`mutated` changes one place at random instead, and bytes too.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 
 from meshcee.errors import MeshceeError, ProtocolError
 
-__all__ = ["MOST_BYTES", "check_every_field", "mutations"]
+__all__ = ["MOST_BYTES", "check_every_field", "mutated", "mutations"]
 
 MOST_BYTES = 4 << 20  # that reading one small message may take, whatever is wrong in it
 _DEEP: list[Any] = []
@@ -88,3 +92,97 @@ def check_every_field(
     assert accepted == [], accepted
     long = [text[:200] for text in told if "\n" in text or len(text) > 500]
     assert long == [], long
+
+
+# What readers of bytes stumble over: ends of ranges, lengths that are claimed, and texts that a screen might obey.
+_NUMBERS = (0, 1, -1, 127, 128, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
+_FLOATS = (0.0, -0.0, 5e-324, 1e-9, 1.0, 1e9, 1e308, -1.0, math.nan, math.inf, -math.inf)
+_TEXTS = (
+    "",
+    "\0",
+    "\x1b]0;x\x07",
+    "\u202egnp",
+    "[red]x[/red]",
+    "<script>alert(1)</script>",
+    "../../x",
+    "12D3KooW",
+    "\ud7ff",
+)
+_BYTES = (
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\x91" * 600,
+    b"\xc1",
+    b"\0" * 9,
+    b"[" * 3000,
+)
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """The value with one change at random. What holds msgpack or JSON is mostly changed inside, and packed again."""
+    if isinstance(value, bytes | str) and draw.random() < 0.7:
+        for unpack, pack in ((msgpack.unpackb, msgpack.packb), (json.loads, _json)):
+            try:
+                tree = unpack(value)
+                if isinstance(tree, dict | list):
+                    found = pack(mutated(tree, draw))
+                    return found if isinstance(value, bytes) else found.decode()
+            except (ValueError, TypeError, OverflowError, RecursionError):
+                continue
+    if isinstance(value, dict | list | tuple) and value and draw.random() < 0.9:
+        return _within(list(value) if isinstance(value, tuple) else value.copy(), draw)
+    if draw.random() < 0.4:
+        return draw.choice((*_SMALL, "x" * 7000, [0] * 7000, {str(k): 0 for k in range(1000)}, _DEEP))
+    if isinstance(value, bytes):
+        return _scrambled(value, draw)
+    if isinstance(value, str):
+        at = draw.randrange(len(value) + 1)
+        return draw.choice((value[:at] + draw.choice(_TEXTS) + value[at:], draw.choice(_TEXTS), value[:at], value * 40))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        near = (value + 1, value - 1, -value, value * 2)
+        found = draw.choice((*near, *_NUMBERS) if isinstance(value, int) else (*near, *_FLOATS))
+        return found if isinstance(found, float) or -(1 << 63) <= found < 1 << 64 else 0
+    return draw.choice((*_NUMBERS, *_FLOATS, *_TEXTS))
+
+
+def _json(tree: Any) -> bytes:
+    return json.dumps(tree).encode()
+
+
+def _within(value: Any, draw: random.Random) -> Any:
+    """One part of it changed, gone, doubled or in another one's place."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key, other = draw.choice(keys), draw.choice(keys)
+    what = draw.random()
+    if what < 0.8:
+        value[key] = mutated(value[key], draw)
+    elif what < 0.87:
+        del value[key]
+    elif what < 0.94:
+        value[key], value[other] = value[other], value[key]
+    elif isinstance(value, dict):
+        value[draw.choice(_TEXTS)] = value[key]
+    else:
+        value[key:key] = [value[other]] * draw.choice((1, 1, 2000))
+    return value
+
+
+def _scrambled(data: bytes, draw: random.Random) -> bytes:
+    at, end = sorted(draw.randrange(len(data) + 1) for _ in range(2))
+    what = draw.randrange(6)
+    if what == 0:
+        return data[:at] + data[end:]
+    if what == 1:
+        return data[:end] + data[at:]
+    if what == 2:
+        return data[:at] + draw.choice(_BYTES) + data[at:]
+    if what == 3:
+        return data[:at]
+    if what == 4:
+        return draw.randbytes(draw.randrange(200))
+    found = bytearray(data)
+    for _ in range(draw.choice((1, 1, 4))):
+        if found:
+            found[draw.randrange(len(found))] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)))
+    return bytes(found)

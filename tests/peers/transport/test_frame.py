@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import tracemalloc
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgpack
 import psutil
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshcee.config import Limits
@@ -115,32 +114,6 @@ def test_a_truncated_frame_is_no_frame(frame: Frame, draw: st.DataObject) -> Non
     events = decoder.feed(encoded[: draw.draw(st.integers(1, len(encoded) - 1))])
     assert not only_frames(events)
     assert decoder.mid_frame
-
-
-@settings(max_examples=300)
-@given(
-    st.binary(max_size=2000)
-    | st.builds(record, st.integers(0, 255), st.integers(0, (1 << 32) - 1), st.integers(0, 99), st.binary(max_size=99))
-    | st.builds(data, st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(scalars, x)))
-    | st.builds(data, st.binary(max_size=200))
-    | st.builds(data, st.tuples(scalars, headers, st.lists(scalars | st.integers(0, 1 << 62))))
-)
-def test_garbage_is_refused_or_waited_for_in_little_memory(garbage: bytes) -> None:
-    decoder = Decoder(LIMITS)
-    tracemalloc.start()
-    try:
-        try:
-            events = decoder.feed(garbage)
-        except ProtocolError:
-            events = []
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 * LIMITS.payload_bytes
-    for frame in only_frames(events):
-        assert isinstance(frame.kind, str)
-        assert isinstance(frame.header, dict)
-        assert frame.payload_bytes == 0
 
 
 @pytest.mark.parametrize(
