@@ -63,6 +63,8 @@ class Field(Arena):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, STEPS, STAGES)
+        with self._job.open("a") as job:
+            job.write("job = replace(job, adapt=False)\n")
         spawn = self.children.spawn
 
         async def spawned(name: str, command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
@@ -197,7 +199,7 @@ async def run(folder: Path, seconds: float, only: Sequence[str], seed: int) -> i
     async with Field(folder) as field:
         names = [*(f"peer-{i}" for i in range(PEERS - 1)), IDLE]
         await field.children.start_peers(PEERS, threads=1, names=names)
-        await field.train("--no-adapt")
+        await field.train()
         await field.until(lambda: field.steps >= WARM_STEPS)
         targets = await targets_of(field)
         os.nice(19)

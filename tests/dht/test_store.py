@@ -16,7 +16,7 @@ import pytest
 
 from dht.control import PeerID
 from dht.directory import Directory
-from dht.kademlia import KademliaStore
+from dht.kademlia import MAX_KEYS, MAX_WRONG, KademliaStore
 from dht.records import PeerRecord, place, seal, topic
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory, Store
@@ -246,6 +246,76 @@ async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
                 timeouts=Timeouts(join_s=1.0, dial_s=1.0),
             ):
                 pytest.fail("joined")
+
+
+async def test_a_node_has_one_place_which_its_peer_does_not_choose(tmp_path: Path) -> None:
+    """A member that were many nodes, all beside one key, would be every replica of it, and answer what it likes."""
+    from hivemind.dht.routing import DHTID  # once dht.kademlia has imported it: it warns
+    from hivemind.proto import dht_pb2
+
+    async with (
+        one_peer(tmp_path, "a") as (a, _, store),
+        one_peer(tmp_path, "b", [a.address]) as (b, _, hostile),
+        one_peer(tmp_path, "c", [a.address, b.address]) as (_, _, other),
+    ):
+        assert await a.put("a", time.time() + TTL_S)
+        near = int(DHTID.generate(source=topic("peers", KEY)))
+        to_a = hostile.node.protocol.get_stub(PeerID.from_base58(a.identity.peer_id))
+        for i in range(30):
+            claimed = DHTID(near ^ i)
+            await to_a.rpc_ping(dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=claimed.to_bytes())), timeout=3.0)
+        places = set(store.node.protocol.routing_table.uid_to_peer_id)
+        assert places == {hostile.node.node_id, other.node.node_id}
+        # Nor does anybody believe what it says of the places of others.
+        table = hostile.node.protocol.routing_table
+        strange = [(DHTID(near ^ i), PeerID.from_base58(b.identity.peer_id)) for i in range(9)]
+        table.get_nearest_neighbors = lambda *args, **more: strange
+        answer = await other.node.protocol.call_find(PeerID.from_base58(b.identity.peer_id), [DHTID(near)])
+        assert [neighbours for _, neighbours in answer.values()] == [{}]
+
+
+async def test_one_request_is_for_few_keys_and_few_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key of a request has an answer of its own, and each record a signature that takes time to check."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.p2p import P2PHandlerError
+    from hivemind.proto import dht_pb2
+
+    async with one_peer(tmp_path, "a") as (a, _, _), one_peer(tmp_path, "b", [a.address]) as (b, _, hostile):
+        expires_at = time.time() + TTL_S
+        assert await a.put("a", expires_at)
+        protocol, key = hostile.node.protocol, DHTID.generate(source=topic("peers", KEY)).to_bytes()
+        to_a = protocol.get_stub(PeerID.from_base58(a.identity.peer_id))
+
+        def find(count: int) -> Any:
+            return to_a.rpc_find(dht_pb2.FindRequest(keys=[key] * count, peer=protocol.node_info), timeout=3.0)
+
+        assert len((await find(MAX_KEYS)).results) == MAX_KEYS
+        with pytest.raises(P2PHandlerError):
+            await find(MAX_KEYS + 1)
+
+        forged, (kind, _, until, body, signature, shown, _) = (
+            DictionaryDHTValue(),
+            msgpack.unpackb(b.sealed("b", expires_at)),
+        )
+        for i in range(3 * MAX_WRONG):
+            body_i = body + bytes([i % 256, i // 256])
+            covered = msgpack.packb(["meshcee record 2", kind, b.identity.peer_id, until, body_i])
+            mac = KEY.mac(covered + signature + shown)
+            data = msgpack.packb([kind, b.identity.peer_id, until, body_i, signature, shown, mac])
+            forged.store(f"{i}", msgpack.packb(data), expires_at)
+        asked: list[bytes] = []
+        monkeypatch.setattr("dht.records.verify", lambda peer, data, signature: bool(asked.append(data)))
+        request = dht_pb2.StoreRequest(
+            keys=[key],
+            subkeys=[protocol.IS_DICTIONARY],
+            values=[protocol.serializer.dumps(forged)],
+            expiration_time=[expires_at],
+            in_cache=[False],
+            peer=protocol.node_info,
+        )
+        await to_a.rpc_store(request, timeout=3.0)
+        assert 0 < len(asked) <= MAX_WRONG + 1
 
 
 async def test_two_meshes_become_one_when_a_peer_of_each_meets(tmp_path: Path) -> None:
