@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import statistics
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import structlog
 import torch
 
 from benchmarks.arena import Arena
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     seconds = QUICK_S if options.quick else options.seconds
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the attackers' own
     with tempfile.TemporaryDirectory(prefix="meshcee-hostile-") as folder:
         sys.exit(asyncio.run(run(Path(folder), seconds, options.only, options.seed)))
 

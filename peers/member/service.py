@@ -487,7 +487,7 @@ class Member:
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         held.offered = {}
         runner = await self._compute.run(offer.build, weights.state, self._compute.device)
-        stream.max_payload_bytes = self._graphs.limits.payload_bytes
+        stream.max_payload_bytes = offer.max_fed_bytes
         keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts
         hashes = {"state": weights.hash, "optimizer": moments.hash}

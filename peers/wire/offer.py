@@ -36,6 +36,7 @@ RNG_BYTES = 64 * 1024
 NORM_BYTES = 16  # a parameter's index and the norm of its gradient
 MOST_REGROUP_S = 86400.0
 MOST_SOURCES = 32  # that a member asks for copies
+MOST_KEPT, KEPT_BYTES = 16, 256  # of one parameter: tensors in a copy, and bytes that say which, beside its name
 BODY_BYTES = 4 << 20  # plan, names and settings; msgpack may unfold to 64 times as much
 
 
@@ -380,6 +381,14 @@ class Offer:
         )
         norms = NORM_BYTES * len(self.terms.parameters)
         return int(boundary + self.state_bytes + norms + RNG_BYTES)
+
+    @cached_property
+    def max_fed_bytes(self) -> int:
+        """The largest frame that the owner may send once the member is ready: inputs, or what describes a copy of any stage."""
+        mine = [specs[self.index] for specs in (self.specs, self.evaluation_specs) if specs]
+        inputs = max(sum(value.nbytes(self.plan.micro_batch) for value in spec.raw_inputs) for spec in mine)
+        described = sum(MOST_KEPT * (KEPT_BYTES + 6 * len(entry.name)) for entry in self.train.inputs)
+        return int(inputs + described)
 
     @property
     def recompute(self) -> bool:
