@@ -101,11 +101,12 @@ class Attacker:
         stream.establish(purpose)
         return stream
 
-    async def answer(self, stream: FramedStream, limit_s: float = ANSWER_S) -> str:
-        """What the other side says next, in few words; the stream is over then."""
+    async def answer(self, stream: FramedStream, limit_s: float = ANSWER_S, passing: str = "") -> str:
+        """What the other side says next, in few words, but for frames of the kind `passing`; the stream is over then."""
         try:
             async with asyncio.timeout(limit_s):
-                frame = await stream.recv()
+                while (frame := await stream.recv()).kind == passing:
+                    self.search(frame)
             self.search(frame)
             said = frame.header.get("message") or frame.header.get("reason") or ""
             return f"{frame.kind} {said}".strip()
@@ -123,8 +124,10 @@ class Attacker:
         if any(secret in told for secret in self.secrets):
             raise Fault(f"an answer of kind {frame.kind!r} holds a secret")
 
-    async def tries(self, target: Target, purpose: str, *frames: Frame, members: Members | None = None) -> str:
-        """Open a stream for a purpose, send frames, hear the answer."""
+    async def tries(
+        self, target: Target, purpose: str, *frames: Frame, members: Members | None = None, limit_s: float = ANSWER_S
+    ) -> str:
+        """Open a stream for a purpose, send frames, hear the answer. Who may wait longer passes over signs of life."""
         try:
             stream = await self.opened(target, purpose, members)
         except (MeshceeError, StreamClosed, TimeoutError) as error:
@@ -135,7 +138,7 @@ class Attacker:
                     await stream.send(frame)
         except (StreamClosed, TimeoutError):
             pass
-        return await self.answer(stream)
+        return await self.answer(stream, limit_s, "pong" if limit_s > ANSWER_S else "")
 
     async def says(self, target: Target, data: bytes) -> str:
         """Bytes in place of a hello."""

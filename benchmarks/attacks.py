@@ -7,7 +7,10 @@ must not get. The table at the end says who attacks and how many bytes an answer
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
+import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -29,7 +32,7 @@ from dht import Members, PeerRecord, Token, certify
 from dht.control import PeerID
 from dht.kademlia import KademliaStore
 from dht.membership import CERTIFICATE_S
-from dht.records import LeaseRecord, RunRecord, seal, topic
+from dht.records import LeaseRecord, Record, RunRecord, seal, topic
 from meshcee.capture import Capture, capture, encode_program
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
@@ -47,6 +50,7 @@ __all__ = ["ATTACKS", "Attack"]
 
 Attempt = Callable[[Ground], Awaitable[str]]
 SEALED_S = 10.0  # that a forged record would be valid
+OFFER_S = 20.0  # that a good offer may take, whose graph a worker checks
 HELLO_KINDS = "hello", "proof", "answer", "refused"
 PURPOSES = (
     *("join", "probe", "sound", "gossip", "profile", "leave", "plan", "job", "follow", "journal", "shelf", "copies"),
@@ -149,7 +153,7 @@ async def replayed_handshakes(ground: Ground) -> str:
             wrote.append(bytes(part))
             write(part)
 
-        stream.write_bytes = writing  # type: ignore[method-assign]
+        stream.write_bytes = writing  # type: ignore[method-assign, assignment]
         await handshake.dial(
             stream, ground.member.peer_id, "gossip", ground.member.key.secret, members=ground.member.members
         )
@@ -157,7 +161,8 @@ async def replayed_handshakes(ground: Ground) -> str:
         spoken[ground.busy.peer_id] = b"".join(wrote)
     who = ground.draw.choice((ground.stranger, ground.member))
     stream = await who.raw(ground.draw.choice(ground.targets))
-    stream.write_bytes(spoken[ground.busy.peer_id])
+    if stream.transport is not None:
+        stream.write_bytes(spoken[ground.busy.peer_id])
     said = await who.answer(stream)
     if who is ground.stranger:
         return refused(said)
@@ -298,32 +303,63 @@ def envelope(ground: Ground, draw: Any) -> bytes:
     told = bytes(msgpack.packb(["meshcee record 2", kind, signer, until, body]))
     signature, shown = who.identity.sign(told), who.members.shown
     sealed = [kind, signer, until, body, signature, shown, who.key.mac(told + signature + shown)]
-    return bytes(msgpack.packb(sealed)) + b"\0" * draw.choice((0, 0, 0, 20_000))
+    padding: bytes = b"\0" * draw.choice((0, 0, 0, 20_000))
+    return bytes(msgpack.packb(sealed)) + padding
 
 
 NAMES = (
-    "\x1b]0;owned\x07", "\u202egnp.exe", "[bold red]admin[/]", "<script>alert(1)</script>", "12D3KooWowner",
-    "a" * 5000, "", "../../etc/passwd", "peer-0", "=cmd|'/c calc'!A0",
-)  # fmt: skip
+    "\x1b]0;owned\x07",
+    "\u202egnp.exe",
+    "[bold red]admin[/]",
+    "<script>alert(1)</script>",
+    "12D3KooWowner",
+    "a" * 5000,
+    "",
+    "../../etc/passwd",
+    "peer-0",
+    "=cmd|'/c calc'!A0",
+)
+
+
+async def published(who: Attacker, record: Record) -> str:
+    """In the member's own name, as every record is."""
+    expires = time.time() + SEALED_S
+    sealed = seal(record, who.identity, who.key, expires, certificate=who.members.shown)
+    stored = await who.store.put(topic(record.kind, who.key), who.peer_id, sealed, expires)
+    return "stored" if stored else "not stored"
 
 
 async def names(ground: Ground) -> str:
     """The member's own record, with a name that a screen or another program might obey; the mesh is shown it."""
     who = ground.member
     name = ground.draw.choice(NAMES[2:4] + NAMES[7:])
-    record = PeerRecord(who.peer_id, time.time(), name, ("/ip4/127.0.0.1/tcp/1",))
-    sealed = seal(record, who.identity, who.key, time.time() + SEALED_S, certificate=who.members.shown)
-    stored = await who.store.put(topic("peers", who.key), who.peer_id, sealed, time.time() + SEALED_S)
-    return "stored" if stored else "not stored"
+    said = await published(who, PeerRecord(who.peer_id, time.time(), name, ("/ip4/127.0.0.1/tcp/1",)))
+    if said == "stored" and "looked" not in ground.memory:
+        ground.memory["looked"] = True
+        return await shown(ground)
+    return said
+
+
+async def shown(ground: Ground) -> str:
+    """What `meshcee status` prints meanwhile: no character that a screen would obey."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {**os.environ, "MESHCEE_HOME": home, "MESHCEE_JOIN": ground.invite}
+        command = [sys.executable, "-m", "meshcee", "status"]
+        asked = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        told, _ = await asked.communicate()
+    text = told.decode()
+    if asked.returncode or not text.replace("\n", "").isprintable():
+        raise Fault(f"`meshcee status` ended with {asked.returncode} and printed {text[:200]!r}")
+    return f"`meshcee status` shows {text.count('[bold red]') + text.count('<script>')} such names as text"
 
 
 async def lease_leaps(ground: Ground) -> str:
     """A claim far beyond every election that there was."""
     who = ground.member
-    record = LeaseRecord(who.peer_id, time.time(), 1 << ground.draw.choice((20, 40, 52)), True)
-    expires = time.time() + SEALED_S
-    sealed = seal(record, who.identity, who.key, expires, certificate=who.members.shown)
-    return "stored" if await who.store.put(topic("lease", who.key), who.peer_id, sealed, expires) else "not stored"
+    counter = 1 << ground.draw.choice((20, 40, 52))
+    return await published(who, LeaseRecord(who.peer_id, time.time(), counter, True))
 
 
 async def others_places(ground: Ground) -> str:
@@ -419,7 +455,7 @@ async def broken_frames(ground: Ground) -> str:
                     data(b"\x91" * 60_000),
                     data(["x" * 65, {}, []]),
                     seek[:-5],
-                )  # fmt: skip
+                )
             )
         )
     return await who.answer(stream)
@@ -474,7 +510,7 @@ def offer_to(ground: Ground, target: Target) -> Frame:
     terms = Terms.of(job, found, 1.0)
     made = Offer(
         terms, plan, (count, 1), term, target.peer_id, found.train, None, {}, run="attack", owner=ground.owner.peer_id
-    )  # type: ignore[arg-type]
+    )
     return made.frame()
 
 
@@ -493,7 +529,7 @@ async def hostile_offers(ground: Ground) -> str:
     else:
         graph = draw.choice((b"", draw.randbytes(2 << 20), bytes(17 << 20), b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff"))
     payloads = [part if isinstance(part, bytes) else b"" for part in (body, graph)]
-    return await ground.owner.tries(target, "job", Frame(frame.kind, frame.header, payloads))
+    return await ground.owner.tries(target, "job", Frame(frame.kind, frame.header, payloads), limit_s=OFFER_S)
 
 
 async def hostile_weights(ground: Ground) -> str:
@@ -514,33 +550,32 @@ async def hostile_weights(ground: Ground) -> str:
         )
     )
     frames = [f for f in wrong if all(isinstance(part, bytes | bytearray) for part in f.payloads)]
-    return await ground.owner.tries(target, "job", offer_to(ground, target), *frames)
+    return await ground.owner.tries(target, "job", offer_to(ground, target), *frames, limit_s=OFFER_S)
 
 
 async def swollen_inputs(ground: Ground) -> str:
     """A job that begins as it should; then samples of 64 MiB each for steps to come."""
-    target, who = ground.idle, ground.owner
+    target, state, phase = ground.idle, captured()[1].state, "offered"
     try:
-        stream = await who.opened(target, "job")
-        await stream.send(offer_to(ground, target))
-        for frame in StateSender(captured()[1].state).frames(captured()[1].state):
-            await stream.send(frame)
-        async with asyncio.timeout(20):
+        stream = await ground.owner.opened(target, "job")
+    except (MeshceeError, StreamClosed, TimeoutError) as error:
+        return f"no stream: {error}"
+    payload = bytes(64 << 20)
+    try:
+        async with asyncio.timeout(OFFER_S):
+            for frame in (offer_to(ground, target), *StateSender(state).frames(state)):
+                await stream.send(frame)
             while (reply := await stream.recv()).kind == messages.PONG:
                 pass
-        if reply.kind != messages.READY:
-            return f"{reply.kind} {reply.header.get('message', '')}"
-        payload = bytes(64 << 20)
-        async with asyncio.timeout(20):
+            phase = reply.kind
             for micro in range(12):
                 header = {"round": 1, "micro": micro, "names": ["x"], "tensors": [["uint8", [len(payload)]]]}
                 await stream.send(Frame(messages.INPUT, header, [payload]))
-        return "768 MiB were taken"
-    except (MeshceeError, StreamClosed, TimeoutError) as error:
-        return f"ended: {type(error).__name__}"
+        raise Fault("768 MiB of inputs were taken")
+    except (StreamClosed, TimeoutError) as error:
+        return f"{phase}, then ended: {type(error).__name__}"
     finally:
-        if "stream" in locals():
-            stream.abort()
+        stream.abort()
 
 
 async def hostile_requests(ground: Ground) -> str:
@@ -572,10 +607,8 @@ async def hostile_requests(ground: Ground) -> str:
 async def run_records(ground: Ground) -> str:
     """A run of the owner's with a name and a plan that whoever looks is shown."""
     who = ground.owner
-    record = RunRecord(who.peer_id, time.time(), "[red]" + "x" * 90, (1 << 53, 0), since=-1e308, plan=None)
-    expires = time.time() + SEALED_S
-    sealed = seal(record, who.identity, who.key, expires, certificate=who.members.shown)
-    return "stored" if await who.store.put(topic("runs", who.key), who.peer_id, sealed, expires) else "not stored"
+    record = RunRecord(who.peer_id, time.time(), "[red]" + "x" * 90, (1 << 53, 0), since=-1e308)
+    return await published(who, record)
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,7 @@ def main() -> None:
     options = parser.parse_args()
     seconds = QUICK_S if options.quick else options.seconds
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the attackers' own
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="meshcee-hostile-") as folder:
         sys.exit(asyncio.run(run(Path(folder), seconds, options.only, options.seed)))
 
