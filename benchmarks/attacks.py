@@ -36,7 +36,7 @@ from dht.records import LeaseRecord, Record, RunRecord, seal, topic
 from meshcee.capture import Capture, capture, encode_program
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.plan import Epoch, Member, Pipeline, Plan, Stage
 from peers.transport import Frame, StreamClosed, handshake
 from peers.transport.frame import CHUNK, CREDIT, DATA, FRAME_VERSION, GOODBYE, MAGIC, RETRACT
 from peers.wire import messages
@@ -504,14 +504,10 @@ def captured() -> tuple[Job, Capture]:
 def offer_to(ground: Ground, target: Target) -> Frame:
     """A good one, of an epoch that is new."""
     job, found = captured()
-    count = ground.memory["offers"] = ground.memory.get("offers", int(time.time())) + 1
+    count = ground.memory["offers"] = ground.memory.get("offers", time.time_ns() // 1_000_000) + 1
     plan = Plan(4, (Pipeline(1, (Stage(0, found.train.num_blocks, (Member(target.peer_id, 4),), 1, 1),)),))
-    term = ground.term
-    terms = Terms.of(job, found, 1.0)
-    made = Offer(
-        terms, plan, (count, 1), term, target.peer_id, found.train, None, {}, run="attack", owner=ground.owner.peer_id
-    )
-    return made.frame()
+    terms, epoch, me = Terms.of(job, found, 1.0), Epoch(count, 1), ground.owner.peer_id
+    return Offer(terms, plan, epoch, ground.term, target.peer_id, found.train, None, {}, run="attack", owner=me).frame()
 
 
 async def hostile_offers(ground: Ground) -> str:

@@ -32,7 +32,7 @@ from peers.device.worker import Workers
 from tests.rig.resident import growth
 from tests.rig.targets import TARGETS, Target, attempt, case
 
-TURN_S = 2.0  # of one target
+TURN_S = 0.5  # of one target
 MOST_TOLD = 5  # failures of a target
 RESIDENT_BYTES = 256 << 20  # by which the process may grow in a turn: what torch holds is not Python's
 ENDED = "ended the process", "was not checked within", "needs more memory"  # what a worker is there for

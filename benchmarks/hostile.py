@@ -94,6 +94,10 @@ class Logs:
         self._folder = folder
         self._read: dict[Path, int] = {}
 
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self._folder.glob("*.log"))
+
     def bugs(self) -> list[str]:
         found: list[str] = []
         for path in sorted(self._folder.glob("*.log")):
@@ -125,7 +129,7 @@ async def attacked(field: Field, ground: Ground, logs: Logs, attack: Attack, sec
     who.heard_bytes, logs_before = 0, logs.bugs()
     peace_s = time.monotonic()
     await asyncio.sleep(seconds)
-    before, began_s, cpu_s = memory(processes), time.monotonic(), time.process_time()
+    before, began_s, cpu_s, log_bytes = memory(processes), time.monotonic(), time.process_time(), logs.size
     most = dict(before)
 
     async def attempts() -> None:
@@ -150,7 +154,7 @@ async def attacked(field: Field, ground: Ground, logs: Logs, attack: Attack, sec
             group.create_task(attempts())
     watching.cancel()
     who.let_go()
-    end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
+    end_s, cpu_s, log_bytes = time.monotonic(), time.process_time() - cpu_s, logs.size - log_bytes
     await asyncio.sleep(seconds)
     peace = statistics.mean((field.pace(peace_s, began_s), field.pace(end_s, time.monotonic())))
     grown = {name: most[name] - before[name] for name in before if most[name] - before[name] > 1 << 20}
@@ -169,6 +173,7 @@ async def attacked(field: Field, ground: Ground, logs: Logs, attack: Attack, sec
         "left_mib": round(sum(memory(processes).values()) / 2**20 - sum(before.values()) / 2**20, 1),
         "pace": round(field.pace(began_s, end_s) / peace, 3) if peace else None,
         "steps_per_s": round(peace, 2),
+        "log_kib": round(log_bytes / 1024),
         "attacker_cpu_s": round(cpu_s, 1),
     }
 

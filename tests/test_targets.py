@@ -11,7 +11,7 @@ import pytest
 
 from tests.rig.targets import TARGETS, Target, attempt, case
 
-CASES = 150  # of a target whose reading is quick
+CASES = 100  # of a target whose reading is quick
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 MAX_STRANGERS = 256  # handshakes under way with peers that never proved the key: each may cost 100 kB for `handshake_s`
 MAX_PROVEN = 4096  # peers that did, and are remembered
-REFUSALS = 20  # told of in REFUSALS_S: whoever is refused may come again at once
+REFUSALS = 20  # told of in REFUSALS_S, and as many failures: whoever is refused may come again at once
 REFUSALS_S = 60.0
 
 
@@ -41,21 +41,22 @@ def _foreseen(error: BaseException) -> bool:
     return all(isinstance(e, MeshceeError | StreamClosed | TimeoutError) for e in leaves(error))
 
 
-class Refusals:
-    """In the log, which strangers must not fill."""
+class Seldom:
+    """One event in the log, which neither strangers nor members must fill."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: Event) -> None:
+        self._event = event
         self._logged_s: deque[float] = deque(maxlen=REFUSALS)
         self._more = 0  # that were not logged since
 
-    def log(self, peer_id: str, error: MeshceeError) -> None:
+    def log(self, peer_id: str, **about: str) -> None:
         now_s = asyncio.get_running_loop().time()
         if len(self._logged_s) == REFUSALS and now_s - self._logged_s[0] < REFUSALS_S:
             self._more += 1
             return
         self._logged_s.append(now_s)
         more = {"untold": self._more} if self._more else {}
-        log.warning(Event.STREAM_REFUSED, peer=short(peer_id), error=str(error), **more)
+        log.warning(self._event, peer=short(peer_id), **about, **more)
         self._more = 0
 
 
@@ -85,7 +86,7 @@ class Endpoint(ABC):
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
         self._proven: dict[str, None] = {}  # peers that have, before; newest last
-        self._refusals = Refusals()
+        self._seldom = {event: Seldom(event) for event in (Event.STREAM_REFUSED, Event.HANDLER_FAILED)}
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -229,13 +230,11 @@ class Endpoint(ABC):
             why = str(error) or "nothing came in time"
             log.debug(Event.STREAM_CLOSED, peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
         except Exception as error:
-            about = {"peer": short(stream.peer_id), "purpose": stream.purpose}
-            if _foreseen(
-                error
-            ):  # what a peer meets by the dozen when it wakes: epochs that are over, streams that are gone
-                log.warning(Event.HANDLER_FAILED, **about, error=repr(leaves(error)[0]))
+            if _foreseen(error):  # epochs that are over and streams that are gone, by the dozen when a peer wakes
+                why = repr(leaves(error)[0])
+                self._seldom[Event.HANDLER_FAILED].log(stream.peer_id, purpose=stream.purpose, error=why)
             else:
-                log.exception(Event.HANDLER_FAILED, **about)
+                log.exception(Event.HANDLER_FAILED, peer=short(stream.peer_id), purpose=stream.purpose)
         finally:
             stream.abort()
             self.streams.discard(stream)
@@ -260,7 +259,7 @@ class Endpoint(ABC):
         try:
             welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:
-            self._refusals.log(stream.peer_id, error)
+            self._seldom[Event.STREAM_REFUSED].log(stream.peer_id, error=str(error))
             return None
         finally:
             self._strangers.pop(stream, None)

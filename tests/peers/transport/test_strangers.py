@@ -14,7 +14,7 @@ from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError
 from meshcee.events import Event
 from peers.transport import endpoint, handshake
-from peers.transport.base import Frame, Stream
+from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.stream import HELLO_BYTES
 from tests.peers.transport.harness import echo, eventually, mesh
 
@@ -134,3 +134,17 @@ async def test_refusals_are_counted_and_do_not_fill_the_log(monkeypatch: pytest.
                 await stranger.open(here.peer_id, "test")
             told = [line for line in logs if line["event"] == Event.STREAM_REFUSED]
             assert sum(line.get("untold", 0) for line in told) + len(told) == endpoint.REFUSALS + 16
+
+
+async def test_a_member_whose_streams_fail_does_not_fill_the_log() -> None:
+    async def confused(stream: Stream) -> None:
+        raise ProtocolError("what it said has no meaning")
+
+    async with mesh("memory") as (member, here):
+        here.serve("test", confused)
+        with capture_logs() as logs:
+            for _ in range(endpoint.REFUSALS + 15):
+                stream = await member.open(here.peer_id, "test")
+                with pytest.raises(StreamClosed):
+                    await stream.recv()
+        assert sum(line["event"] == Event.HANDLER_FAILED for line in logs) == endpoint.REFUSALS
