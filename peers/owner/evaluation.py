@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshcee.capture import Batch, Capture
-from meshcee.capture.graph import divided
+from meshcee.capture.graph import Value, divided
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from meshcee.role import Place, rows_of
@@ -64,8 +64,10 @@ class Outputs:
         """What one member of the last stage has of a micro-batch; whether that was the last of it."""
         micro = answers.new(place, frame.header)
         parts = answers.rows.setdefault(micro, {})
-        parts[place.member] = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
         rows = rows_of(place.stage, self._feed.size(answers.round, micro))
+        first, end = rows[place.member]
+        values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
+        parts[place.member] = self._declared(values, end - first)
         if len(parts) < sum(first < end for first, end in rows):
             return False
         values, answers.outputs[micro] = await self.in_users_thread(self._measured, answers.round, micro, parts, rows)
@@ -74,13 +76,22 @@ class Outputs:
             self._hear(micro, values)
         return True
 
+    def _declared(self, values: list[Any], samples: int) -> list[Any]:
+        """The same, if they are what the graph says: the user's metric is not to blame for what a member makes up."""
+        program = self._captured.evaluate
+        assert program is not None
+        said = [program.value(number) for number in program.outputs]
+        if len(values) != len(said) or not all(_is_of(samples, *pair) for pair in zip(values, said, strict=True)):
+            raise ProtocolError(
+                "what it returned of an evaluation is not what the graph says: the loss, then the outputs"
+            )
+        return values
+
     def _measured(
         self, round: Round, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
     ) -> tuple[list[Any], dict[str, float]]:
         """[loss, *outputs] of the micro-batch, its loss and the job's own metrics."""
         values = self._joined(round, micro, parts, rows)
-        if not values or not isinstance(values[0], torch.Tensor) or values[0].numel() != 1:
-            raise ProtocolError("what an evaluation returns begins with the loss")
         found = {"loss": float(values[0])}
         if not self._job.metrics:
             return values, found
@@ -101,13 +112,18 @@ class Outputs:
         program = self._captured.evaluate
         cuts = divided(program, program.outputs[1:])
         columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
-        if len(columns) != len(program.outputs) or not all(isinstance(v, torch.Tensor) for c in columns for v in c):
-            raise ProtocolError("what an evaluation returns is the loss and the model's outputs")
         shares = self._feed.row_shares(round, micro, rows)
         # The loss of a part without targets is 0 / 0.
         loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
         whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]
         return [torch.as_tensor(loss), *whole]
+
+
+def _is_of(samples: int, tensor: Any, said: Value) -> bool:
+    """Whether this is such a value, of so many samples."""
+    if not isinstance(tensor, torch.Tensor) or not said.admits(tensor):
+        return False
+    return all(size == d.scale * samples for size, d in zip(tensor.shape, said.shape) if isinstance(d, Batch))
 
 
 def averaged(feed: Feed, answers: Answers) -> dict[str, float]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import meshcee
-from meshcee.errors import UsageError
+from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
+from peers.member.coding import Coding
+from peers.wire import messages
 from tests.peers.member.test_training import Net, Pairs, make_job
 
 DATA = Pairs(23)
@@ -68,6 +70,32 @@ async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: 
     assert after["accuracy"] == pytest.approx(accuracy(torch.cat(parts), torch.cat(targets)))
     assert after["accuracy"] > before["accuracy"]
     assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        [],
+        [torch.zeros(())],
+        [torch.zeros(()), torch.zeros(6, 2)],
+        [torch.zeros(2), torch.zeros(6, 23)],
+        [torch.zeros(()), torch.zeros(5, 23)],
+        [1.0, None],
+    ],
+    ids=["nothing", "no output", "another shape", "many losses", "fewer samples", "no tensors"],
+)
+async def test_what_a_member_makes_up_is_its_own_fault_and_not_the_metrics(
+    made_up: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = Coding.frame
+
+    def made(coding: Coding, kind: str, header: Any, values: Any, *more: Any) -> Any:
+        return frame(coding, kind, header, made_up if kind == messages.OUTPUT else values, *more)
+
+    monkeypatch.setattr(Coding, "frame", made)
+    async with meshcee.join(local=1) as mesh:
+        with pytest.raises(ProtocolError, match="what it returned of an evaluation is not what the graph says"):
+            await mesh.evaluate(job_of(metrics={"accuracy": accuracy}), DATA, stages=1)
 
 
 async def test_what_cannot_be_evaluated_is_said_at_once() -> None:
