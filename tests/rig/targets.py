@@ -564,7 +564,7 @@ TARGETS: tuple[Target, ...] = (
         (UsageError, NotPermittedError),
     ),
     Target("an invite that is shown", lambda: [GRANT.pack()], Grant.unpack),
-    Target("requests for a plan", planning, plan_for, (ProtocolError, PlanError), share=0.02),
+    Target("requests for a plan", planning, plan_for, (ProtocolError, PlanError), share=0.01),
     Target(
         "offers",
         lambda: [[dict(offered()[1].header), msgpack.unpackb(offered()[1].payloads[0])]],
