@@ -121,9 +121,8 @@ class Outputs:
 
 def _is_of(samples: int, tensor: Any, said: Value) -> bool:
     """Whether this is such a value, of so many samples."""
-    if not isinstance(tensor, torch.Tensor) or not said.admits(tensor):
-        return False
-    return all(size == d.scale * samples for size, d in zip(tensor.shape, said.shape) if isinstance(d, Batch))
+    right = isinstance(tensor, torch.Tensor) and said.admits(tensor)
+    return right and all(n == d.scale * samples for n, d in zip(tensor.shape, said.shape) if isinstance(d, Batch))
 
 
 def averaged(feed: Feed, answers: Answers) -> dict[str, float]:

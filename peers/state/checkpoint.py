@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import safetensors
 import torch
@@ -39,7 +39,6 @@ FORMAT = 1
 MOST_COMPLETE = 2
 MANIFEST = "manifest.json"
 FROZEN = "frozen.safetensors"
-_Written = TypedDict("_Written", {"sha256": str, "bytes": int})  # a file
 BEFORE = ".before"  # of a checkpoint that is written once more
 
 
@@ -81,7 +80,7 @@ class _Manifest:
     format: int
     next_step: Count
     micro_batch: Count
-    files: Mapping[Annotated[str, Meta(pattern=r"^[a-z][\w-]*\.safetensors$")], _Written]
+    files: Mapping[Annotated[str, Meta(pattern=r"^[a-z][\w-]*\.safetensors$")], Mapping[str, Any]]
     job: Mapping[str, Any] = field(default_factory=dict)
     persistent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +127,7 @@ class Checkpoint:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 raise self._damaged(f"{name} cannot be read ({error})") from error
-            if found != entry["sha256"]:
+            if found != entry.get("sha256"):
                 raise self._damaged(f"{name} is not what was written")
 
     def check(self, job: Job, captured: Capture) -> None:
