@@ -7,6 +7,7 @@ must not get. The table at the end says who attacks and how many bytes an answer
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import struct
 import sys
@@ -342,24 +343,38 @@ async def names(ground: Ground) -> str:
 
 async def shown(ground: Ground) -> str:
     """What `meshcee status` prints meanwhile: no character that a screen would obey."""
+    text = await status(ground)
+    if not text.replace("\n", "").isprintable():
+        raise Fault(f"`meshcee status` printed {text[:200]!r}")
+    return f"`meshcee status` shows {text.count('[bold red]') + text.count('<script>')} such names as text"
+
+
+async def status(ground: Ground, *flags: str) -> str:
+    """What a newcomer is shown of the mesh."""
     with tempfile.TemporaryDirectory() as home:
         environment = {**os.environ, "MESHCEE_HOME": home, "MESHCEE_JOIN": ground.invite}
-        command = [sys.executable, "-m", "meshcee", "status"]
+        command = [sys.executable, "-m", "meshcee", "status", *flags]
         asked = await asyncio.create_subprocess_exec(
             *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
         )
         told, _ = await asked.communicate()
-    text = told.decode()
-    if asked.returncode or not text.replace("\n", "").isprintable():
-        raise Fault(f"`meshcee status` ended with {asked.returncode} and printed {text[:200]!r}")
-    return f"`meshcee status` shows {text.count('[bold red]') + text.count('<script>')} such names as text"
+    if asked.returncode:
+        raise Fault(f"`meshcee status` ended with {asked.returncode}")
+    return told.decode()
 
 
 async def lease_leaps(ground: Ground) -> str:
     """A claim far beyond every election that there was."""
     who = ground.member
     counter = 1 << ground.draw.choice((20, 40, 52))
-    return await published(who, LeaseRecord(who.peer_id, time.time(), counter, True))
+    said = await published(who, LeaseRecord(who.peer_id, time.time(), counter, True))
+    if said == "stored" and "looked" not in ground.memory:
+        ground.memory["looked"] = True
+        coordinator = json.loads(await status(ground, "--json"))["coordinator"]
+        if coordinator is None or coordinator["peer"] == who.peer_id:
+            raise Fault(f"the mesh follows the leap: {coordinator}")
+        return "the mesh keeps its coordinator"
+    return said
 
 
 async def others_places(ground: Ground) -> str:

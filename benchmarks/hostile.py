@@ -8,9 +8,9 @@ the targets' memory grew, and the job's pace beside the attack as a share of its
 and whether the job's losses are the plain loop's, bit for bit. Exit code 1 when a process crashed, an attack came about, an
 answer was too large, or a loss differs.
 
-The idea: attackers are nice (nice 19), as they have this machine to themselves only in idle moments: what is measured is what
-attacks make the honest do, and not the cores that attackers take from them. One idle peer checks graphs with a worker that does
-what tests/rig/hostile_work.py says: so graphs that crash torch are there without a fault of torch's.
+The idea: attackers compute only while this machine has nothing else to do. So what is measured is what attacks make the honest do,
+and not the cores that attackers take from them. One idle peer checks graphs with a worker that does what tests/rig/hostile_work.py
+says: so graphs that crash torch are there without a fault of torch's.
 """
 
 from __future__ import annotations
@@ -178,6 +178,14 @@ async def attacked(field: Field, ground: Ground, logs: Logs, attack: Attack, sec
     }
 
 
+def step_back() -> None:
+    """From here on this process, and what it starts, computes in moments in which nobody else does."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(19)
+
+
 def ports(field: Field) -> list[int]:
     """On which the honest listen: of libp2p, and for direct connections."""
     found: set[int] = set()
@@ -204,12 +212,12 @@ async def run(folder: Path, seconds: float, only: Sequence[str], seed: int) -> i
     chosen = {name: attack for name, attack in ATTACKS.items() if any(word in name for word in only)}
     results: dict[str, dict[str, Any]] = {}
     async with Field(folder) as field:
-        names = [*(f"peer-{i}" for i in range(PEERS - 1)), IDLE]
-        await field.children.start_peers(PEERS, threads=1, names=names)
+        await field.children.start_peers(PEERS - 1, threads=1)
         await field.train()
         await field.until(lambda: field.steps >= WARM_STEPS)
+        await field.join(IDLE)  # so that the job has no stage on it
         targets = await targets_of(field)
-        os.nice(19)
+        step_back()
         logs = Logs(field.home.folder)
         async with attackers(field.home, folder, targets, seed) as ground:
             for name, attack in chosen.items():
