@@ -359,6 +359,14 @@ def status(join: Join = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def doctor(join: Join = None, as_json: Json = False) -> None:
+    """Say what is well on this machine and what is not, each with what mends it; with --join, in that mesh too."""
+    from peers.cli.doctor import run_doctor
+
+    run_doctor(join, as_json=as_json)
+
+
+@app.command()
 def drain(
     peer: PeerName,
     join: Join = None,

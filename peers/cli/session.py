@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
-import uvloop
 from rich.console import Console
 from rich.text import Text
 
@@ -133,6 +132,8 @@ def end_anyway() -> None:
 
 def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
     """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end."""
+
+    import uvloop  # here, so that `meshcee doctor` can say that it is missing
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()

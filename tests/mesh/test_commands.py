@@ -74,6 +74,18 @@ def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Pa
     assert safetensors.torch.load_file(out)["0.weight"].shape == (32, 16)
 
 
+def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path) -> None:
+    done = meshcee("doctor", "--join", mesh.token, "--json", home=tmp_path)
+    assert done.code == 0, done.err
+    told = {(f["group"], f["what"]): f for f in (line["finding"] for line in done.lines if "finding" in line)}
+    assert told["mesh", "clock"]["level"] == "ok"
+    assert "3 peers" in told["mesh", "join"]["detail"]
+    assert told["mesh", "reach"]["level"] == "unknown"  # nobody is on another machine
+    assert told["processes", "meshcee"]["level"] == "ok"
+    (certificate,) = (one for (group, _), one in told.items() if group == "membership")
+    assert certificate["what"].startswith("mesh …")
+
+
 def test_status_shows_peers_links_and_the_coordinator(mesh: Peers) -> None:
     def look() -> dict:
         done = meshcee("status", "--join", mesh.token, "--json", home=mesh.home)

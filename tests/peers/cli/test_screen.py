@@ -171,7 +171,15 @@ def test_a_file_without_a_token_is_one_sentence(tmp_path: Path, content: bytes |
 def test_every_command_that_joins_reads_a_token_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("no token at all\n")
-    for command in (("peer",), ("status",), ("token",), ("drain", "x"), ("plan", "job.py"), ("simulate", "job.py")):
+    for command in (
+        ("peer",),
+        ("status",),
+        ("doctor",),
+        ("token",),
+        ("drain", "x"),
+        ("plan", "job.py"),
+        ("simulate", "job.py"),
+    ):
         done = _meshcee(*command, "--join", f"@{tmp_path}/none")
         assert (command, done.returncode) == (command, 2)
         assert "none: the file cannot be read" in done.stderr

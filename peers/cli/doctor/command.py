@@ -1,0 +1,136 @@
+"""`meshcee doctor`: gathers the facts, has them judged, prints the findings, and ends with the code of the first that is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rich.table import Table
+from rich.text import Text
+
+from dht import Token
+from meshcee import __version__
+from meshcee.files import Home, dumps
+from peers.cli.doctor import machine
+from peers.cli.doctor.facts import Exactness, Facts, Unseen
+from peers.cli.doctor.judge import Finding, judge
+from peers.cli.session import Screen, configure_logging, run_async
+
+__all__ = ["run_doctor", "show"]
+
+T = TypeVar("T")
+MARKS = {"ok": ("ok", "green"), "warn": ("!", "yellow"), "bad": ("x", "red"), "unknown": ("?", "dim")}
+
+
+def run_doctor(token: str | None, *, as_json: bool) -> None:
+    """Raises the error of the first finding that is bad, once all are printed."""
+    configure_logging(as_json=as_json, level="error")
+    if token is not None:
+        Token.parse(token)  # what is no token is the user's to mend, and no fact of the machine
+    findings = judge(run_async(_gather(token, Home())))
+    if as_json:
+        for finding in findings:
+            print(dumps({"finding": _plain(finding)}), flush=True)
+        counts = Counter[str](finding.level for finding in findings)
+        print(dumps({"result": {"meshcee": __version__, **{level: counts[level] for level in MARKS}}}), flush=True)
+    else:
+        show(findings, Screen())
+    if bad := [finding for finding in findings if finding.error is not None]:
+        names = ", ".join(dict.fromkeys(finding.what for finding in bad))
+        assert bad[0].error is not None
+        raise bad[0].error(f"{len(bad)} of {len(findings)} findings are bad ({names}): do what the lines marked x say")
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    data = dataclasses.asdict(finding) | {"error": finding.error.__name__ if finding.error is not None else None}
+    return data | {"exit_code": finding.error.exit_code if finding.error is not None else 0}
+
+
+def show(findings: Sequence[Finding], console: Screen) -> None:
+    """For people: a table in a terminal, else lines; a mend stands below what it mends."""
+    group = ""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for column in ("group", "mark", "what", "detail"):
+        table.add_column(column, no_wrap=column != "detail", style="bold" if column == "group" else None)
+    for finding in findings:
+        mark, style = MARKS[finding.level]
+        first = finding.group if finding.group != group else ""
+        group = finding.group
+        detail = Text(finding.detail)
+        if finding.mend:
+            detail.append(f"\n-> {finding.mend}", style="bold")
+        if console.is_terminal:
+            table.add_row(first, Text(mark, style=style), finding.what, detail)
+        else:
+            console.print(f"{first:<10} {mark:<2} {finding.what}: {finding.detail}", soft_wrap=True)
+            if finding.mend:
+                console.print(f"{'':<13} -> {finding.mend}", soft_wrap=True)
+    if console.is_terminal:
+        console.print(table)
+    counts = Counter[str](finding.level for finding in findings)
+    told = [f"{counts[level]} {word}" for level, word in (("bad", "bad"), ("warn", "to look at"), ("ok", "well"))]
+    console.print(f"{', '.join(told)}, {counts['unknown']} unknown")
+
+
+async def _gather(token: str | None, home: Home) -> Facts:
+    """Before this process starts helpers of its own, those of others are counted. The rest runs side by side."""
+    processes = _seen(machine.processes)
+    packages = await asyncio.to_thread(machine.packages)
+    device = _seen(machine.device)
+    async with asyncio.TaskGroup() as group:
+        guards = group.create_task(_guards())
+        mesh = group.create_task(_mesh(token, home)) if token is not None else None
+        network = group.create_task(asyncio.to_thread(_seen, lambda: machine.network(home)))
+        exactness = group.create_task(asyncio.to_thread(_exactness, device))
+    return Facts(
+        time.time(),
+        machine.versions(),
+        packages,
+        device,
+        _seen(machine.memory),
+        machine.folders(home),
+        network.result(),
+        machine.open_files(),
+        guards.result(),
+        machine.passes(home),
+        processes,
+        exactness.result(),
+        mesh.result() if mesh is not None else None,
+    )
+
+
+def _seen(look: Callable[[], T]) -> T | Unseen:
+    """A look that fails is a finding too: this command is called where things are broken."""
+    try:
+        return look()
+    except Exception as error:
+        return Unseen(f"{type(error).__name__}: {error}")
+
+
+async def _guards() -> Any:
+    try:
+        return await machine.guards()
+    except Exception as error:
+        return Unseen(f"{type(error).__name__}: {error}")
+
+
+async def _mesh(token: str, home: Home) -> Any:
+    from peers.cli.doctor.mesh import look_at_mesh
+
+    return await look_at_mesh(token, home)
+
+
+def _exactness(device: Any) -> Exactness | Unseen:
+    if isinstance(device, Unseen):
+        return device
+
+    def test() -> Exactness:
+        from peers.cli.doctor.exactness import self_test
+
+        return self_test(device.threads)
+
+    return _seen(test)

@@ -1,0 +1,183 @@
+"""What the doctor has found on this machine: values without a verdict.
+
+The idea: each group of facts is either there or `Unseen` with the reason. A `problem` is empty where there is none. So a test
+plants a fault by writing a value, and no machine has to be broken for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshcee.figures import Versions
+
+__all__ = [
+    "Device",
+    "Exactness",
+    "Facts",
+    "Folder",
+    "Guards",
+    "Memory",
+    "Mesh",
+    "Neighbour",
+    "Network",
+    "Package",
+    "Pass",
+    "Process",
+    "Refused",
+    "Unseen",
+]
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A group of facts that could not be looked at."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """A library, or the libp2p daemon: its version, and what happened when this process used it."""
+
+    name: str
+    version: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes here. `cards` counts NVIDIA's cards on the bus; the quota is in cores."""
+
+    chosen: str  # what `--device auto` takes
+    kernels: str
+    threads: int
+    cores: int
+    quota: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of OpenMP and its relatives
+    cards: int = 0
+    driver: str = ""
+    cuda_build: str = ""  # of torch; "" for a build without CUDA
+    cuda_devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes. `limit` and `free` are those of the narrowest container around this process."""
+
+    total: int
+    available: int
+    limit: int | None = None
+    free: int | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A place that meshcee writes to."""
+
+    what: str
+    path: str
+    free: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """`binds` and `ports` say of each address what refused it."""
+
+    binds: Mapping[str, str]
+    ports: Mapping[str, str]
+    ipv6: str
+    host: str
+    lookup: str
+    lookup_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a worker got that checks graphs of others, as it says itself, and what the kernel allows a process here."""
+
+    got: tuple[str, ...]
+    missing: tuple[str, ...]
+    possible: tuple[str, ...]
+    problem: str = ""
+    user_namespaces: int | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A membership that lies in this home. `founded` where this machine renews its own."""
+
+    mesh: str
+    role: str
+    until: float
+    file: str
+    founded: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Another process of meshcee; `orphan` when it is a helper whose peer is gone."""
+
+    pid: int
+    what: str
+    orphan: bool = False
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """The self-test: what differs from the plain loop, and fingerprints of three kernels, each computed twice."""
+
+    kernels: str
+    differs: str
+    error: str
+    prints: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A peer of the mesh. `answers` is None where nobody has dialled; `measured_by` counts peers of other machines."""
+
+    name: str
+    here: bool
+    versions: Versions | None
+    addresses: tuple[str, ...]
+    answers: bool | None = None
+    measured_by: int = 0
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """As the one sees it that was joined. `off` says whose clock is ahead; `root` whose signature makes members."""
+
+    root: str
+    peers: tuple[Neighbour, ...]
+    off: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The mesh was not joined: the name of the error, and its sentence."""
+
+    error: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it. `mesh` is None without --join; `files` are the soft and the hard limit of open files."""
+
+    now: float
+    versions: Versions
+    packages: tuple[Package, ...]
+    device: Device | Unseen
+    memory: Memory | Unseen
+    folders: tuple[Folder, ...]
+    network: Network | Unseen
+    files: tuple[int, int]
+    guards: Guards | Unseen
+    passes: tuple[Pass, ...]
+    processes: tuple[Process, ...] | Unseen
+    exactness: Exactness | Unseen
+    mesh: Mesh | Refused | None = None

@@ -1,0 +1,510 @@
+"""What the facts of a machine mean: findings, each with what mends it.
+
+The idea: a pure function from `Facts` to a list of `Finding`. What is bad names the class of the error that other commands end
+with for the same reason, and so the exit code. Texts in facts may be of other machines: each becomes one printable sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from meshcee import errors
+from meshcee.config import Limits
+from meshcee.figures import Versions
+from meshcee.figures.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM
+from peers.cli.doctor.facts import (
+    Device,
+    Exactness,
+    Facts,
+    Folder,
+    Guards,
+    Memory,
+    Mesh,
+    Network,
+    Package,
+    Pass,
+    Process,
+    Refused,
+    Unseen,
+)
+from peers.cli.session import SETTINGS, printable
+
+__all__ = ["Finding", "Level", "judge"]
+
+T = TypeVar("T")
+Level = Literal["ok", "warn", "bad", "unknown"]
+
+GIB = 1 << 30
+LEAST_BYTES = Limits().check_bytes  # the process that checks graphs may take so much
+LITTLE_BYTES = 4 * LEAST_BYTES
+LENT_SHARE = 0.5  # of the available memory: peers.device.profile lends so much of a CPU's machine
+LEAST_DISK_BYTES, LITTLE_DISK_BYTES = GIB // 16, 5 * GIB  # an identity and a log; two checkpoints of a middling model
+FEW_FILES, LEAST_FILES = 1024, 128  # a stream may take a dozen connections
+SLOW_LOOKUP_S = 2.0
+SPINS_LONGER = 100  # times what meshcee sets itself
+SOON_S = 86400.0
+MOST_CHARS = 400
+MOST_PASSES = 4
+LIMITING = ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "MKL_NUM_THREADS", "MESHCEE_THREADS")
+PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+MENDS_PACKAGE = {"p2pd": "pip install --force-reinstall --no-deps hivemind"}
+MENDS_GUARD = {
+    "one thread": "unset the variables that start threads in every Python process here (OMP_*, MKL_*)",
+    "namespaces": "allow user namespaces: sysctl -w user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0, "
+    "or start the container with a profile that allows unshare",
+    "landlock": "boot Linux 5.13 or newer with landlock in its lsm= list, and let the container's profile pass its system calls",
+    "seccomp": "use a kernel with CONFIG_SECCOMP_FILTER on x86_64 or aarch64",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `error` is the class whose exit code it stands for, where it is bad."""
+
+    level: Level
+    group: str
+    what: str
+    detail: str
+    mend: str = ""
+    error: type[errors.MeshceeError] | None = None
+
+
+def _ok(group: str, what: str, detail: str) -> Finding:
+    return Finding("ok", group, what, detail)
+
+
+def _unknown(group: str, what: str, detail: str) -> Finding:
+    return Finding("unknown", group, what, detail)
+
+
+def _warn(group: str, what: str, detail: str, mend: str) -> Finding:
+    return Finding("warn", group, what, detail, mend)
+
+
+def _bad(group: str, what: str, detail: str, mend: str, error: type[errors.MeshceeError]) -> Finding:
+    return Finding("bad", group, what, detail, mend, error)
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """In the order in which they are printed."""
+    found = [
+        *(_package(package) for package in facts.packages),
+        _versions(facts.versions, facts.mesh),
+        *_group("device", "processor", facts.device, _device),
+        *_group("device", "memory", facts.memory, _memory),
+        *(_folder(folder) for folder in facts.folders),
+        _files(*facts.files),
+        *_group("network", "ports", facts.network, _network),
+        _clock(facts.mesh),
+        *_neighbours(facts.mesh),
+        *_group("guards", "worker", facts.guards, _guards),
+        *_passes(facts.passes, facts.now, facts.mesh),
+        *_group("processes", "meshcee", facts.processes, _processes),
+        *_group("exactness", "self-test", facts.exactness, _exactness),
+    ]
+    return [_clean(finding) for finding in found]
+
+
+def _group(group: str, what: str, facts: T | Unseen, look: Callable[[T], Iterable[Finding]]) -> Iterable[Finding]:
+    if isinstance(facts, Unseen):
+        return [_unknown(group, what, f"not looked at: {facts.why}")]
+    return look(facts)
+
+
+def _sentence(text: str) -> str:
+    """One line, printable, of bounded length, without the end of a sentence inside."""
+    one = re.sub(r"[.!?]+\s+", "; ", printable(" ".join(text.split())).replace("\n", " ").strip())
+    return one if len(one) <= MOST_CHARS else one[: MOST_CHARS - 1] + "…"
+
+
+def _clean(finding: Finding) -> Finding:
+    what, detail, mend = map(_sentence, (finding.what, finding.detail, finding.mend))
+    return replace(finding, what=what or "?", detail=detail, mend=mend)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if abs(count) >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+# -- software
+
+
+def _package(package: Package) -> Finding:
+    if not package.problem:
+        return _ok("software", package.name, package.version or "runs")
+    mend = MENDS_PACKAGE.get(package.name, f"pip install --force-reinstall {shlex.quote(package.name)}")
+    return _bad("software", package.name, f"cannot be used: {package.problem}", mend, errors.JoinError)
+
+
+def _versions(ours: Versions, mesh: Mesh | Refused | None) -> Finding:
+    text = f"meshcee {ours.meshcee}, Python {ours.python}, torch {ours.torch}"
+    if (outside := ours.outside()) is not None:
+        return _warn("software", "versions", f"this machine runs {outside}", _supported())
+    known = [p for p in mesh.peers if p.versions is not None and not p.here] if isinstance(mesh, Mesh) else []
+    unlike = [
+        (p.name, why, p.versions) for p in known if p.versions and (why := ours.unlike(p.versions, f"{p.name} has"))
+    ]
+    if unlike:
+        (release, _), *_ = Counter(v.torch_release for _, _, v in unlike).most_common()
+        return _warn(
+            "software",
+            "versions",
+            f"unlike those of {len(unlike)} of {len(known)} peers, so jobs leave one of them out: this machine runs {unlike[0][1]}",
+            f"pip install torch=={shlex.quote(release)} here, and the same meshcee as there; or train with --mix versions",
+        )
+    like = f", as {_count(len(known), 'peer')} of other machines" if known else ""
+    return _ok("software", "versions", text + like)
+
+
+def _supported() -> str:
+    def dotted(version: tuple[int, int]) -> str:
+        return ".".join(map(str, version))
+
+    releases = f"torch>={dotted(TORCH_FROM)},<{dotted(TORCH_BELOW)}"
+    return f"pip install '{releases}' in an environment of Python {dotted(PYTHON_FROM)} or newer"
+
+
+# -- device, memory, files
+
+
+def _device(device: Device) -> Iterator[Finding]:
+    yield _ok("device", "kernel class", f"{device.kernels}; --device auto takes {device.chosen}")
+    yield _cuda(device)
+    yield _threads(device)
+    if spinning := _spinning(device.environment):
+        yield _warn(
+            "device",
+            "waiting threads",
+            f"{spinning} makes threads that wait take a core, which peers of one machine take from each other",
+            f"unset {spinning.partition('=')[0]}",
+        )
+    if pins := [
+        name for name in PINNING if device.environment.get(name, "false").lower() not in ("", "false", "disabled")
+    ]:
+        yield _warn(
+            "device",
+            "pinned threads",
+            f"{pins[0]} binds threads to cores: those of several peers to the same ones",
+            f"unset {' '.join(pins)}",
+        )
+
+
+def _cuda(device: Device) -> Finding:
+    what = "CUDA"
+    if device.cuda_devices:
+        return _ok("device", what, f"{', '.join(device.cuda_devices)}; driver {device.driver or 'of unknown version'}")
+    if not device.cards and not device.driver:
+        return _ok("device", what, "no NVIDIA card is here: the processor computes")
+    if not device.driver:
+        return _warn(
+            "device",
+            what,
+            f"no driver is here for {_count(device.cards, 'NVIDIA card')}",
+            "install NVIDIA's driver, or start the container with --gpus all",
+        )
+    if not device.cuda_build:
+        return _warn(
+            "device",
+            what,
+            f"a driver is here ({device.driver}), and this torch was built without CUDA",
+            "install torch with the index that pytorch.org names for CUDA",
+        )
+    return _warn(
+        "device",
+        what,
+        f"torch for CUDA {device.cuda_build} finds no device under the driver {device.driver}",
+        "see whether nvidia-smi lists a card, set CUDA_VISIBLE_DEVICES to it, or take a driver that is as new as torch's CUDA",
+    )
+
+
+def _threads(device: Device) -> Finding:
+    may = (
+        min(device.cores, max(1, round(device.quota)))
+        if device.quota is not None and math.isfinite(device.quota)
+        else device.cores
+    )
+    text = f"torch computes with {_count(device.threads, 'thread')}, and this process may use {_count(may, 'core')}"
+    if device.threads > may:
+        return _warn("device", "threads", text, f"start peers with --threads {may}")
+    said = [name for name in LIMITING if device.environment.get(name)]
+    if device.threads < may and said:
+        return _warn(
+            "device",
+            "threads",
+            f"{text}: {said[0]} limits them",
+            f"unset {said[0]}, or start peers with --threads {may}",
+        )
+    return _ok("device", "threads", text)
+
+
+def _spinning(environment: Mapping[str, str]) -> str:
+    """The variable and its value by which threads that wait compute on; "" for none."""
+    if environment.get("OMP_WAIT_POLICY", "").lower() == "active":
+        return f"OMP_WAIT_POLICY={environment['OMP_WAIT_POLICY']}"
+    for name, usual in SETTINGS.items():
+        value = environment.get(name, "").strip().lower()
+        number = re.match(r"\d{1,18}", value)
+        if value.startswith("infin") or (number and int(number[0]) > SPINS_LONGER * int(usual)):
+            return f"{name}={value}"
+    return ""
+
+
+def _memory(memory: Memory) -> Iterator[Finding]:
+    free = memory.available if memory.free is None else min(memory.available, memory.free)
+    text = f"{_size(free)} of {_size(memory.total)} are free"
+    if memory.limit is not None:
+        text += f", in a container of {_size(memory.limit)}"
+    mend = "end what takes memory (`ps aux --sort=-rss` lists it), or give the container more"
+    if free < LEAST_BYTES:
+        detail = f"{text}: the process that checks graphs may take {_size(LEAST_BYTES)} alone"
+        yield _bad("device", "memory", detail, mend, errors.PlanError)
+    elif free < LITTLE_BYTES:
+        yield _warn("device", "memory", text, mend)
+    elif memory.free is not None and memory.available * LENT_SHARE > memory.free:
+        detail = f"{text}: a peer would lend {_size(memory.available * LENT_SHARE)}, and the container has less"
+        yield _warn(
+            "device",
+            "memory",
+            detail,
+            f"start peers with --memory {max(1, round(memory.free * LENT_SHARE / (1 << 20)))}MiB",
+        )
+    else:
+        yield _ok("device", "memory", text)
+
+
+def _folder(folder: Folder) -> Finding:
+    text = f"{folder.path} has {_size(folder.free)} free"
+    name = "MESHCEE_HOME" if folder.what == "home" else "TMPDIR"
+    if folder.problem:
+        return _bad(
+            "files",
+            folder.what,
+            f"{folder.path} cannot be written: {folder.problem}",
+            f"make room, check owner and permissions, or set {name} to another folder",
+            errors.UsageError,
+        )
+    if folder.free < LEAST_DISK_BYTES:
+        return _bad(
+            "files", folder.what, text, f"make room, or set {name} to a folder on another disk", errors.UsageError
+        )
+    if folder.free < LITTLE_DISK_BYTES:
+        mend = f"make room (`meshcee run list` shows old runs), or set {name} to a folder on another disk"
+        return _warn("files", folder.what, f"{text}, and checkpoints take room", mend)
+    return _ok("files", folder.what, f"{text} and can be written")
+
+
+def _files(soft: int, hard: int) -> Finding:
+    what, text = "open files", f"a process may open {soft} files at once" if soft >= 0 else "without limit"
+    if soft < 0 or soft >= FEW_FILES:
+        return _ok("files", what, text)
+    raises = hard < 0 or hard >= FEW_FILES
+    mend = (
+        f"ulimit -n {4 * FEW_FILES if hard < 0 else min(hard, 4 * FEW_FILES)}"
+        if raises
+        else (f"raise nofile to {4 * FEW_FILES} in /etc/security/limits.conf, or --ulimit nofile of the container")
+    )
+    if soft < LEAST_FILES:
+        return _bad("files", what, text, mend, errors.JoinError)
+    return _warn("files", what, f"{text}: a mesh of many peers takes more", mend)
+
+
+# -- network
+
+
+def _network(network: Network) -> Iterator[Finding]:
+    if refused := {kind: why for kind, why in network.binds.items() if why}:
+        kind, why = next(iter(refused.items()))
+        detail = f"{kind} on 127.0.0.1 is refused: {why}"
+        yield _bad(
+            "network",
+            "loopback",
+            detail,
+            "bring it up (ip link set lo up), or let the sandbox open sockets",
+            errors.JoinError,
+        )
+    else:
+        yield _ok("network", "loopback", f"{' and '.join(network.binds) or 'nothing'} can be bound")
+    for where, why in network.ports.items():
+        if why:
+            mend = (
+                "end what listens there (`ss -ltnp` names it), or start the peer with another --listen or --direct-port"
+            )
+            yield _bad("network", "port", f"{where}: {why}", mend, errors.JoinError)
+        else:
+            yield _ok("network", "port", f"{where} can be listened on")
+    yield _ok("network", "IPv6", f"none here ({network.ipv6}): IPv4 is used" if network.ipv6 else "present")
+    mend = f"write 127.0.1.1 {shlex.quote(network.host)} into /etc/hosts, or mend /etc/resolv.conf"
+    if network.lookup:
+        yield _warn("network", "host name", f"{network.host!r} is not found: {network.lookup}", mend)
+    elif network.lookup_s > SLOW_LOOKUP_S:
+        yield _warn("network", "host name", f"the look-up of {network.host!r} took {network.lookup_s:.1f} s", mend)
+    else:
+        yield _ok("network", "host name", f"{network.host!r} is found")
+
+
+def _clock(mesh: Mesh | Refused | None) -> Finding:
+    mend = "set the clock by NTP (timedatectl set-ntp true), here or on the machine that is named"
+    off = mesh.off if isinstance(mesh, Mesh) else mesh.why if mesh is not None and mesh.error == "ClockError" else ""
+    if off:
+        return _bad("mesh", "clock", off, mend, errors.ClockError)
+    if mesh is None:
+        return _unknown("mesh", "clock", "there is nothing to compare it with: add --join LINE")
+    if isinstance(mesh, Refused) or not mesh.peers:
+        return _unknown("mesh", "clock", "no peer's record was read to compare it with")
+    return _ok("mesh", "clock", f"agrees with the records of {_count(len(mesh.peers), 'peer')}")
+
+
+def _neighbours(mesh: Mesh | Refused | None) -> Iterator[Finding]:
+    if mesh is None:
+        yield _unknown("mesh", "reach", "whether peers and this machine reach each other: add --join LINE")
+        return
+    if isinstance(mesh, Refused):
+        kind = getattr(errors, mesh.error) if mesh.error in errors.__all__ else errors.JoinError
+        if kind is not errors.ClockError:
+            mend = (
+                "ask for a new line: `meshcee invite` on an admin's machine"
+                if kind is errors.NotPermittedError
+                else "start `meshcee peer` there, open its port in both firewalls, or ask for a fresh line (`meshcee token`)"
+            )
+            yield _bad("mesh", "join", f"the mesh was not joined: {mesh.why}", mend, kind)
+        return
+    yield _ok("mesh", "join", f"joined: it has {_count(len(mesh.peers), 'peer')}")
+    far, here = [p for p in mesh.peers if not p.here], [p for p in mesh.peers if p.here]
+    for peer in far:
+        if peer.answers is False:
+            yield _warn(
+                "mesh",
+                "direct path",
+                f"{peer.name} does not answer at {', '.join(peer.addresses[:2]) or 'any address'}",
+                "open that port in the firewall there, or start the peer there with --listen and --announce of an open one",
+            )
+    if answer := sum(p.answers is True for p in far):
+        yield _ok("mesh", "direct path", f"{answer} of {len(far)} peers of other machines answer at their addresses")
+    if not here or not far:
+        whose = "other machines" if here else "this machine"
+        yield _unknown("mesh", "reach", f"no peer of {whose} is there, so nobody has measured a link to here")
+    for peer in here:
+        if far and peer.measured_by == 0:
+            yield _warn(
+                "mesh",
+                "reach",
+                f"no other machine has measured a link to {peer.name}, which runs here",
+                "wait a minute after its start; then open its port, or start it with --listen and --announce of an open one",
+            )
+        elif far:
+            yield _ok(
+                "mesh", "reach", f"{_count(peer.measured_by, 'peer')} of other machines measured a link to {peer.name}"
+            )
+
+
+# -- guards, memberships, processes
+
+
+def _guards(guards: Guards) -> Iterator[Finding]:
+    if guards.problem:
+        yield _bad(
+            "guards",
+            "worker",
+            f"the process that checks graphs does not start: {guards.problem}",
+            "raise the limits of processes and memory (ulimit -u, ulimit -v), and see that torch can be imported",
+            errors.PlanError,
+        )
+        return
+    if guards.got:
+        yield _ok("guards", "worker", f"graphs of others are checked behind {', '.join(guards.got)}")
+    for missing in guards.missing:
+        name, _, why = missing.partition(": ")
+        mend = MENDS_GUARD.get(name, "update the kernel, or start the container with a profile that allows this guard")
+        allowed = (
+            f", of {guards.user_namespaces} namespaces allowed"
+            if name == "namespaces" and guards.user_namespaces is not None
+            else ""
+        )
+        yield _warn("guards", name, f"the kernel refuses this guard: {why or 'no reason is given'}{allowed}", mend)
+    if guards.possible:
+        names = " and ".join(m.partition(":")[0] for m in guards.missing) or "these guards"
+        detail = f"a process that checks graphs of others can still {', '.join(guards.possible)}"
+        yield _warn("guards", "worker", detail, f"mend {names}, and join only owners whom you trust until then")
+
+
+def _passes(passes: tuple[Pass, ...], now: float, mesh: Mesh | Refused | None) -> Iterator[Finding]:
+    if not passes:
+        yield _ok("membership", "certificates", "none lie here yet: the first `meshcee peer` makes one")
+    for one in passes[:MOST_PASSES]:
+        what, joins = f"mesh …{one.mesh[-8:]}", isinstance(mesh, Mesh) and mesh.root == one.mesh
+        new = "ask an admin for a new line (`meshcee invite`) and join with it"
+        if one.problem:
+            yield _warn("membership", what, f"{one.file}: {one.problem}", f"{new}, or remove the file")
+        elif one.founded:
+            yield _ok("membership", what, "this machine has founded it, and renews its own certificate")
+        elif one.until <= now:
+            detail = f"the certificate to {one.role} has ended on {_date(one.until)}"
+            if joins:
+                yield _bad("membership", what, detail, new, errors.NotPermittedError)
+            else:
+                yield _warn("membership", what, detail, f"{new}, or remove {one.file}")
+        elif one.until - now < SOON_S:
+            mend = "let an admin's peer run for an hour while yours does: it renews the certificate"
+            yield _warn("membership", what, f"the certificate to {one.role} ends on {_date(one.until)}", mend)
+        else:
+            yield _ok("membership", what, f"to {one.role}, until {_date(one.until)}")
+    if len(passes) > MOST_PASSES:
+        yield _ok("membership", "certificates", f"{len(passes) - MOST_PASSES} older ones lie here too")
+
+
+def _date(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return f"second {seconds:g}"
+
+
+def _processes(found: tuple[Process, ...]) -> Iterator[Finding]:
+    orphans, others = [p for p in found if p.orphan], [p for p in found if not p.orphan]
+    if orphans:
+        yield _warn(
+            "processes",
+            "orphans",
+            f"{_count(len(orphans), 'helper')} without a peer: {', '.join(f'{p.what} {p.pid}' for p in orphans[:8])}",
+            f"kill {' '.join(str(p.pid) for p in orphans)}",
+        )
+    kinds = Counter(p.what for p in others)
+    text = ", ".join(_count(count, what) for what, count in sorted(kinds.items()))
+    yield _ok("processes", "meshcee", f"here run {text}" if text else "nothing else of meshcee runs here")
+
+
+# -- exactness
+
+
+def _exactness(test: Exactness) -> Iterator[Finding]:
+    rest = "run it again without other load, and if it repeats reinstall torch, then test the memory and the processor"
+    if test.error:
+        yield _bad(
+            "exactness",
+            "self-test",
+            f"it could not be computed: {test.error}",
+            "pip install --force-reinstall torch",
+            errors.CaptureError,
+        )
+    elif test.differs:
+        yield _bad("exactness", "self-test", f"not equal to the plain loop: {test.differs}", rest, errors.UnequalError)
+    else:
+        yield _ok("exactness", "self-test", "2 steps on 1 and 2 stages equal the plain loop bit for bit")
+    for name, (first, again) in test.prints.items():
+        if first != again:
+            detail = f"{name} computed twice from the same numbers gave {first} and {again}"
+            yield _bad("exactness", "kernels", detail, rest, errors.UnequalError)
+    if test.prints and all(a == b for a, b in test.prints.values()):
+        told = ", ".join(f"{name} {first}" for name, (first, _) in test.prints.items())
+        yield _ok("exactness", "kernels", f"{told}, on {test.kernels}")

@@ -1,0 +1,405 @@
+"""Looks at this machine: software, device, memory, folders, ports, guards, memberships, processes. Nothing is changed.
+
+The idea: each look is a few lines, and what it cannot see becomes a reason. Judgement is elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.resources
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+import meshcee
+from dht import Members
+from meshcee.config import Limits, Timeouts
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.figures import Versions
+from meshcee.files import Home, loads
+from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Unseen
+from peers.node.admission import Membership
+from peers.node.founding import founded
+
+__all__ = [
+    "Row",
+    "device",
+    "folders",
+    "guards",
+    "memory",
+    "network",
+    "packages",
+    "passes",
+    "processes",
+    "processes_of",
+    "versions",
+]
+
+VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MESHCEE_THREADS")
+GROUPS = Path("/sys/fs/cgroup")
+NVIDIA, DISPLAY = "0x10de", "0x03"
+P2PD_S, LOOKUP_S = 10.0, 4.0
+PROBE_BYTES = 4096
+
+
+# -- software
+
+
+def versions() -> Versions:
+    with suppress(ImportError):
+        from peers.device import versions as found
+
+        return found()
+    return Versions(meshcee.__version__, "none", platform.python_version())
+
+
+def packages() -> tuple[Package, ...]:
+    """What cannot be done without: each as meshcee itself imports and starts it."""
+    found = [_package("torch", "torch"), _package("uvloop", "uvloop"), _package("hivemind", "peers.transport.p2p")]
+    return (*found, _p2pd() if not found[-1].problem else Package("p2pd", "", "it comes with hivemind"))
+
+
+def _package(name: str, module: str) -> Package:
+    try:
+        version = importlib.metadata.version(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+    except Exception as error:  # whatever an installation that is torn may raise
+        return Package(name, "", f"{type(error).__name__}: {error}")
+    return Package(name, version)
+
+
+def _p2pd() -> Package:
+    binary = importlib.resources.files("hivemind.hivemind_cli") / "p2pd"
+    try:
+        done = subprocess.run(
+            [str(binary), "--help"], capture_output=True, timeout=P2PD_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Package("p2pd", "", f"{binary} does not start: {error}")
+    said = (done.stderr + done.stdout).decode(errors="replace")
+    if "hostAddrs" not in said:
+        return Package("p2pd", "", f"{binary} is no libp2p daemon: {said[-200:] or f'it ended with {done.returncode}'}")
+    return Package("p2pd", "runs, as hivemind brings it")
+
+
+# -- device and memory
+
+
+def device() -> Device:
+    import torch
+
+    from meshcee.figures.kernels import KernelClass
+    from peers.device import capability, cores, resolve_device
+
+    chosen, build = resolve_device("auto"), str(torch.__version__)
+    kind, threads = chosen.partition(":")[0], torch.get_num_threads()
+    cuda = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    kernels = (
+        KernelClass("cpu", capability(), build, threads)
+        if kind == "cpu"
+        else KernelClass(kind, cuda[0] if cuda else "", build, 0)
+    )
+    return Device(
+        chosen,
+        str(kernels),
+        threads,
+        cores(),
+        _quota(),
+        {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
+        sum(_is_nvidia(place) for place in Path("/sys/bus/pci/devices").glob("*")),
+        _first_line(Path("/proc/driver/nvidia/version")).partition("Module")[2].strip().partition("  ")[0],
+        torch.version.cuda or "",
+        cuda,
+    )
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().partition("\n")[0].strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _is_nvidia(place: Path) -> bool:
+    return _first_line(place / "vendor") == NVIDIA and _first_line(place / "class").startswith(DISPLAY)
+
+
+def _groups(kind: str) -> Iterator[Path]:
+    """The control groups around this process, the innermost first, of both versions of Linux's interface."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            roots = [GROUPS] if not controllers else [GROUPS / c for c in controllers.split(",") if c == kind]
+            for root in roots:
+                place = root / path.lstrip("/")
+                yield from (p for p in (place, *place.parents) if p.is_relative_to(root))
+
+
+def _number(path: Path) -> int | None:
+    text = _first_line(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _quota() -> float | None:
+    found: list[float] = []
+    for group in _groups("cpu"):
+        most, _, period = _first_line(group / "cpu.max").partition(" ")
+        if most.isdecimal() and period.isdecimal():
+            found.append(int(most) / int(period))
+        old, each = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")  # -1 is no quota
+        if old and each:
+            found.append(old / each)
+    return min(found, default=None)
+
+
+def memory() -> Memory:
+    """What a container may still take counts the pages of files that the kernel can drop."""
+    machine = psutil.virtual_memory()
+    rooms: list[tuple[int, int]] = []
+    for group in _groups("memory"):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, now = _number(group / most), _number(group / used)
+            if limit is not None and now is not None and limit < machine.total:
+                rooms.append((max(0, limit - now + _droppable(group)), limit))
+    free, limit = min(rooms, default=(None, None))
+    return Memory(machine.total, machine.available, limit, free)
+
+
+def _droppable(group: Path) -> int:
+    with suppress(OSError, ValueError):
+        rows = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        return int(rows.get("total_inactive_file", rows.get("inactive_file", "0")))
+    return 0
+
+
+# -- files
+
+
+def folders(home: Home) -> tuple[Folder, ...]:
+    return _folder("home", home.folder), _folder("temporary files", Path(tempfile.gettempdir()))
+
+
+def _folder(what: str, path: Path) -> Folder:
+    """A file that has no name is written, where the folder is or would be made."""
+    there = next((p for p in (path, *path.absolute().parents) if p.exists()), path)
+    free = 0
+    try:
+        free = shutil.disk_usage(there).free
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Folder(what, str(path), free, error.strerror or str(error))
+    return Folder(what, str(path), free)
+
+
+def open_files() -> tuple[int, int]:
+    """The soft and the hard limit; -1 for none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return tuple(-1 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
+
+
+# -- network
+
+
+def network(home: Home, environment: Mapping[str, str] = os.environ) -> Network:
+    host = socket.gethostname()
+    lookup, took_s = _lookup(host)
+    binds = {"TCP": _bound(socket.SOCK_STREAM), "UDP": _bound(socket.SOCK_DGRAM)}
+    return Network(binds, _ports(home, environment), _bound(socket.SOCK_STREAM, socket.AF_INET6), host, lookup, took_s)
+
+
+def _bound(kind: int, family: int = socket.AF_INET, host: str = "", port: int = 0) -> str:
+    """What refuses this address; "" for nothing."""
+    try:
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((host or ("::1" if family == socket.AF_INET6 else "127.0.0.1"), port))
+            if kind == socket.SOCK_STREAM:
+                tried.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _ports(home: Home, environment: Mapping[str, str]) -> dict[str, str]:
+    """Where the next peer of this machine would listen: as the environment says, and as its own mesh did before."""
+    wanted = [environment.get("MESHCEE_LISTEN", "0.0.0.0:0")]
+    file = home.folder / "mesh.founded.json"
+    if file.exists() and not _is_locked(Path(f"{file}.lock")):
+        with suppress(OSError, ValueError, AttributeError):
+            wanted += [str(where) for where in loads(file.read_text())["listening"].values()]
+    found = {where: _reserved(where) for where in dict.fromkeys(wanted)}
+    direct = environment.get("MESHCEE_DIRECT_PORT", "")
+    if direct.isdecimal() and 0 < int(direct) <= 65535:
+        found[f"direct port {direct}"] = _bound(socket.SOCK_STREAM, host="0.0.0.0", port=int(direct))
+    return found
+
+
+def _reserved(where: str) -> str:
+    try:
+        from peers.transport.p2p import reserve
+
+        _, sockets = reserve([where])
+    except (MeshceeError, ImportError) as error:
+        return str(error)
+    for one in sockets:
+        one.close()
+    return ""
+
+
+def _is_locked(path: Path) -> bool:
+    """By a peer that runs."""
+    import fcntl
+
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _lookup(host: str) -> tuple[str, float]:
+    """In a thread that nobody waits for: a resolver may take minutes."""
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            said.append("")
+        except OSError as error:
+            said.append(error.strerror or str(error))
+
+    start_s = time.monotonic()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(LOOKUP_S)
+    return said[0] if said else f"no answer within {LOOKUP_S:.0f} s", time.monotonic() - start_s
+
+
+# -- guards
+
+
+async def guards() -> Guards | Unseen:
+    """What a worker gets, as `meshcee peer` starts one."""
+    if sys.platform != "linux":
+        return Unseen("graphs are checked in a process of their own on Linux only")
+    from peers.device.worker import Workers
+
+    namespaces = _number(Path("/proc/sys/user/max_user_namespaces"))
+    async with Workers(Limits(), Timeouts()) as workers:
+        await workers.get_ready()
+        if workers.confinement is None:
+            try:
+                await workers.read([b"none"])  # says why
+            except MeshceeError as error:
+                return Guards((), (), (), str(error), namespaces)
+        found = workers.confinement
+        if found is None:
+            return Unseen("the process that checks graphs has not said what it has given up")
+        return Guards(found.got, found.missing, found.possible, "", namespaces)
+
+
+# -- memberships
+
+
+def passes(home: Home) -> tuple[Pass, ...]:
+    """Of each mesh the one that ends last, those that end last first."""
+    try:
+        own = founded(home)
+        root = own[0].peer_id if own is not None else ""
+    except (UsageError, OSError):
+        root = ""
+    best: dict[str, Pass] = {}
+    for file in sorted((home.folder / "identities").glob("*.member")):
+        found = _pass(file, root)
+        before = best.get(found.mesh)
+        if before is None or before.until < found.until:
+            best[found.mesh] = found
+    return tuple(sorted(best.values(), key=lambda one: -one.until))
+
+
+def _pass(file: Path, founder: str) -> Pass:
+    membership = Membership.read(file)
+    if membership is None:
+        return Pass(file.name, "", 0.0, str(file), problem="what this peer was given when it joined cannot be read")
+    try:
+        certificate = Members(membership.root, membership.certificate).own
+    except MeshceeError as error:
+        return Pass(membership.root, "", 0.0, str(file), problem=str(error))
+    if certificate is None:
+        return Pass(membership.root, "", 0.0, str(file), problem="it holds no certificate")
+    return Pass(membership.root, certificate.role, certificate.until, str(file), membership.root == founder)
+
+
+# -- processes
+
+
+class Row(NamedTuple):
+    """A process of this user."""
+
+    pid: int
+    parent: int
+    command: Sequence[str]
+
+
+def processes() -> tuple[Process, ...] | Unseen:
+    """All but this process and what it has started."""
+    own, rows = os.getuid(), []
+    for process in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
+        info = process.info
+        if info["uids"] is not None and info["uids"].real == own and info["cmdline"]:
+            rows.append(Row(info["pid"], info["ppid"], info["cmdline"]))
+    if not rows:
+        return Unseen("the system lists no processes")
+    return processes_of([row for row in rows if os.getpid() not in (row.pid, row.parent)])
+
+
+def processes_of(rows: Sequence[Row]) -> tuple[Process, ...]:
+    """Those of meshcee. A helper names its peer in its arguments: under another parent it is an orphan."""
+    by_pid = {row.pid: row for row in rows}
+    return tuple(found for row in rows if (found := _process(row, by_pid.get(row.parent))) is not None)
+
+
+def _process(row: Row, parent: Row | None) -> Process | None:
+    arguments = list(row.command)
+    for place, argument in enumerate(arguments):
+        if argument.endswith("p2p/launcher.py"):
+            return Process(row.pid, "launcher", _argument(arguments, place + 2) not in ("", str(row.parent)))
+        for module, what in (("peers.device.worker.child", "graph checker"), ("peers.node.device_process", "device")):
+            if f"from {module}" in argument:
+                is_copy = parent is not None and parent.command == row.command
+                named = _argument(arguments, place + 2)
+                return Process(row.pid, what, not is_copy and named not in ("", str(row.parent)))
+    if Path(arguments[0]).name == "p2pd":
+        cared = parent is not None and any(word.endswith("p2p/launcher.py") for word in parent.command)
+        return Process(row.pid, "p2pd", not cared)
+    for place, argument in enumerate(arguments[:4]):
+        if Path(argument).name == "meshcee" and "=" not in argument:
+            return Process(row.pid, f"meshcee {_argument(arguments, place + 1)}".strip())
+    return None
+
+
+def _argument(arguments: Sequence[str], place: int) -> str:
+    return arguments[place] if place < len(arguments) else ""

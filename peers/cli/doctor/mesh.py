@@ -1,0 +1,90 @@
+"""Looks at the mesh that --join names: clocks, versions, and who is reached from where.
+
+The idea: an observer joins as `meshcee status` does, reads the records, and dials once what peers announce. What others measure of
+this machine's peers stands in their records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from dht import dialable
+from meshcee.errors import MeshceeError
+from meshcee.files import Home
+from peers.cli.doctor.facts import Mesh, Neighbour, Refused
+from peers.device import host_id
+from peers.node import JoinOptions, join
+from peers.node.agent import Agent
+
+__all__ = ["look_at_mesh", "neighbours"]
+
+DIAL_S = 2.0
+MOST_DIALLED = 32  # peers
+
+
+async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
+    """An error that only tells why the mesh was not joined is a fact too."""
+    try:
+        async with join(JoinOptions(token=token, name="doctor", observes=True), home) as mesh:
+            agent = mesh.agent
+            await agent.directory.refresh()
+            off = agent.directory.off
+            found = neighbours(agent)
+            return Mesh(agent.members.root, await _dialled(found), off or agent.directory.off)
+    except MeshceeError as error:
+        return Refused(type(error).__name__, str(error))
+    except BaseExceptionGroup as group:
+        return _refused(group)
+
+
+def _refused(group: BaseExceptionGroup[BaseException]) -> Refused:
+    ours, rest = group.split(MeshceeError)
+    if ours is None or rest is not None:
+        raise group
+    error: BaseException = ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return Refused(type(error).__name__, str(error))
+
+
+def neighbours(agent: Agent) -> tuple[Neighbour, ...]:
+    """Peers that lend a device, as their records and those of links tell."""
+    known, here = agent.directory.peers, host_id(agent.mesh_key.secret)
+    hosts = {peer: record.device.host for peer, record in known.items() if record.device is not None}
+    measured = {(by, to) for by, record in agent.directory.links.items() for to, _ in record.links}
+    return tuple(
+        Neighbour(
+            known[peer].name,
+            host == here,
+            record.device.versions if (record := known[peer]).device is not None else None,
+            known[peer].addresses,
+            measured_by=sum((other, peer) in measured for other, of in hosts.items() if of != host),
+        )
+        for peer, host in sorted(hosts.items(), key=lambda item: (known[item[0]].name, item[0]))
+    )
+
+
+async def _dialled(peers: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
+    """Whether peers of other machines answer at an address that they announce."""
+    far = [peer for peer in peers if not peer.here][:MOST_DIALLED]
+    answers = dict(zip(map(id, far), await asyncio.gather(*(_answers(peer.addresses) for peer in far)), strict=True))
+    return tuple(replace(peer, answers=answers.get(id(peer))) for peer in peers)
+
+
+async def _answers(addresses: Sequence[str]) -> bool | None:
+    """By TCP, where the daemon listens; None where no such address is announced to other machines."""
+    where = [address.split("/") for address in dialable(addresses)]
+    places = [(parts[2], int(parts[4])) for parts in where if len(parts) > 4 and parts[3] == "tcp"]
+    return any(await asyncio.gather(*(_answers_at(*place) for place in places))) if places else None
+
+
+async def _answers_at(host: str, port: int) -> bool:
+    with suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True
+    return False

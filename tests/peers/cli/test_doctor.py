@@ -1,0 +1,431 @@
+"""`meshcee doctor`: planted faults are named with what mends them, any facts can be judged, and the command itself runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dht import Identity, MeshKey, certify
+from meshcee import errors
+from meshcee.figures import Versions
+from meshcee.files import Home
+from peers.cli.doctor import exactness, machine
+from peers.cli.doctor.command import run_doctor, show
+from peers.cli.doctor.facts import (
+    Device,
+    Exactness,
+    Facts,
+    Folder,
+    Guards,
+    Memory,
+    Mesh,
+    Neighbour,
+    Network,
+    Package,
+    Pass,
+    Process,
+    Refused,
+    Unseen,
+)
+from peers.cli.doctor.judge import Finding, judge
+from peers.cli.session import SETTINGS, Screen
+from peers.node.admission import Membership
+
+GIB = 1 << 30
+NOW = 1_800_000_000.0
+ROOT = "12D3KooWroot"
+OURS = Versions("0.1.0", "2.13.0+cpu", "3.11.7")
+DEVICE = Device("cpu", "cpu AMD AVX512, torch 2.13.0+cpu, 2 threads", 2, 2, environment=SETTINGS)
+NETWORK = Network({"TCP": "", "UDP": ""}, {"0.0.0.0:0": ""}, "", "vm", "")
+GUARDS = Guards(("one thread", "namespaces", "landlock", "seccomp"), (), (), "", 1000)
+BEN = Neighbour("ben", False, OURS, ("/ip4/192.0.2.2/tcp/4001/p2p/x",), True)
+ANNA = Neighbour("anna", True, OURS, ("/ip4/192.0.2.1/tcp/4001/p2p/y",), None, 1)
+MESH = Mesh(ROOT, (ANNA, BEN))
+GOOD = Facts(
+    now=NOW,
+    versions=OURS,
+    packages=(Package("torch", "2.13.0"), Package("hivemind", "1.1.12"), Package("p2pd", "runs")),
+    device=DEVICE,
+    memory=Memory(24 * GIB, 20 * GIB),
+    folders=(Folder("home", "/home/a/.meshcee", 80 * GIB), Folder("temporary files", "/tmp", 80 * GIB)),
+    network=NETWORK,
+    files=(20_000, 20_000),
+    guards=GUARDS,
+    passes=(Pass(ROOT, "own", NOW + 5 * 86400, "/home/a/.meshcee/identities/0.key.x.member"),),
+    processes=(Process(7, "meshcee peer"), Process(8, "p2pd")),
+    exactness=Exactness(DEVICE.kernels, "", "", {"product": ("a3", "a3"), "softmax": ("8a", "8a")}),
+    mesh=MESH,
+)
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; level, what and words of the mend
+    "wrong clock": ({"mesh": replace(MESH, off="the clock of ben is 62 s ahead")}, "bad", "clock", "NTP"),
+    "clock that joins nowhere": ({"mesh": Refused("ClockError", "62 s apart")}, "bad", "clock", "NTP"),
+    "closed port": (
+        {"network": replace(NETWORK, ports={"0.0.0.0:4001": "cannot listen (Address already in use)"})},
+        "bad",
+        "port",
+        "ss -ltnp",
+    ),
+    "no loopback": (
+        {"network": replace(NETWORK, binds={"TCP": "", "UDP": "not permitted"})},
+        "bad",
+        "loopback",
+        "lo up",
+    ),
+    "no host name": (
+        {"network": replace(NETWORK, lookup="Name or service not known")},
+        "warn",
+        "host name",
+        "/etc/hosts",
+    ),
+    "slow host name": ({"network": replace(NETWORK, lookup_s=3.0)}, "warn", "host name", "/etc/resolv.conf"),
+    "full disk": ({"folders": (Folder("home", "/a", 1 << 20),)}, "bad", "home", "MESHCEE_HOME"),
+    "filling disk": ({"folders": (Folder("home", "/a", GIB),)}, "warn", "home", "meshcee run list"),
+    "read-only home": (
+        {"folders": (Folder("home", "/a", GIB, "Read-only file system"),)},
+        "bad",
+        "home",
+        "MESHCEE_HOME",
+    ),
+    "full /tmp": ({"folders": (Folder("temporary files", "/tmp", 0),)}, "bad", "temporary files", "TMPDIR"),
+    "unsupported torch": ({"versions": replace(OURS, torch="2.5.1")}, "warn", "versions", "torch>=2.11"),
+    "other torch": (
+        {"mesh": replace(MESH, peers=(replace(BEN, versions=replace(OURS, torch="2.12.1")),))},
+        "warn",
+        "versions",
+        "torch==2.12.1",
+    ),
+    "no p2pd": ({"packages": (Package("p2pd", "", "does not start"),)}, "bad", "p2pd", "--force-reinstall"),
+    "no hivemind": ({"packages": (Package("hivemind", "", "No module"),)}, "bad", "hivemind", "pip install"),
+    "spinning threads": (
+        {"device": replace(DEVICE, environment={"OMP_WAIT_POLICY": "ACTIVE"})},
+        "warn",
+        "waiting threads",
+        "unset OMP_WAIT_POLICY",
+    ),
+    "spinning for long": (
+        {"device": replace(DEVICE, environment={"GOMP_SPINCOUNT": "infinity"})},
+        "warn",
+        "waiting threads",
+        "unset GOMP_SPINCOUNT",
+    ),
+    "pinned threads": (
+        {"device": replace(DEVICE, environment={"OMP_PROC_BIND": "close"})},
+        "warn",
+        "pinned threads",
+        "unset OMP_PROC_BIND",
+    ),
+    "limited threads": (
+        {"device": replace(DEVICE, threads=1, environment={"OMP_NUM_THREADS": "1"})},
+        "warn",
+        "threads",
+        "--threads 2",
+    ),
+    "more threads than cores": (
+        {"device": replace(DEVICE, threads=8, quota=4.0, cores=8)},
+        "warn",
+        "threads",
+        "--threads 4",
+    ),
+    "card without driver": ({"device": replace(DEVICE, cards=1)}, "warn", "CUDA", "driver"),
+    "torch without CUDA": ({"device": replace(DEVICE, cards=1, driver="580.1")}, "warn", "CUDA", "pytorch.org"),
+    "old driver": (
+        {"device": replace(DEVICE, cards=1, driver="470.1", cuda_build="13.0")},
+        "warn",
+        "CUDA",
+        "nvidia-smi",
+    ),
+    "few files": ({"files": (256, 4096)}, "warn", "open files", "ulimit -n 4096"),
+    "very few files": ({"files": (64, 64)}, "bad", "open files", "limits.conf"),
+    "little memory": ({"memory": Memory(24 * GIB, GIB // 2)}, "bad", "memory", "ps aux"),
+    "small container": ({"memory": Memory(64 * GIB, 60 * GIB, 8 * GIB, 6 * GIB)}, "warn", "memory", "--memory 3072MiB"),
+    "no landlock": (
+        {"guards": replace(GUARDS, missing=("landlock: Operation not supported",))},
+        "warn",
+        "landlock",
+        "5.13",
+    ),
+    "no user namespaces": (
+        {"guards": replace(GUARDS, missing=("namespaces: Operation not permitted",))},
+        "warn",
+        "namespaces",
+        "max_user_namespaces",
+    ),
+    "a worker that can still": ({"guards": replace(GUARDS, possible=("open files",))}, "warn", "worker", "trust"),
+    "no worker": ({"guards": Guards((), (), (), "it was not ready within 60 s")}, "bad", "worker", "ulimit -u"),
+    "expired certificate": (
+        {"passes": (replace(GOOD.passes[0], until=NOW - 60),)},
+        "bad",
+        "mesh …KooWroot",
+        "meshcee invite",
+    ),
+    "expired certificate of another mesh": (
+        {"passes": (Pass("other-mesh", "own", NOW - 60, "/a/f"),)},
+        "warn",
+        "mesh …her-mesh",
+        "remove /a/f",
+    ),
+    "certificate that ends soon": (
+        {"passes": (replace(GOOD.passes[0], until=NOW + 60),)},
+        "warn",
+        "mesh …KooWroot",
+        "renews",
+    ),
+    "damaged membership": (
+        {"passes": (replace(GOOD.passes[0], problem="it holds no certificate"),)},
+        "warn",
+        "mesh …KooWroot",
+        "meshcee invite",
+    ),
+    "orphan": (
+        {"processes": (Process(41, "p2pd", True), Process(42, "graph checker", True))},
+        "warn",
+        "orphans",
+        "kill 41 42",
+    ),
+    "unequal self-test": (
+        {"exactness": Exactness("cpu", "step 1: the loss", "", {})},
+        "bad",
+        "self-test",
+        "reinstall torch",
+    ),
+    "uncaptured self-test": ({"exactness": Exactness("cpu", "", "no export", {})}, "bad", "self-test", "torch"),
+    "kernels that waver": (
+        {"exactness": Exactness("cpu", "", "", {"product": ("a", "b")})},
+        "bad",
+        "kernels",
+        "memory",
+    ),
+    "blocked direct path": (
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, answers=False)))},
+        "warn",
+        "direct path",
+        "firewall",
+    ),
+    "a peer here that nobody reaches": (
+        {"mesh": replace(MESH, peers=(replace(ANNA, measured_by=0), BEN))},
+        "warn",
+        "reach",
+        "--announce",
+    ),
+    "a mesh that is gone": ({"mesh": Refused("JoinError", "no peer answered")}, "bad", "join", "meshcee token"),
+    "an invite that has ended": (
+        {"mesh": Refused("NotPermittedError", "it has ended")},
+        "bad",
+        "join",
+        "meshcee invite",
+    ),
+}
+
+
+def problems(facts: Facts) -> list[Finding]:
+    return [finding for finding in judge(facts) if finding.level in ("warn", "bad")]
+
+
+def test_a_good_machine_has_no_problem() -> None:
+    assert problems(GOOD) == []
+    assert {f.level for f in judge(GOOD)} == {"ok"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_with_its_mend(fault: str) -> None:
+    change, level, what, mend = FAULTS[fault]
+    (found,) = problems(replace(GOOD, **change))
+    assert (found.level, found.what) == (level, what)
+    assert mend in found.mend
+    assert (found.error is not None) == (level == "bad")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("wrong clock", 3), ("full disk", 2), ("expired certificate", 8), ("unequal self-test", 10), ("little memory", 5)],
+)
+def test_what_is_bad_has_the_exit_code_of_commands_that_fail_by_it(fault: str, code: int) -> None:
+    (found,) = problems(replace(GOOD, **FAULTS[fault][0]))
+    assert found.error is not None
+    assert found.error.exit_code == code
+
+
+def test_what_could_not_be_looked_at_is_unknown_and_says_why() -> None:
+    dark = Unseen("PermissionError: /proc")
+    facts = replace(
+        GOOD, device=dark, memory=dark, network=dark, guards=dark, processes=dark, exactness=dark, mesh=None
+    )
+    unknown = [f for f in judge(facts) if f.level == "unknown"]
+    assert len(unknown) == 8
+    assert sum("PermissionError" in f.detail for f in unknown) == 6
+    assert sum("--join" in f.detail for f in unknown) == 2
+
+
+def test_a_machine_that_founded_its_mesh_renews_its_own_certificate() -> None:
+    assert problems(replace(GOOD, passes=(replace(GOOD.passes[0], until=0.0, founded=True),))) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(facts=st.from_type(Facts))
+def test_any_facts_give_printable_sentences_and_a_mend_for_what_is_bad(facts: Facts) -> None:
+    found = judge(facts)
+    assert found
+    for finding in found:
+        for text in (finding.what, finding.detail, finding.mend):
+            assert text.isprintable()
+            assert ". " not in text
+        assert finding.what
+        assert finding.detail
+        assert bool(finding.mend) == (finding.level in ("warn", "bad"))
+        assert (finding.error is not None) == (finding.level == "bad")
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "[bold", "a\u202eb", "one\ntwo. three"])
+def test_names_of_others_are_shown_and_not_obeyed(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(ROOT, (replace(BEN, name=name, answers=False), replace(ANNA, name=name, measured_by=0)), name)
+    findings = judge(replace(GOOD, mesh=mesh))
+    show(findings, Screen())
+    out = capsys.readouterr().out
+    assert not {c for c in out if not c.isprintable()} - {"\n"}
+    assert len([line for line in out.splitlines() if "-> " in line]) == 3
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Screen().is_terminal
+    show(findings, Screen())
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+# -- what looks at the machine
+
+
+def helper(pid: int, parent: int, module: str, named: int) -> machine.Row:
+    return machine.Row(pid, parent, ["python", "-P", "-c", f"from {module} import main", "/root", str(named), "9"])
+
+
+def test_a_helper_under_another_parent_is_an_orphan() -> None:
+    launcher = ["python", "-I", "-S", "/x/peers/transport/p2p/launcher.py", "/tmp/meshcee-1"]
+    rows = [
+        machine.Row(10, 1, ["python", "-m", "meshcee", "peer", "--name", "x"]),
+        machine.Row(11, 10, [*launcher, "10", "p2pd"]),
+        machine.Row(12, 11, ["/y/hivemind_cli/p2pd", "-id=z"]),
+        helper(13, 10, "peers.device.worker.child", 10),
+        helper(14, 13, "peers.device.worker.child", 10),  # a copy of 13
+        helper(15, 10, "peers.node.device_process.program", 10),
+        machine.Row(16, 1, [*launcher, "99", "p2pd"]),
+        machine.Row(17, 1, ["/y/hivemind_cli/p2pd"]),
+        helper(18, 1, "peers.device.worker.child", 99),
+        helper(19, 1, "peers.node.device_process.program", 99),
+        machine.Row(20, 1, ["vim", "meshcee.md"]),
+    ]
+    found = machine.processes_of(rows)
+    assert {p.pid for p in found} == set(range(10, 20))
+    assert {p.pid for p in found if p.orphan} == {16, 17, 18, 19}
+    assert found[0].what == "meshcee peer"
+
+
+def test_a_folder_that_refuses_is_seen(tmp_path: Path) -> None:
+    home, _ = machine.folders(Home(tmp_path / "not" / "yet"))
+    assert home.problem == ""
+    assert not (tmp_path / "not").exists()
+    refused, _ = machine.folders(Home(Path("/proc/nowhere")))
+    assert refused.problem
+
+
+def test_ports_that_are_taken_are_seen(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        environment = {"MESHCEE_LISTEN": f"127.0.0.1:{port}", "MESHCEE_DIRECT_PORT": str(port)}
+        found = machine.network(Home(tmp_path), environment)
+        (tmp_path / "mesh.founded.json").write_text(json.dumps({"listening": {"x": f"/ip4/127.0.0.1/tcp/{port}"}}))
+        again = machine.network(Home(tmp_path), {})
+    assert all(found.ports.values())
+    assert [bool(why) for why in again.ports.values()] == [False, True]
+    assert found.binds == {"TCP": "", "UDP": ""}
+
+
+def test_memberships_of_a_home_are_seen(tmp_path: Path) -> None:
+    root, now = Identity.generate(), time.time()
+    identities = tmp_path / "identities"
+    identities.mkdir()
+    for number, life_s in enumerate((3600.0, 7200.0)):
+        identity = Identity.load_or_create(identities / f"{number}.key")
+        certificate = certify(root, b"", root.peer_id, identity.peer_id, "own", "", now, life_s)
+        place = Membership.place(identities / f"{number}.key", root.peer_id)
+        Membership(root.peer_id, MeshKey(), certificate, file=place).save()
+    (identities / "2.key.damaged.member").write_text("{}")
+    one, damaged = machine.passes(Home(tmp_path))
+    assert (one.mesh, one.role, one.problem) == (root.peer_id, "own", "")
+    assert one.until == pytest.approx(now + 7200)
+    assert damaged.problem
+
+
+def test_kernels_that_waver_and_steps_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+
+    class Others:
+        """Each reading makes other samples."""
+
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            row = torch.full((16,), float(next(count)))
+            return row, row
+
+    job = replace(exactness.a_job(), data=Others())
+    monkeypatch.setattr(exactness, "a_job", lambda: job)
+    monkeypatch.setattr(exactness, "KERNELS", {"product": lambda drawn: torch.full((1,), float(next(count)))})
+    found = exactness.self_test(torch.get_num_threads())
+    assert found.differs
+    assert len(set(found.prints["product"])) == 2
+
+
+# -- the command
+
+
+def test_the_command_finds_this_machine_fit_for_a_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    run_doctor(None, as_json=True)
+    *findings, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    told = {(one["finding"]["group"], one["finding"]["what"]): one["finding"] for one in findings}
+    assert last["result"]["bad"] == 0
+    assert told["exactness", "self-test"]["level"] == "ok"
+    assert told["software", "p2pd"]["level"] == "ok"
+    assert told["mesh", "clock"]["level"] == "unknown"
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_home_that_cannot_be_written_ends_the_command_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", "/proc/nowhere")
+    with pytest.raises(errors.UsageError, match="home"):
+        run_doctor(None, as_json=False)
+    out = capsys.readouterr().out
+    assert "x  home: /proc/nowhere cannot be written" in out
+    assert "MESHCEE_HOME" in out
+
+
+def test_wrong_input_is_one_sentence() -> None:
+    for arguments, said in ((["--join", "nonsense"], "neither an invite token"), (["--jion", "x"], "No such option")):
+        command = [sys.executable, "-m", "meshcee", "doctor", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False, timeout=60)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
