@@ -186,7 +186,7 @@ def _device(device: Device) -> Iterator[Finding]:
         yield _warn(
             "device",
             "waiting threads",
-            f"{spinning} makes threads that wait take a core, which peers of one machine take from each other",
+            f"{spinning} makes threads that wait keep their cores busy, and other peers here need them",
             f"unset {spinning.partition('=')[0]}",
         )
     if pins := [
@@ -379,7 +379,7 @@ def _neighbours(mesh: Mesh | Refused | None) -> Iterator[Finding]:
             )
             yield _bad("mesh", "join", f"the mesh was not joined: {mesh.why}", mend, kind)
         return
-    yield _ok("mesh", "join", f"joined: it has {_count(len(mesh.peers), 'peer')}")
+    yield _ok("mesh", "join", f"it has {_count(len(mesh.peers), 'peer')} that lend a device")
     far, here = [p for p in mesh.peers if not p.here], [p for p in mesh.peers if p.here]
     for peer in far:
         if peer.answers is False:
@@ -479,9 +479,9 @@ def _processes(found: tuple[Process, ...]) -> Iterator[Finding]:
             f"{_count(len(orphans), 'helper')} without a peer: {', '.join(f'{p.what} {p.pid}' for p in orphans[:8])}",
             f"kill {' '.join(str(p.pid) for p in orphans)}",
         )
-    kinds = Counter(p.what for p in others)
-    text = ", ".join(_count(count, what) for what, count in sorted(kinds.items()))
-    yield _ok("processes", "meshcee", f"here run {text}" if text else "nothing else of meshcee runs here")
+    kinds = Counter(p.what if p.what.startswith("meshcee") else "helpers" for p in others)
+    text = ", ".join(f"{what} ({count})" for what, count in sorted(kinds.items(), reverse=True))
+    yield _ok("processes", "meshcee", f"here run: {text}" if text else "nothing else of meshcee runs here")
 
 
 # -- exactness

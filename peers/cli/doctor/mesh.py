@@ -19,7 +19,7 @@ from peers.device import host_id
 from peers.node import JoinOptions, join
 from peers.node.agent import Agent
 
-__all__ = ["look_at_mesh", "neighbours"]
+__all__ = ["dialled", "look_at_mesh", "neighbours"]
 
 DIAL_S = 2.0
 MOST_DIALLED = 32  # peers
@@ -33,7 +33,7 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
             await agent.directory.refresh()
             off = agent.directory.off
             found = neighbours(agent)
-            return Mesh(agent.members.root, await _dialled(found), off or agent.directory.off)
+            return Mesh(agent.members.root, await dialled(found), off or agent.directory.off)
     except MeshceeError as error:
         return Refused(type(error).__name__, str(error))
     except BaseExceptionGroup as group:
@@ -67,7 +67,7 @@ def neighbours(agent: Agent) -> tuple[Neighbour, ...]:
     )
 
 
-async def _dialled(peers: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
+async def dialled(peers: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     """Whether peers of other machines answer at an address that they announce."""
     far = [peer for peer in peers if not peer.here][:MOST_DIALLED]
     answers = dict(zip(map(id, far), await asyncio.gather(*(_answers(peer.addresses) for peer in far)), strict=True))
@@ -77,12 +77,14 @@ async def _dialled(peers: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 async def _answers(addresses: Sequence[str]) -> bool | None:
     """By TCP, where the daemon listens; None where no such address is announced to other machines."""
     where = [address.split("/") for address in dialable(addresses)]
-    places = [(parts[2], int(parts[4])) for parts in where if len(parts) > 4 and parts[3] == "tcp"]
+    places = [
+        (parts[2], int(parts[4])) for parts in where if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdecimal()
+    ]
     return any(await asyncio.gather(*(_answers_at(*place) for place in places))) if places else None
 
 
 async def _answers_at(host: str, port: int) -> bool:
-    with suppress(OSError):  # TimeoutError is one
+    with suppress(OSError, ValueError):  # TimeoutError is an OSError, a host name that cannot be one a ValueError
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
         writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -17,11 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dht import Identity, MeshKey, certify
+from dht import Identity, MeshKey, certify, dialable
 from meshcee import errors
 from meshcee.figures import Versions
 from meshcee.files import Home
-from peers.cli.doctor import exactness, machine
+from peers.cli.doctor import exactness, machine, mesh
 from peers.cli.doctor.command import run_doctor, show
 from peers.cli.doctor.facts import (
     Device,
@@ -41,7 +42,10 @@ from peers.cli.doctor.facts import (
 )
 from peers.cli.doctor.judge import Finding, judge
 from peers.cli.session import SETTINGS, Screen
+from peers.node import JoinOptions
 from peers.node.admission import Membership
+from peers.node.assemble import InProcess
+from peers.transport.p2p.interfaces import announced
 
 GIB = 1 << 30
 NOW = 1_800_000_000.0
@@ -292,8 +296,8 @@ def test_any_facts_give_printable_sentences_and_a_mend_for_what_is_bad(facts: Fa
 def test_names_of_others_are_shown_and_not_obeyed(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mesh = Mesh(ROOT, (replace(BEN, name=name, answers=False), replace(ANNA, name=name, measured_by=0)), name)
-    findings = judge(replace(GOOD, mesh=mesh))
+    peers = replace(BEN, name=name, answers=False), replace(ANNA, name=name, measured_by=0)
+    findings = judge(replace(GOOD, mesh=Mesh(ROOT, peers, name)))
     show(findings, Screen())
     out = capsys.readouterr().out
     assert not {c for c in out if not c.isprintable()} - {"\n"}
@@ -392,6 +396,32 @@ def test_kernels_that_waver_and_steps_that_differ_are_seen(monkeypatch: pytest.M
     found = exactness.self_test(torch.get_num_threads())
     assert found.differs
     assert len(set(found.prints["product"])) == 2
+
+
+async def test_peers_of_other_machines_are_dialled_once_at_what_they_announce() -> None:
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(accept, "0.0.0.0", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        outside = dialable(announced([f"/ip4/0.0.0.0/tcp/{port}"]))
+        if not outside:
+            pytest.skip("this machine has no address but loopback")
+        peers = [replace(BEN, addresses=outside, answers=None), replace(BEN, addresses=("/ip4/127.0.0.1/tcp/9",)), ANNA]
+        found = await mesh.dialled(peers)
+    assert [peer.answers for peer in found] == [True, None, None]
+    (closed,) = await mesh.dialled([replace(BEN, addresses=outside)])
+    assert closed.answers is False
+
+
+async def test_neighbours_are_the_peers_that_lend_a_device() -> None:
+    async with InProcess(JoinOptions(local=2)) as here:
+        for name in ("anna", "ben"):
+            await here.start(name)
+        observer = (await here.own("doctor", None)).agent
+        found = mesh.neighbours(observer)
+    assert [peer.name for peer in found] == ["anna", "ben"]
+    assert all(peer.versions is not None and not peer.here for peer in found)
 
 
 # -- the command
