@@ -16,9 +16,9 @@ from dht import Token
 from meshcee import __version__
 from meshcee.files import Home, dumps
 from peers.cli.doctor import machine
-from peers.cli.doctor.facts import Exactness, Facts, Unseen
+from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Mesh, Refused, Unseen
 from peers.cli.doctor.judge import Finding, judge
-from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.session import Screen, configure_logging
 
 __all__ = ["run_doctor", "show"]
 
@@ -31,7 +31,7 @@ def run_doctor(token: str | None, *, as_json: bool) -> None:
     configure_logging(as_json=as_json, level="error")
     if token is not None:
         Token.parse(token)  # what is no token is the user's to mend, and no fact of the machine
-    findings = judge(run_async(_gather(token, Home())))
+    findings = judge(asyncio.run(_gather(token, Home())))  # without uvloop, which may be what is missing
     if as_json:
         for finding in findings:
             print(dumps({"finding": _plain(finding)}), flush=True)
@@ -83,7 +83,7 @@ async def _gather(token: str | None, home: Home) -> Facts:
     device = _seen(machine.device)
     async with asyncio.TaskGroup() as group:
         guards = group.create_task(_guards())
-        mesh = group.create_task(_mesh(token, home)) if token is not None else None
+        mesh = group.create_task(_mesh(token, home))
         network = group.create_task(asyncio.to_thread(_seen, lambda: machine.network(home)))
         exactness = group.create_task(asyncio.to_thread(_exactness, device))
     return Facts(
@@ -96,35 +96,43 @@ async def _gather(token: str | None, home: Home) -> Facts:
         network.result(),
         machine.open_files(),
         guards.result(),
-        machine.passes(home),
+        _seen(lambda: machine.passes(home)),
         processes,
         exactness.result(),
-        mesh.result() if mesh is not None else None,
+        mesh.result(),
     )
 
 
 def _seen(look: Callable[[], T]) -> T | Unseen:
-    """A look that fails is a finding too: this command is called where things are broken."""
+    """A look that fails is a fact too: this command is called where things are broken."""
     try:
         return look()
     except Exception as error:
-        return Unseen(f"{type(error).__name__}: {error}")
+        return _unseen(error)
 
 
-async def _guards() -> Any:
+def _unseen(error: Exception) -> Unseen:
+    return Unseen(f"{type(error).__name__}: {error}")
+
+
+async def _guards() -> Guards | Unseen:
     try:
         return await machine.guards()
     except Exception as error:
-        return Unseen(f"{type(error).__name__}: {error}")
+        return _unseen(error)
 
 
-async def _mesh(token: str, home: Home) -> Any:
-    from peers.cli.doctor.mesh import look_at_mesh
-
+async def _mesh(token: str | None, home: Home) -> Mesh | Refused | None:
+    if token is None:
+        return None
+    try:
+        from peers.cli.doctor.mesh import look_at_mesh
+    except ImportError as error:
+        return Refused("JoinError", f"a library is missing: {error}")
     return await look_at_mesh(token, home)
 
 
-def _exactness(device: Any) -> Exactness | Unseen:
+def _exactness(device: Device | Unseen) -> Exactness | Unseen:
     if isinstance(device, Unseen):
         return device
 

@@ -177,7 +177,7 @@ class Facts:
     network: Network | Unseen
     files: tuple[int, int]
     guards: Guards | Unseen
-    passes: tuple[Pass, ...]
+    passes: tuple[Pass, ...] | Unseen
     processes: tuple[Process, ...] | Unseen
     exactness: Exactness | Unseen
     mesh: Mesh | Refused | None = None

@@ -105,7 +105,7 @@ def judge(facts: Facts) -> list[Finding]:
         _clock(facts.mesh),
         *_neighbours(facts.mesh),
         *_group("guards", "worker", facts.guards, _guards),
-        *_passes(facts.passes, facts.now, facts.mesh),
+        *_group("membership", "certificates", facts.passes, lambda found: _passes(found, facts.now, facts.mesh)),
         *_group("processes", "meshcee", facts.processes, _processes),
         *_group("exactness", "self-test", facts.exactness, _exactness),
     ]

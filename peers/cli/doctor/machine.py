@@ -1,6 +1,7 @@
 """Looks at this machine: software, device, memory, folders, ports, guards, memberships, processes. Nothing is changed.
 
-The idea: each look is a few lines, and what it cannot see becomes a reason. Judgement is elsewhere.
+The idea: each look is a few lines, and what it cannot see becomes a reason. Judgement is elsewhere. What needs torch or hivemind is
+imported by the look that needs it, as either may be what is missing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
 from meshcee.files import Home, loads
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Unseen
-from peers.node.admission import Membership
-from peers.node.founding import founded
 
 __all__ = [
     "Row",
@@ -326,6 +325,8 @@ async def guards() -> Guards | Unseen:
 
 def passes(home: Home) -> tuple[Pass, ...]:
     """Of each mesh the one that ends last, those that end last first."""
+    from peers.node.founding import founded
+
     try:
         own = founded(home)
         root = own[0].peer_id if own is not None else ""
@@ -341,6 +342,8 @@ def passes(home: Home) -> tuple[Pass, ...]:
 
 
 def _pass(file: Path, founder: str) -> Pass:
+    from peers.node.admission import Membership
+
     membership = Membership.read(file)
     if membership is None:
         return Pass(file.name, "", 0.0, str(file), problem="what this peer was given when it joined cannot be read")

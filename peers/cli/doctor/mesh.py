@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dht import dialable
-from meshcee.errors import MeshceeError
+from meshcee.errors import unwrap
 from meshcee.files import Home
 from peers.cli.doctor.facts import Mesh, Neighbour, Refused
 from peers.device import host_id
@@ -26,7 +26,7 @@ MOST_DIALLED = 32  # peers
 
 
 async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
-    """An error that only tells why the mesh was not joined is a fact too."""
+    """Why the mesh was not joined is a fact too."""
     try:
         async with join(JoinOptions(token=token, name="doctor", observes=True), home) as mesh:
             agent = mesh.agent
@@ -34,20 +34,9 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
             off = agent.directory.off
             found = neighbours(agent)
             return Mesh(agent.members.root, await dialled(found), off or agent.directory.off)
-    except MeshceeError as error:
-        return Refused(type(error).__name__, str(error))
-    except BaseExceptionGroup as group:
-        return _refused(group)
-
-
-def _refused(group: BaseExceptionGroup[BaseException]) -> Refused:
-    ours, rest = group.split(MeshceeError)
-    if ours is None or rest is not None:
-        raise group
-    error: BaseException = ours
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return Refused(type(error).__name__, str(error))
+    except Exception as group:
+        error = unwrap(group)
+        return Refused(type(error).__name__, str(error) or repr(error))
 
 
 def neighbours(agent: Agent) -> tuple[Neighbour, ...]:

@@ -264,12 +264,11 @@ def test_what_is_bad_has_the_exit_code_of_commands_that_fail_by_it(fault: str, c
 
 def test_what_could_not_be_looked_at_is_unknown_and_says_why() -> None:
     dark = Unseen("PermissionError: /proc")
-    facts = replace(
-        GOOD, device=dark, memory=dark, network=dark, guards=dark, processes=dark, exactness=dark, mesh=None
-    )
+    groups = ("device", "memory", "network", "guards", "passes", "processes", "exactness")
+    facts = replace(GOOD, **dict.fromkeys(groups, dark), mesh=None)
     unknown = [f for f in judge(facts) if f.level == "unknown"]
-    assert len(unknown) == 8
-    assert sum("PermissionError" in f.detail for f in unknown) == 6
+    assert len(unknown) == 9
+    assert sum("PermissionError" in f.detail for f in unknown) == 7
     assert sum("--join" in f.detail for f in unknown) == 2
 
 
@@ -450,6 +449,32 @@ def test_a_home_that_cannot_be_written_ends_the_command_with_its_code(
     out = capsys.readouterr().out
     assert "x  home: /proc/nowhere cannot be written" in out
     assert "MESHCEE_HOME" in out
+
+
+WITHOUT = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from peers.cli.main import main
+main(["doctor", "--json"])
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "hivemind", "uvloop"])
+def test_a_library_that_is_missing_is_named_by_the_command(library: str, tmp_path: Path) -> None:
+    command, env = [sys.executable, "-c", WITHOUT, library], {**os.environ, "MESHCEE_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
+    found = [json.loads(line).get("finding", {}) for line in done.stdout.splitlines()]
+    (bad,) = (f for f in found if f.get("what") == library)
+    assert (bad["level"], bad["exit_code"]) == ("bad", 3)
+    assert f"pip install --force-reinstall {library}" in bad["mend"]
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
 
 
 def test_wrong_input_is_one_sentence() -> None:
