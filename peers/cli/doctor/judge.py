@@ -126,7 +126,7 @@ def _sentence(text: str) -> str:
 
 def _clean(finding: Finding) -> Finding:
     what, detail, mend = map(_sentence, (finding.what, finding.detail, finding.mend))
-    return replace(finding, what=what or "?", detail=detail, mend=mend)
+    return replace(finding, what=what or "?", detail=detail or "nothing is told", mend=mend)
 
 
 def _size(count: float) -> str:
