@@ -92,7 +92,7 @@ class FakeOwner:
         self.failures = Failures()
         self.leaving: set[str] = set()
         self.stopped = self.handed_over = False
-        self.newest = None  # of its checkpoints nobody is told
+        self.saved = ()  # of its checkpoints nobody is told
         self.ready_s = now()
         self._job = job
         self._captured = captured

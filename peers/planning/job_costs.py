@@ -164,10 +164,7 @@ def least_samples(program: Program) -> int:
 
 
 def sizes_of(job: Job, costs: JobCosts, memory_bytes: int, least: int = 1) -> tuple[int, ...]:
-    """Micro-batch sizes worth measuring: the job's own and what members of a group may take of it.
-
-    Without a size of its own they are divisors of the batch from `least` on, about a factor of two apart.
-    """
+    """Micro-batch sizes worth measuring: the job's own and a group's parts of it, or divisors of the batch from `least` on."""
     if (own := job.micro_batch_size) is not None:
         return tuple(sorted({1, own // 4, own // 2, own} - {0})) if costs.groups else (own,)
     batch = job.batch_size
