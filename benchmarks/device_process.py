@@ -34,20 +34,20 @@ def copy_of(job: Path, steps: int, folder: Path) -> Path:
 
 def plans(tokens: dict[str, str], jobs: dict[str, Path]) -> dict[str, Path]:
     """One plan of two stages, with the peers of each mesh in it."""
-    text, peers = "", dict[str, list[str]]()
+    folders, peers = {form: job.parent for form, job in jobs.items()}, dict[str, list[str]]()
     for form, token in tokens.items():
-        folder = jobs[form].parent
-        [status] = lines_of(meshcee("status", "--join", token), folder)
+        [status] = lines_of(meshcee("status", "--join", token), folders[form])
         peers[form] = sorted(peer["peer"] for peer in status["peers"])
-        if not text:
-            first = form
-            [found] = lines_of(meshcee("plan", str(jobs[form]), "--join", token, "--stages", str(STAGES)), folder)
-            text = json.dumps(found)
+    first = next(iter(tokens))
+    [found] = lines_of(
+        meshcee("plan", str(jobs[first]), "--join", tokens[first], "--stages", str(STAGES)), folders[first]
+    )
+    for form, folder in folders.items():
+        text = json.dumps(found)
         for theirs, ours in zip(peers[first], peers[form]):
             text = text.replace(theirs, ours)
-        first = form
         (folder / "plan.json").write_text(text)
-    return {form: job.parent / "plan.json" for form, job in jobs.items()}
+    return {form: folder / "plan.json" for form, folder in folders.items()}
 
 
 def main() -> None:

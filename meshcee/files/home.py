@@ -23,9 +23,19 @@ from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["About", "Home", "Run"]
+__all__ = ["About", "Home", "Run", "is_locked"]
 
 LOCK = "owner.lock"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds this file; one that is not there or cannot be read is nobody's."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 @dataclass(frozen=True)
@@ -105,20 +115,11 @@ class Run:
     @property
     def is_owned(self) -> bool:
         """Whether a living process owns it: its lock ends with the process, whatever clocks say and numbers are used again."""
-        try:
-            with open(self.folder / LOCK, "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return is_locked(self.folder / LOCK)
 
     @property
     def state(self) -> str:
-        if self.is_owned:
-            return "running"
-        return str(self.result.get("state", "died"))
+        return "running" if self.is_owned else str(self.result.get("state", "died"))
 
     def hold(self) -> BinaryIO:
         """Own it until this is closed, or the process ends; UsageError while another process does."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import UsageError
-from meshcee.files import disk, dumps, loads
+from meshcee.files import Trouble, disk, dumps, loads
 from meshcee.hf.library import transformers
 from meshcee.hf.samples import Outputs
 
@@ -121,6 +121,7 @@ class Bridge(Callback):
         self._outputs, self._measure, self._notes = outputs, measure, notes or {}
         self._losses: list[float] = []  # of the steps since the last log
         self._has_begun = False
+        self._trouble = Trouble()
 
     # -- what a run tells
 
@@ -275,14 +276,17 @@ class Bridge(Callback):
         return True
 
     def _write(self) -> None:
-        """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics."""
+        """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics. A full disk ends no run."""
         if self.run_id is None and not self._notes.get("run"):
             return
         notes = {"run": self.run_id or self._notes["run"], "log_history": self.state.log_history}
+        file = Path(self.args.output_dir) / NOTES
         try:
-            disk.write_whole(Path(self.args.output_dir) / NOTES, dumps(notes, indent=1).encode())
+            disk.write_whole(file, dumps(notes, indent=1).encode())
         except OSError as error:
-            raise UsageError(f"output_dir={self.args.output_dir!r} cannot be written: {disk.refusal(error)}") from error
+            self._trouble.tell(str(file), error)
+        else:
+            self._trouble.over(str(file))
 
 
 class StepBridge(Bridge):

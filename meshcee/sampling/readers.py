@@ -7,9 +7,11 @@ threads; so the data travels once to each of them, and its classes must be found
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from meshcee.user_code import JOB_FILE, import_job_file
 
 __all__ = ["Readers"]
 
+LAST = -100  # behind what multiprocessing itself does at the end, of which a queue's last words (-5) are the latest
 AHEAD = 2  # micro-batches that each process has read before they are asked for, at most
 
 
@@ -59,20 +62,20 @@ class Readers:
         return found
 
     def _start(self) -> None:
+        if self._loader is None:
+            self._loader = DataLoader(
+                _Reads(self._job.data, self._job.seed),
+                batch_size=None,  # what is asked for is a micro-batch already
+                sampler=self._order,
+                collate_fn=_as_it_is,
+                num_workers=self._job.workers,
+                prefetch_factor=AHEAD,
+                persistent_workers=True,
+                multiprocessing_context="spawn",
+                worker_init_fn=_Begin(),
+                generator=torch.Generator(),  # or the process's own would be drawn from
+            )
         try:
-            if self._loader is None:
-                self._loader = DataLoader(
-                    _Reads(self._job.data, self._job.seed),
-                    batch_size=None,  # what is asked for is a micro-batch already
-                    sampler=self._order,
-                    collate_fn=_as_it_is,
-                    num_workers=self._job.workers,
-                    prefetch_factor=AHEAD,
-                    persistent_workers=True,
-                    multiprocessing_context="spawn",
-                    worker_init_fn=_Begin(),
-                    generator=torch.Generator(),  # or the process's own would be drawn from
-                )
             self._batches = iter(self._loader)
         except Exception as error:  # whatever pickle raises
             raise UsageError(
@@ -134,7 +137,10 @@ class _Failed:
 
 
 class _Begin:
-    """What a process does first: as many threads as here, so that a sample has the same bits; Ctrl-C is for the owner."""
+    """What a process does first: as many threads as here, so that a sample has the same bits; Ctrl-C is for the owner.
+
+    It ends without Python's own shutdown, in which torch's threads abort a process now and then (seen with 2.13).
+    """
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
@@ -142,6 +148,13 @@ class _Begin:
     def __call__(self, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         torch.set_num_threads(self._threads)
+        Finalize(None, _end, exitpriority=LAST)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from meshcee.callbacks import Control, Listeners
 from meshcee.errors import UsageError
-from meshcee.files import dumps
+from meshcee.files import disk, dumps
 from meshcee.hf.events import NOTES, Bridge, StepBridge, handler_of, read_notes, steers_steps
 from peers.owner.epoch import Report
 from tests.hf.tiny import arguments
+from tests.rig.disks import RefusingDisk
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("accelerate", reason="the hf extra is not installed")
@@ -318,6 +321,25 @@ def test_a_run_that_goes_on_has_the_log_and_the_states_of_one_that_never_ended(t
     second.step(5, 0.3)
     first.step(5, 0.3)
     assert second.state.log_history == first.state.log_history
+
+
+def test_a_full_disk_at_output_dir_ends_no_run(tmp_path: Path) -> None:
+    args = best(tmp_path, logging_steps=2)
+    refusing = RefusingDisk(tmp_path, errno.ENOSPC)
+    with disk.using(refusing), capture_logs() as lines:
+        story, _ = told(args, 3)
+        assert refusing.refused
+        assert read_notes(Path(args.output_dir)) == {}
+        refusing.error = None
+        story.step(3, 0.6)
+        story.step(4, 0.2)
+        story.bridge.end()
+    warned = [line["event"] for line in lines if NOTES in line["event"]]
+    assert [what.split(NOTES)[1] for what in warned] == [
+        " cannot be written, and will be tried again",
+        " can be written again",
+    ]
+    assert read_notes(Path(args.output_dir))["log_history"] == story.state.log_history
 
 
 def test_a_run_cannot_go_on_without_the_figures_that_decide(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
-from meshcee.files import Home, loads
+from meshcee.files import Home, is_locked, loads
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Unseen
 
 __all__ = [
@@ -243,7 +243,7 @@ def _ports(home: Home, environment: Mapping[str, str]) -> dict[str, str]:
     """Where the next peer of this machine would listen: as the environment says, and as its own mesh did before."""
     wanted = [environment.get("MESHCEE_LISTEN", "0.0.0.0:0")]
     file = home.folder / "mesh.founded.json"
-    if file.exists() and not _is_locked(Path(f"{file}.lock")):
+    if file.exists() and not is_locked(Path(f"{file}.lock")):
         with suppress(OSError, ValueError, AttributeError):
             wanted += [str(where) for where in loads(file.read_text())["listening"].values()]
     found = {where: _reserved(where) for where in dict.fromkeys(wanted)}
@@ -263,20 +263,6 @@ def _reserved(where: str) -> str:
     for one in sockets:
         one.close()
     return ""
-
-
-def _is_locked(path: Path) -> bool:
-    """By a peer that runs."""
-    import fcntl
-
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _lookup(host: str) -> tuple[str, float]:

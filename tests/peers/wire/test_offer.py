@@ -7,47 +7,25 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from torch import nn
 
-from meshcee.capture import capture, decode_program
+from meshcee.capture import decode_program
 from meshcee.errors import MeshceeError, NonFiniteLossError, PlanError, ProtocolError, UsageError
 from meshcee.fields import plain
-from meshcee.job import Job, Optimizer
-from meshcee.plan import LeftOut, Member, Pipeline, Plan, Predicted, Stage
 from peers.member.inbox import TakeCopy, named_tensors
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.messages import Round, error_from, error_header
-from peers.wire.offer import Offer, Terms
+from peers.wire.offer import Offer
 from peers.wire.progress import Doing
 from tests.rig.mutations import check_every_field
+from tests.rig.targets import offered
 
 REFUSALS = (ProtocolError, PlanError, UsageError)
 
 
-def offer_of() -> Offer:
-    job = Job(
-        model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        loss=nn.functional.mse_loss,
-        data=[(torch.zeros(2), torch.zeros(2))] * 4,
-        optimizer=Optimizer("AdamW", lr=0.1, groups={"*.bias": {"weight_decay": 0.0}}),
-        batch_size=4,
-        steps=1,
-        clip_norm=1.0,
-    )
-    captured = capture(job)
-    blocks = captured.train.num_blocks
-    stages = (Stage(0, 1, (Member("a", 2),), 2, 2), Stage(1, blocks, (Member("b", 2),), 1, 1))
-    plan = Plan(2, (Pipeline(2, stages),), Predicted(1.0, 4.0, 0.5), (LeftOut("c", "slow"),))
-    addresses = {"a": ("/ip4/192.0.2.1/tcp/1",)}
-    terms = Terms.of(job, captured, 60.0)
-    return Offer(terms, plan, (0, 1), (1, "a"), "b", captured.train, None, addresses, True, ("a",), "run", "o")
-
-
 def test_each_field_of_an_offer_is_checked() -> None:
     """A plan's own reader has defaults, and knows an optimizer's options; programs are tried in tests/capture."""
-    offer = offer_of()
-    frame = offer.frame(offer.sources)
+    offer, frame = offered()
     body = msgpack.unpackb(frame.payloads[0])
     programs = [decode_program(graph) for graph in Offer.graphs(frame)]
 
