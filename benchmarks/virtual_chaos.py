@@ -172,6 +172,7 @@ class Storm:
         self._numbers = iter(range(1000))
         self._away: dict[str, Identity] = {}  # killed peers that may come back
         self._doomed: set[str] = set()  # who is cut off and will be lost
+        self._asleep: set[str] = set()  # lives that are suspended
         self._has_filled = False  # a device was out of memory
         self._hung: set[str] = set()
         self.full: set[str] = set()  # peer ids
@@ -226,8 +227,9 @@ class Storm:
 
     @property
     def staying(self) -> list[str]:
-        """Those of them whom no blow takes yet."""
-        return [name for name in self.lending if name not in self._doomed]
+        """Those of them whom no blow takes yet, and whom a first plan can count on."""
+        asleep = self._asleep if self.mesh.result.plan is None else set()
+        return [name for name in self.lending if name not in self._doomed and self._lives[name] not in asleep]
 
     @property
     def can_lose_the_owner(self) -> bool:
@@ -292,7 +294,9 @@ class Storm:
         if kind == "clock step":
             return self._step_clock(chance.choice([*self.members(), self.owner]), last_s)
         if kind == "suspend":
-            return self._suspend(chance.choice([*self.members(), self.owner]), chance.uniform(*SUSPENDED_S))
+            spared = self.mesh.result.plan is None and len(self.staying) <= least
+            victims = [self.owner] if spared else [*self.members(), self.owner]
+            return self._suspend(chance.choice(victims), chance.uniform(*SUSPENDED_S))
         if kind == "slow loris":
             victim, rate = chance.choice(self.members()), math.exp(chance.uniform(*map(math.log, LORIS_BYTES_PER_S)))
             self._answer(victim, replace(LINK, bandwidth_bytes_per_s=rate))
@@ -424,11 +428,13 @@ class Storm:
     def _suspend(self, victim: str, last_s: float) -> str:
         life = self._lives[victim]
         self.still.begin(life)
+        self._asleep.add(life)
         asyncio.get_running_loop().call_later(last_s, self._wake, victim, life)
         return f"{victim} suspended for {last_s:.0f} s"
 
     def _wake(self, name: str, life: str) -> None:
         if name != "owner" or self.here.stores[name].reachable:  # who was killed meanwhile does not wake
+            self._asleep.discard(life)
             self.still.end(life)
 
     def _answer(self, victim: str, how: Impairment) -> None:
