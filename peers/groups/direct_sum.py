@@ -133,8 +133,8 @@ class DirectSum:
     def abort(self) -> asyncio.Future[None] | None:
         """End what hangs, from now on: it may block while kernels end, so not on the event loop. gloo's calls end with their
         time-out."""
-        group, self.process_group = self.process_group, None
         self._meeting.close()
+        group, self.process_group = self.process_group, None
         return asyncio.get_running_loop().run_in_executor(None, group.abort) if group is not None else None
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class DirectSum:
 
     async def _meet(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.process_group = await self._call(self.connect)
+        await self._call(self.connect)
 
     async def _call(self, call: Callable[..., T], *args: Any) -> T:
         """In our thread."""
@@ -170,7 +170,16 @@ class DirectSum:
         except RuntimeError as error:  # what torch raises for a broken connection, and for a time-out
             raise PeerLostError(f"the sum over the group broke off: {str(error).splitlines()[0][:200]}") from error
 
-    def connect(self) -> Any:
+    def connect(self) -> None:
+        """Meet the others. Whoever waits for it may be gone by then: a group that comes too late ends here, and not when, by
+        chance, nobody holds it any more. Until then gloo listens."""
+        group = self._met()
+        if not self._meeting.unless_closed(partial(setattr, self, "process_group", group)):
+            group.abort()
+            del group  # the error's frames would hold it
+            raise RuntimeError("the epoch ended while its group met")
+
+    def _met(self) -> Any:
         rank, size, limit = self._group.index(self.peer), len(self._group), datetime.timedelta(seconds=TIMEOUT_S)
         own = _own_address(self._host)
         if self._compute.device.type == "cuda":

@@ -65,6 +65,13 @@ class Meeting(distributed.Store):  # type: ignore[misc]
             self._tell = _nobody  # who told the others is let go, and its group with it
             self._changed.notify_all()
 
+    def unless_closed(self, call: Callable[[], None]) -> bool:
+        """Whether the call was made: never at the same time as `close`, nor behind it."""
+        with self._changed:
+            if not self._closed:
+                call()
+            return not self._closed
+
     # -- as torch calls it
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,44 @@ def test_what_one_member_sets_another_gets_and_who_waits_in_vain_is_told() -> No
 def test_what_others_set_is_checked(key: str, value: Any) -> None:
     with pytest.raises(ProtocolError):
         Meeting(lambda key, value: None, 1.0).hear(key, value)
+
+
+@pytest.mark.parametrize("ends", ["while it meets", "after it"])
+async def test_a_group_that_comes_too_late_is_ended_where_it_was_made(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Nobody waits for it any more, so nobody else would end it: it would listen for as long as it is held by chance."""
+    ended: list[int] = []
+
+    def the_epoch_ends() -> None:
+        assert found.abort() is None
+        gone.set()
+
+    class Group:
+        def __init__(self, *args: Any) -> None:
+            if ends == "while it meets":
+                loop.call_soon_threadsafe(the_epoch_ends)
+                assert gone.wait(10)
+
+        def abort(self) -> None:
+            ended.append(threading.get_ident())
+
+    Group._Options = torch.distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+    Group.create_device = torch.distributed.ProcessGroupGloo.create_device  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", Group)
+    loop, gone, found = asyncio.get_running_loop(), threading.Event(), made(Cpu())
+    if ends == "while it meets":
+        with pytest.raises(RuntimeError, match="the epoch ended while its group met"):
+            await asyncio.to_thread(found.connect)
+    else:
+        await asyncio.to_thread(found.connect)
+        assert found.process_group is not None
+        aborting = found.abort()
+        assert aborting is not None
+        await aborting
+    assert found.process_group is None
+    assert len(ended) == 1
+    assert ended != [threading.get_ident()]
 
 
 async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
@@ -79,6 +118,10 @@ async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
         await train_shared(job_of(0.5, True), SHARES)
     first = [what for what in happened if what in ("abort", "report p1", "aborted")]
     assert first == ["abort", "report p1", "aborted"]
+
+
+class Cpu:
+    device = torch.device("cpu")
 
 
 class Device:
