@@ -29,6 +29,8 @@ def commands() -> Iterator[tuple[str, Any]]:
     pending = [("meshcee", typer.main.get_command(importlib.import_module(script.split(":")[0]).app))]
     while pending:
         name, command = pending.pop(0)
+        if getattr(command, "invoke_without_command", False):  # a group that is a command as well
+            yield name, command
         if hasattr(command, "commands"):
             pending[:0] = [(f"{name} {key}", found) for key, found in command.commands.items() if not found.hidden]
         else:

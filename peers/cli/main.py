@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
+peer_app = typer.Typer(invoke_without_command=True)
+app.add_typer(peer_app, name="peer")
 checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
@@ -68,6 +70,23 @@ Listen = Annotated[
     str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
 ]
 Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
+Yield = Annotated[
+    bool,
+    typer.Option(
+        "--yield-to-owner",
+        envvar="MESHCEE_YIELD_TO_OWNER",
+        help="Leave in order while others use this machine, or it runs on battery; come back when they do not.",
+    ),
+]
+When = Annotated[str | None, typer.Option(envvar="MESHCEE_WHEN", help="Lend at these hours only, e.g. 20:00-07:00.")]
+Name = Annotated[
+    str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
+]
+LeaveWithin = Annotated[
+    float | None,
+    typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
+]
+Qr = Annotated[bool, typer.Option("--qr", help="Show the line as a QR code too.")]
 DirectPort = Annotated[
     int,
     typer.Option(
@@ -94,12 +113,11 @@ def _root(
     pass
 
 
-@app.command()
+@peer_app.callback()
 def peer(
+    context: typer.Context,
     join: Join = None,
-    name: Annotated[
-        str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
-    ] = None,
+    name: Name = None,
     device: Device = "auto",
     memory: Memory = None,
     region: Region = None,
@@ -118,10 +136,7 @@ def peer(
     pace_gflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
-    leave_within: Annotated[
-        float | None,
-        typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
-    ] = None,
+    leave_within: LeaveWithin = None,
     device_process: Annotated[
         bool,
         typer.Option(
@@ -136,12 +151,24 @@ def peer(
             help="Jobs with direct_sums may open connections from here that are not encrypted.",
         ),
     ] = False,
+    lan: Annotated[
+        bool,
+        typer.Option("--lan/--no-lan", help="At a terminal: look for a mesh on this network, or show a short code."),
+    ] = True,
+    yield_to_owner: Yield = False,
+    when: When = None,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join.
 
+    At a terminal, a machine that knows no mesh looks for one on its network, and asks for the code that the first machine shows.
+
     The first Ctrl-C or SIGTERM leaves once the running job goes on without this peer, the second at once.
     """
+    if (word := context.invoked_subcommand) is not None:
+        if any(getattr(context.get_parameter_source(p), "name", "") == "COMMANDLINE" for p in context.params):
+            raise UsageError(f"what a service shall do stands behind the word: meshcee peer {word} ...")
+        return
     from peers.cli.peer import PeerOptions, run_peer
 
     run_peer(
@@ -165,9 +192,60 @@ def peer(
             leave_within=leave_within,
             device_process=device_process,
             direct_sums=direct_sums,
+            lan=lan,
+            yield_to_owner=yield_to_owner,
+            when=when,
         ),
         as_json=as_json,
     )
+
+
+@peer_app.command("install")
+def peer_install(
+    join: Join = None,
+    name: Name = None,
+    device: Device = "auto",
+    memory: Memory = None,
+    region: Region = None,
+    threads: Threads = None,
+    listen: Listen = "0.0.0.0:0",
+    announce: Announce = None,
+    direct_port: DirectPort = 0,
+    leave_within: LeaveWithin = None,
+    yield_to_owner: Yield = False,
+    when: When = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Show what would be written, and write nothing.")] = False,
+) -> None:
+    """Make the peer a service of this machine: it starts with it, is the same peer again, and restarts when it fails.
+
+    On Linux a unit of your own systemd, on macOS an agent of launchd.
+    """
+    from peers.cli.joining.service import install, service_of
+
+    flags = {
+        "--name": name, "--device": device, "--memory": memory, "--region": region, "--threads": threads,
+        "--listen": listen, "--announce": announce, "--direct-port": direct_port, "--leave-within": leave_within,
+        "--yield-to-owner": yield_to_owner, "--when": when,
+    }  # fmt: skip
+    install(service_of(flags, join), join, only_print=only_print)
+
+
+@peer_app.command("uninstall")
+def peer_uninstall() -> None:
+    """End the service in order, and remove it; the peer's identity stays."""
+    from peers.cli.joining.service import uninstall
+
+    uninstall()
+
+
+@peer_app.command("logs")
+def peer_logs(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, as more comes.")] = False,
+) -> None:
+    """Show what the service has said."""
+    from peers.cli.joining.service import show_logs
+
+    show_logs(follow=follow)
 
 
 @app.command()
@@ -379,12 +457,12 @@ def drain(
 
 
 @app.command()
-def token(join: Join = None, valid: Valid = "7d") -> None:
+def token(join: Join = None, valid: Valid = "7d", qr: Qr = False) -> None:
     """Print a fresh invite to the mesh that this machine is an admin of; `invite` has more to say."""
     from peers.cli.members import run_invite
     from peers.cli.peer import parse_duration_s
 
-    run_invite(join, "own", None, parse_duration_s(valid), as_json=False)
+    run_invite(join, "own", None, parse_duration_s(valid), qr=qr, as_json=False)
 
 
 @app.command()
@@ -396,13 +474,18 @@ def invite(
     ] = "compute",
     uses: Annotated[int, typer.Option(min=0, help="How many peers it lets in; 0: any number.")] = 1,
     valid: Annotated[str, typer.Option("--for", help="How long it lets peers in, e.g. 12h, 7d.")] = "1d",
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="Show a short code in place of the line, for a machine on this network; wait."),
+    ] = False,
+    qr: Qr = False,
     as_json: Json = False,
 ) -> None:
     """Print a line that lets others join; on the machine that has started the mesh, or another admin's."""
     from peers.cli.members import run_invite
     from peers.cli.peer import parse_duration_s
 
-    run_invite(join, role, uses or None, parse_duration_s(valid), as_json=as_json)
+    run_invite(join, role, uses or None, parse_duration_s(valid), code=code, qr=qr, as_json=as_json)
 
 
 @app.command()

@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +16,17 @@ import torch
 
 from meshcee.errors import PeerLostError, UsageError
 from meshcee.files import Home, dumps
+from peers.cli.joining.joined import look
+from peers.cli.joining.nearby import CODE_ADDRESSES, CODE_USES, is_terminal, line_by_code, show_codes
+from peers.cli.joining.owner_use import Machine
+from peers.cli.joining.staying import Stay, Watch
+from peers.cli.joining.yielding import Hours, Rule
 from peers.cli.local import die_with_parent
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.device import resolve_device, versions
 from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
+from peers.node.assemble import Node
 
 __all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_drain", "run_peer"]
 
@@ -50,6 +58,9 @@ class PeerOptions:
     leave_within: float | None
     device_process: bool
     direct_sums: bool
+    lan: bool = True
+    yield_to_owner: bool = False
+    when: str | None = None
 
 
 def parse_bytes(text: str) -> int:
@@ -82,12 +93,17 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--device-process needs Linux: leave it out here")
     if options.device_process and options.direct_sums:
         raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
+    configure_logging(as_json=as_json)
     memory_bytes = parse_bytes(options.memory) if options.memory else None
+    hours = Hours.parse(options.when) if options.when else None
+    device = resolve_device(options.device)
+    asks = options.lan and not (options.open or options.shape or as_json)
+    line = options.join or (line_by_code(Home(), options.identity) if asks else None)
     where = JoinOptions(
-        token=options.join,
+        token=line,
         name=options.name or options.shape_device or "",
         compute=True,
-        device=resolve_device(options.device),
+        device=device,
         memory_bytes=memory_bytes,
         region=options.region,
         listen=options.listen,
@@ -107,24 +123,25 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     )
     if options.threads:
         torch.set_num_threads(options.threads)
-    configure_logging(as_json=as_json)
     if (outside := versions().outside()) is not None:
         log.warning(f'this peer runs {outside}: jobs use it only with Job(mix="versions")')
-    current: list[Departure] = []
+    yields = options.yield_to_owner or hours is not None
+    rule = Rule(owner=options.yield_to_owner, hours=hours)
+    stay = Stay(Watch(rule, Machine(device).look) if yields else None)
+    screen = Screen(stderr=as_json)
 
-    def polite() -> bool:
-        for departure in current:
-            departure.ask()
-        return bool(current)
+    def lend() -> AbstractAsyncContextManager[Departure]:
+        return _lent(where, shows_codes=asks and is_terminal(), as_json=as_json)
 
-    if not run_async(_serve(where, current, as_json=as_json), polite):
+    if not run_async(stay.run(lend, screen.print), stay.ask):
         raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
 
 
-async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool) -> bool:
-    """Until it is asked to leave; whether no job has lost a stage with it."""
+@asynccontextmanager
+async def _lent(where: JoinOptions, *, shows_codes: bool, as_json: bool) -> AsyncIterator[Departure]:
+    """The peer is up, and what people need to know of it is printed."""
     async with a_peer(where, Home()) as me:
-        current.append(departure := Departure(me))
+        departure = Departure(me)
         await me.directory.refresh()
         for why in dict.fromkeys(
             d.versions and versions().unlike(d.versions, "others have") for d in me.lent().values()
@@ -143,7 +160,26 @@ async def _serve(where: JoinOptions, current: list[Departure], *, as_json: bool)
             console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
             if not me.reachable_from_elsewhere:
                 console.print("(This peer listens on loopback only: the line works on this machine.)\n")
-        return await departure.run()
+        if me.joined_by is not None:
+            me.spawn(_say_joined(me, as_json=as_json))
+        elif (admin := me.admin) is not None and shows_codes:
+            here = tuple(me.transport.addresses)[:CODE_ADDRESSES]
+            me.spawn(show_codes(me.peer_id, lambda: admin.invite(here, "own", CODE_USES, where.valid_s).encode()))
+        yield departure
+
+
+async def _say_joined(me: Node, *, as_json: bool) -> None:
+    """Once it is known, or most of it."""
+    by = me.joined_by
+    at = by.grant.at if by is not None and by.grant is not None else ""
+    found = await look(me, at, me.mesh_key.fingerprint if not me.mesh_key.is_open else "an open key")
+    if as_json:
+        print(dumps(found.facts()), flush=True)
+        return
+    console = Screen()
+    console.print(found.sentence(), soft_wrap=True)
+    if advice := found.advice():
+        console.print(advice, soft_wrap=True)
 
 
 def run_drain(wanted: str, token: str | None, *, as_json: bool) -> None:

@@ -19,18 +19,40 @@ __all__ = ["run_invite", "run_members", "run_revoke"]
 MINUTES_S = 600.0  # that this machine's own way in holds
 
 
-def run_invite(token: str | None, role: str, uses: int | None, for_s: float, *, as_json: bool) -> None:
-    """Print the line that lets others in."""
+def run_invite(
+    token: str | None,
+    role: str,
+    uses: int | None,
+    for_s: float,
+    *,
+    code: bool = False,
+    qr: bool = False,
+    as_json: bool,
+) -> None:
+    """Print the line that lets others in, or show a code until one machine has come by it."""
     admin = _authority(token)
     if role not in ROLES:
         raise UsageError(f"--role {role!r} is none of {', '.join(ROLES)}")
+    if code and qr:
+        raise UsageError("--code shows no line that --qr could draw: leave out one of the two")
     configure_logging(as_json=as_json, level="warning")
     found: Role = ROLES[ROLES.index(role)]
-    invite = admin.admin.invite(admin.addresses[:MAX_ADDRESSES], found, uses, for_s).encode()
-    if as_json:
-        print(dumps({"token": invite, "role": role, "uses": uses, "for_s": for_s}), flush=True)
+
+    def line(most: int = MAX_ADDRESSES) -> str:
+        return admin.admin.invite(admin.addresses[:most], found, uses, for_s).encode()
+
+    if code:
+        from peers.cli.joining.nearby import run_code
+
+        run_code(admin.admin.at, line, as_json=as_json)
+    elif as_json:
+        print(dumps({"token": line(), "role": role, "uses": uses, "for_s": for_s}), flush=True)
     else:
-        print(invite)
+        print(invite := line())
+        if qr:
+            import segno
+
+            segno.make(invite, error="l").terminal(compact=True)
 
 
 def run_members(token: str | None, *, as_json: bool) -> None:

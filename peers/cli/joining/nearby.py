@@ -1,0 +1,177 @@
+"""Short codes at the terminal: the first machine shows one, a newcomer without a line is asked for it.
+
+The idea: people are asked only where a terminal is, and only on a machine that knows no mesh. A script founds a mesh as ever. What
+a code led to is written down, so that a later `meshcee peer`, and commands beside it, need no code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dht import Identity
+from meshcee.errors import JoinError, NotPermittedError, UsageError
+from meshcee.files import Home, disk, dumps
+from peers.cli.session import Screen, run_async
+from peers.node.founding import founded
+from peers.node.nearby import Code, CodeWindow, Door, Ending, Found, announced, ask, browse, fresh_label
+
+__all__ = ["CODE_ADDRESSES", "CODE_USES", "line_by_code", "run_code", "show_code", "show_codes"]
+
+BROWSE_S = 2.0  # two questions of multicast DNS, of which radio may lose one
+CODE_USES = 8  # identities that a code's invite lets in: a machine's peer, and commands beside it
+CODE_ADDRESSES = 8  # in that invite: all of it is one small message
+TRIES = 3
+MORE = "meshcee invite --code"
+
+
+def is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def line_file(home: Home) -> Path:
+    """The invite that a code of this machine led to."""
+    return home.folder / "joined.line"
+
+
+def line_by_code(
+    home: Home,
+    identity: Path | None,
+    *,
+    terminal: Callable[[], bool] = is_terminal,
+    look: Callable[[], list[Found]] = lambda: run_async(browse(BROWSE_S)),
+    answer: Callable[[str], str] = input,
+) -> str | None:
+    """The line to join with, from the person at the terminal; None where this machine shall found a mesh.
+
+    NotPermittedError after too many wrong codes.
+    """
+    if not terminal() or founded(home) is not None:
+        return None
+    console, kept = Screen(), line_file(home)
+    if kept.exists():
+        console.print(f"Joining the mesh of the last code again ({kept}); to found one here: meshcee peer --no-lan")
+        return kept.read_text().strip()
+    console.print("Looking for a mesh on this network ...")
+    shown = look()
+    if not shown:
+        console.print("None shows a code here: this machine founds one.")
+        return None
+    found = _chosen(shown, console, answer)
+    if found is None:
+        return None
+    line = _exchanged(found, home, identity, console, answer)
+    if line is not None:
+        with home.writable():
+            disk.make_folder(home.folder)
+            disk.write_whole(kept, f"{line}\n".encode())
+        console.print(f"The code was right. Commands on this machine: meshcee status --join @{kept}")
+    return line
+
+
+def _chosen(shown: list[Found], console: Screen, answer: Callable[[str], str]) -> Found | None:
+    if len(shown) == 1:
+        console.print(f"A mesh is here: {shown[0].label}. Its first machine shows a code.")
+        return shown[0]
+    for i, one in enumerate(shown, 1):
+        console.print(f"  {i}  {one.label}  at {one.addresses[0]}")
+    while text := answer("Which of these? The first machine shows its name beside the code. Enter: none. ").strip():
+        if text.isdecimal() and 1 <= int(text) <= len(shown):
+            return shown[int(text) - 1]
+        if matching := [one for one in shown if one.label == text]:
+            return matching[0]
+        console.print(f"Type a number from 1 to {len(shown)}.")
+    return None
+
+
+def _exchanged(
+    found: Found, home: Home, identity: Path | None, console: Screen, answer: Callable[[str], str]
+) -> str | None:
+    """One guess for each code that is typed; the last refusal is raised."""
+    for attempt in range(TRIES):
+        code = None
+        while code is None:
+            text = answer("Code (Enter: found a mesh here instead): ").strip()
+            if not text:
+                return None
+            try:
+                code = Code.parse(text)
+            except UsageError as error:
+                console.print(f"{error}.")
+        try:
+            with home.identity_file(identity) as file:
+                me = Identity.load_or_create(file).peer_id
+                return run_async(ask(found.addresses, found.port, found.label, code, me))
+        except NotPermittedError as error:
+            if attempt == TRIES - 1:
+                raise
+            console.print(f"{error}.")
+    raise AssertionError("the last try raises")
+
+
+async def show_code(
+    peer_id: str,
+    invite: Callable[[], str],
+    shown: Callable[[Code, str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Ending | None:
+    """Show a fresh code until it has ended; None where this network cannot be told of it."""
+    code, label = Code.fresh(), fresh_label()
+    async with (
+        Door(code, label, peer_id, invite, CodeWindow(clock)) as door,
+        announced(label, door.port) as told,
+    ):
+        if not told:
+            return None
+        shown(code, label)
+        return await door.wait()
+
+
+def run_code(peer_id: str, line: Callable[[int], str], *, as_json: bool) -> None:
+    """`meshcee invite --code`. NotPermittedError where nobody has come by it."""
+
+    def shown(code: Code, label: str) -> None:
+        if as_json:
+            print(dumps({"code": str(code), "mesh": label}), flush=True)
+        else:
+            print(
+                f"On the other machine, on this network: meshcee peer\nThe code that it asks for: {code}  (mesh {label})",
+                flush=True,
+            )
+
+    ending = run_async(show_code(peer_id, lambda: line(CODE_ADDRESSES), shown))
+    if ending is None:
+        raise JoinError(
+            "this network cannot be told of a code (multicast DNS): send a line, as `meshcee invite` prints it"
+        )
+    if ending is not Ending.USED:
+        raise NotPermittedError(ENDED[ending])
+    print(dumps({"used": True}) if as_json else "A machine has come by the code.", flush=True)
+
+
+ENDED = {
+    Ending.EXPIRED: f"The code has ended. Another: {MORE}",
+    Ending.GUESSED: f"The code has ended after three wrong guesses: somebody on this network may be guessing. Another: {MORE}",
+}
+
+
+async def show_codes(peer_id: str, invite: Callable[[], str]) -> None:
+    """At the first machine's terminal: one code after the other, while machines come by them."""
+    console, more = Screen(), False
+
+    def shown(code: Code, label: str) -> None:
+        lead = (
+            "A machine has come by the code. For the next one:"
+            if more
+            else "Or, on this network, `meshcee peer` and the code"
+        )
+        console.print(f"{lead} {code}  (mesh {label}, one machine, ten minutes)\n")
+
+    while (ending := await show_code(peer_id, invite, shown)) is Ending.USED:
+        more = True
+        await asyncio.sleep(0)
+    if ending is not None:
+        console.print(ENDED[ending])

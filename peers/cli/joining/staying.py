@@ -1,0 +1,109 @@
+"""One `meshcee peer` from its start to its end: it lends, is away while its machine's owner needs that, and comes back.
+
+The idea: to yield is to leave as `meshcee drain` makes a peer leave, and to come back is to join again with the same identity. So
+a job goes on without the peer first, and nothing else of meshcee knows of owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from peers.cli.joining.yielding import Rule, Seen, Standing
+from peers.node import Departure
+
+__all__ = ["Stay", "Watch"]
+
+LOOK_EVERY_S = 2.0
+
+
+class Watch:
+    """Looks at a machine again and again, by a rule."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        look: Callable[[], Awaitable[Seen]],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.standing = Standing()
+        self._rule, self._look, self._sleep = rule, look, sleep
+
+    async def begin(self) -> None:
+        self.standing = Standing.at_first(await self._look(), self._rule)
+
+    async def change(self) -> None:
+        """Until the peer shall go, or come back."""
+        before = self.standing.lends
+        while self.standing.lends is before:
+            await self._sleep(LOOK_EVERY_S)
+            self.standing = self.standing.after(await self._look(), self._rule)
+
+
+class Stay:
+    """`ask` ends it in order, from a signal; `run` returns then, or when somebody drains the peer."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+        self._departure: Departure | None = None
+        self._is_away = False
+        self._stopped = asyncio.Event()
+
+    def ask(self) -> bool:
+        """Whether it could be asked: while it joins it cannot."""
+        if self._departure is None and not self._is_away:
+            return False
+        self._stopped.set()
+        if self._departure is not None:
+            self._departure.ask()
+        return True
+
+    async def run(
+        self, lend: Callable[[], AbstractAsyncContextManager[Departure]], tell: Callable[[str], None]
+    ) -> bool:
+        """Whether no job has lost a stage with this peer. `tell` hears in sentences why it is away."""
+        if self._watch is not None:
+            await self._watch.begin()
+        while True:
+            if self._watch is not None and not self._watch.standing.lends:
+                tell(f"away: {self._watch.standing.why}. This peer comes back by itself; Ctrl-C ends it")
+                self._is_away = True
+                await self._or_stopped(self._watch.change())
+                self._is_away = False
+                if self._stopped.is_set():
+                    return True
+                tell("back: its owner does not need this machine")
+            async with lend() as departure:
+                self._departure = departure
+                try:
+                    in_time, yielded = await self._lent(departure)
+                finally:
+                    self._departure = None
+            if not yielded or self._stopped.is_set():
+                return in_time
+            if not in_time:
+                tell("a job has lost a stage with this peer: it could not go on without it in time")
+
+    async def _lent(self, departure: Departure) -> tuple[bool, bool]:
+        """Until it has left: whether in time, and whether for the owner of the machine."""
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._yield(departure)) if self._watch is not None else None
+            in_time = await departure.run()
+            yielded = watching is not None and watching.done()
+            if watching is not None:
+                watching.cancel()
+        return in_time, yielded
+
+    async def _yield(self, departure: Departure) -> None:
+        assert self._watch is not None
+        await self._watch.change()
+        departure.ask()
+
+    async def _or_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = {group.create_task(work), group.create_task(self._stopped.wait())}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
