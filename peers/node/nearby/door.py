@@ -1,6 +1,6 @@
 """Where a short code is exchanged: a TCP server that knows one code, and the other side's call of it.
 
-The idea: strangers may connect, so everything is small and one at a time. A few wait, one of each address; each has some
+The idea: strangers may connect, so everything is small and one at a time. A few wait, two of each address; each has some
 seconds; a message is at most 2 KB; after a wrong guess there is a pause, and after three the code has ended.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from types import TracebackType
@@ -26,6 +27,7 @@ log = structlog.get_logger()
 SIDE_S = 5.0  # that an exchange may take
 DIAL_S = 3.0
 WAITING = 8  # connections beside the one that is served
+MOST_FROM = 2  # one address
 PAUSE_S, WRONG_PAUSE_S = 0.1, 1.0
 PREFIX_BYTES = 2
 
@@ -83,7 +85,7 @@ class Door:
         self._host = host
         self._pause = pause
         self._waiting: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue(WAITING)
-        self._from: set[str] = set()  # addresses of those who wait or are served
+        self._from: Counter[str] = Counter()  # addresses of those who wait or are served
         self._group = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -96,11 +98,9 @@ class Door:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
         self._serving.cancel()
         await self._group.__aexit__(kind, error, trace)
-        while not self._waiting.empty():
-            self._waiting.get_nowait()[1].close()
+        await self._shut()
 
     async def wait(self) -> Ending:
         """Until somebody has used the code, it was guessed at too often, or its time is over."""
@@ -113,10 +113,10 @@ class Door:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         address = str((writer.get_extra_info("peername") or ("",))[0])
-        if address in self._from or self._waiting.full():
-            writer.close()
+        if self._from[address] >= MOST_FROM or self._waiting.full():
+            writer.transport.abort()
             return
-        self._from.add(address)
+        self._from[address] += 1
         self._waiting.put_nowait((reader, writer))
 
     async def _serve(self) -> None:
@@ -132,8 +132,15 @@ class Door:
                 log.debug("an exchange of a short code came to nothing", address=address, why=repr(error))
             finally:
                 await _hang_up(writer)
-                self._from.discard(address)
+                self._from -= Counter([address])
             await self._pause(WRONG_PAUSE_S if self.window.wrong > wrong_before else PAUSE_S)
+        await self._shut()
+
+    async def _shut(self) -> None:
+        """Nobody waits here any more."""
+        self._server.close()
+        while not self._waiting.empty():
+            await _hang_up(self._waiting.get_nowait()[1])
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await _recv(reader)
