@@ -22,17 +22,15 @@ from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
 from peers.cli.local import die_with_parent
-from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, parse_bytes, run_async
 from peers.device import resolve_device, versions
 from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 from peers.node.assemble import Node
 
-__all__ = ["PeerOptions", "parse_bytes", "parse_duration_s", "run_drain", "run_peer"]
+__all__ = ["PeerOptions", "parse_duration_s", "run_drain", "run_peer"]
 
 log = structlog.get_logger()
-
-UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,6 @@ class PeerOptions:
     lan: bool = True
     yield_to_owner: bool = False
     when: str | None = None
-
-
-def parse_bytes(text: str) -> int:
-    """ "8GiB", "512M" or a plain number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def parse_duration_s(text: str) -> float:

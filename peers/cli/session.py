@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ __all__ = [
     "Screen",
     "configure_logging",
     "load_job",
+    "parse_bytes",
     "printable",
     "read_token",
     "run_async",
@@ -89,6 +91,17 @@ class Screen(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
+
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB", "512M" or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 TOKEN_BYTES = 64 << 10

@@ -87,7 +87,9 @@ async def test_a_second_terminal_is_asked_for_the_code_and_says_what_it_has_join
             second.until("that is not the code that the first machine shows: 2 more can be tried")
             second.type(found[1])
             second.until("The code was right")
-            second.until(r"joined the mesh of first: 1 peer there besides this one, coordinator first, .*reached by 1 of 1")
+            second.until(
+                r"joined the mesh of first: 1 peer there besides this one, coordinator first, .*reached by 1 of 1"
+            )
             following = first.until(r"For the next one: (\d{4}-\d{4})")
             assert following[1] != found[1]
         line = tmp_path / "two" / "joined.line"

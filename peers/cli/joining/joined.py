@@ -61,7 +61,7 @@ class Joined:
             named = ", ".join(self.near[:MOST_NAMES]) + (
                 f" and {len(self.near) - MOST_NAMES} more" if len(self.near) > MOST_NAMES else ""
             )
-            where = f"you are in region {self.region} with {named}" if self.region else f"you are near {named}"
+            where = f"you are in {f'region {self.region}' if self.region else 'a region'} with {named}"
             found.append(where + (f" ({_ms(self.latency_s)})" if self.latency_s is not None else ""))
         elif self.latency_s is not None:
             found.append(f"nobody is near: {self.nearest} is the nearest ({_ms(self.latency_s)})")

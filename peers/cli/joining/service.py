@@ -21,8 +21,7 @@ from pathlib import Path
 from dht import Token
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk
-from peers.cli.peer import parse_bytes
-from peers.cli.session import Screen
+from peers.cli.session import Screen, parse_bytes
 
 __all__ = [
     "Service",
@@ -87,7 +86,7 @@ class Service:
 
 def systemd_unit(service: Service) -> str:
     """For the user's own systemd."""
-    command = " ".join(_quoted(word) for word in service.command)
+    command = " ".join(_quoted(word.replace("$", "$$")) for word in service.command)
     limit = f"MemoryMax={service.most_bytes}\n" if service.most_bytes is not None else ""
     return f"""# Written by `meshcee peer install`; `meshcee peer uninstall` removes it.
 [Unit]
@@ -100,7 +99,7 @@ StartLimitIntervalSec=0
 ExecStart={command}
 Environment={_quoted(f"MESHCEE_HOME={service.home}")}
 Environment={_quoted(f"PATH={service.path}")}
-WorkingDirectory={service.home}
+WorkingDirectory={str(service.home).replace("%", "%%")}
 UMask=0077
 
 # SIGTERM asks this peer to leave: its job goes on without it first. Its helpers must live until then.
@@ -138,11 +137,11 @@ WantedBy=default.target
 
 
 def _quoted(text: str) -> str:
-    """As systemd reads it: % and $ mean something there."""
+    """As systemd reads it, to which % means something."""
     if any(c in text for c in "\n\r\0"):
         raise UsageError(f"{text!r} has a line end in it: a service cannot be told that")
-    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{plain}"' if plain != text or " " in text or "'" in text or ";" in text else plain
+    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{plain}"' if plain != text or set(text) & set(" ';") else plain
 
 
 def launchd_plist(service: Service) -> bytes:

@@ -68,8 +68,8 @@ class Stay:
             await self._watch.begin()
         while True:
             if self._watch is not None and not self._watch.standing.lends:
-                tell(f"away: {self._watch.standing.why}. This peer comes back by itself; Ctrl-C ends it")
                 self._is_away = True
+                tell(f"away: {self._watch.standing.why}. This peer comes back by itself; Ctrl-C ends it")
                 await self._or_stopped(self._watch.change())
                 self._is_away = False
                 if self._stopped.is_set():

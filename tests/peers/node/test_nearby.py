@@ -74,7 +74,7 @@ def test_a_code_is_read_as_people_type_it_and_is_told_by_nobody_else() -> None:
     assert "4821" not in repr(CODE)
     assert len({Code.fresh().digits for _ in range(50)}) > 45
     for text in ("", "4821", "4821-773x", "٤٨٢١٧٧٣٣", "482177333"):
-        with pytest.raises(UsageError, match="eight|8 digits"):
+        with pytest.raises(UsageError, match="8 digits"):
             Code.parse(text)
 
 

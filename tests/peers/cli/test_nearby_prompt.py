@@ -1,0 +1,111 @@
+"""What a person at a terminal is asked for a code, and what nobody is asked; as `meshcee invite --code` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshcee.errors import NotPermittedError, UsageError
+from meshcee.files import Home
+from peers.cli.joining import nearby
+from peers.cli.joining.nearby import line_by_code
+from peers.cli.main import app
+from peers.node.founding import Founding
+from peers.node.nearby import Code, Found
+
+MESHES = [Found("abcd2345", ("192.0.2.1",), 4711), Found("bcde3456", ("192.0.2.2",), 4712)]
+
+
+class Person:
+    """Types these answers, and then no more."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def __call__(self, question: str) -> str:
+        return self.answers.pop(0)
+
+
+def never() -> list[Found]:
+    raise AssertionError("nobody looks")
+
+
+def by_code(
+    home: Path, person: Person, meshes: list[Found], *, look: Callable[[], list[Found]] | None = None
+) -> str | None:
+    return line_by_code(Home(home), None, terminal=lambda: True, look=look or (lambda: meshes), answer=person)
+
+
+@pytest.fixture
+def doors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What was asked at which door; the right code is 4821-7733, that of the first mesh."""
+    asked: list[tuple[str, str]] = []
+
+    async def ask(addresses: object, port: int, label: str, code: Code, peer_id: str) -> str:
+        asked.append((label, str(code)))
+        if (label, str(code)) != ("abcd2345", "4821-7733"):
+            raise NotPermittedError("that is not the code")
+        return "meshcee2.LINE"
+
+    monkeypatch.setattr(nearby, "ask", ask)
+    return asked
+
+
+def test_a_script_is_asked_nothing_and_looks_for_nobody(tmp_path: Path) -> None:
+    assert line_by_code(Home(tmp_path), None, terminal=lambda: False, look=never) is None
+
+
+def test_a_machine_that_has_founded_a_mesh_founds_it_again(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with Founding.of(home, None, is_open=False) as founding, home.identity_file() as file:
+        founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "LINE")
+    assert by_code(tmp_path, Person(), [], look=never) is None
+
+
+def test_where_nobody_shows_a_code_or_nothing_is_typed_a_mesh_is_founded(
+    tmp_path: Path, doors: list[tuple[str, str]]
+) -> None:
+    assert by_code(tmp_path, Person(), []) is None
+    assert by_code(tmp_path, Person(""), MESHES[:1]) is None
+    assert by_code(tmp_path, Person("9", "x", ""), MESHES) is None
+    assert doors == []
+
+
+def test_the_code_gives_the_line_which_is_kept_for_the_next_time(tmp_path: Path, doors: list[tuple[str, str]]) -> None:
+    assert by_code(tmp_path, Person("4821", "48217734", "4821-7733"), MESHES[:1]) == "meshcee2.LINE"
+    assert doors == [("abcd2345", "4821-7734"), ("abcd2345", "4821-7733")], "what is no code costs no guess"
+    assert (tmp_path / "joined.line").stat().st_mode & 0o077 == 0
+    assert by_code(tmp_path, Person(), [], look=never) == "meshcee2.LINE"
+
+
+def test_of_several_meshes_one_is_chosen_and_no_other_is_asked(tmp_path: Path, doors: list[tuple[str, str]]) -> None:
+    assert by_code(tmp_path, Person("abcd2345", "48217733"), MESHES) == "meshcee2.LINE"
+    with pytest.raises(NotPermittedError):
+        by_code(tmp_path / "other", Person("2", "1" * 8, "2" * 8, "3" * 8), MESHES)
+    assert [label for label, _ in doors] == ["abcd2345", *["bcde3456"] * 3]
+
+
+def test_a_qr_code_holds_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    home = Home(tmp_path)
+    with Founding.of(home, None, is_open=False) as founding, home.identity_file() as file:
+        from dht import Identity
+        from peers.node.admission import Membership
+
+        identity, root = Identity.load_or_create(file), founding.root
+        assert root is not None
+        addresses = (f"/ip4/192.0.2.1/tcp/4001/p2p/{identity.peer_id}",)
+        place = Membership.place(file, root.peer_id)
+        Membership(root.peer_id, founding.key, b"", (), place, addresses).save()
+        founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "LINE")
+    plain = CliRunner().invoke(app, ["token"], catch_exceptions=False).output
+    drawn = CliRunner().invoke(app, ["token", "--qr"], catch_exceptions=False).output
+    assert plain.startswith("meshcee2.")
+    assert len(plain.splitlines()) == 1
+    assert len(drawn.splitlines()) > 20
+    assert "█" in drawn or "▄" in drawn
+    with pytest.raises(UsageError, match="leave out one"):
+        CliRunner().invoke(app, ["invite", "--code", "--qr"], catch_exceptions=False)
