@@ -22,7 +22,7 @@ COPY peers peers
 RUN /venv/bin/pip install -c constraints.txt .
 
 FROM python:${PYTHON}-slim
-RUN useradd --uid 10001 --create-home meshcee && install -d -o meshcee -g meshcee /data
+RUN useradd --uid 10001 --create-home meshcee && install -d -o meshcee -g meshcee /data /invite
 COPY --from=build /venv /venv
 # /data holds the peer's identity and its runs: mount a volume there to keep them when the container is replaced.
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 MESHCEE_HOME=/data

@@ -79,7 +79,7 @@ async def test_a_second_terminal_is_asked_for_the_code_and_says_what_it_has_join
     with terminal(tmp_path / "one", "peer", "--name", "first", *common) as first:
         first.until("None shows a code here")
         first.until("first is up")
-        found = first.until(r"code (\d{4}-\d{4})  \(mesh (\w+)")
+        found = first.until(r"on this network, and: (\d{4}-\d{4})  \(mesh (\w+)")
         with terminal(tmp_path / "two", "peer", "--name", "second", *common) as second:
             second.until(rf"A mesh is here: {found[2]}")
             second.until("Code ")
@@ -90,10 +90,10 @@ async def test_a_second_terminal_is_asked_for_the_code_and_says_what_it_has_join
             second.until(
                 r"joined the mesh of first: 1 peer there besides this one, coordinator first, .*reached by 1 of 1"
             )
-            following = first.until(r"For the next one: (\d{4}-\d{4})")
+            following = first.until(r"The next one: (\d{4}-\d{4})")
             assert following[1] != found[1]
         line = tmp_path / "two" / "joined.line"
         assert line.stat().st_mode & 0o077 == 0
         with terminal(tmp_path / "two", "peer", "--name", "second", *common) as second:  # later, nobody is asked
-            second.until("Joining the mesh of the last code again")
+            second.until("Joining the mesh of the last code")
             second.until("second is up")

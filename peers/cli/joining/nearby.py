@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from dht import Identity
 from meshcee.errors import JoinError, NotPermittedError, UsageError
 from meshcee.files import Home, disk, dumps
@@ -20,6 +22,8 @@ from peers.node.founding import founded
 from peers.node.nearby import Code, CodeWindow, Door, Ending, Found, announced, ask, browse, fresh_label
 
 __all__ = ["CODE_ADDRESSES", "CODE_USES", "line_by_code", "run_code", "show_code", "show_codes"]
+
+log = structlog.get_logger()
 
 BROWSE_S = 2.0  # two questions of multicast DNS, of which radio may lose one
 CODE_USES = 8  # identities that a code's invite lets in: a machine's peer, and commands beside it
@@ -53,7 +57,9 @@ def line_by_code(
         return None
     console, kept = Screen(), line_file(home)
     if kept.exists():
-        console.print(f"Joining the mesh of the last code again ({kept}); to found one here: meshcee peer --no-lan")
+        console.print(
+            f"Joining the mesh of the last code ({kept}); to found one here: meshcee peer --no-lan", soft_wrap=True
+        )
         return kept.read_text().strip()
     console.print("Looking for a mesh on this network ...")
     shown = look()
@@ -68,7 +74,9 @@ def line_by_code(
         with home.writable():
             disk.make_folder(home.folder)
             disk.write_whole(kept, f"{line}\n".encode())
-        console.print(f"The code was right. Commands on this machine: meshcee status --join @{kept}")
+        console.print(
+            f"The code was right. For commands on this machine: meshcee status --join @{kept}", soft_wrap=True
+        )
     return line
 
 
@@ -108,7 +116,7 @@ def _exchanged(
         except NotPermittedError as error:
             if attempt == TRIES - 1:
                 raise
-            console.print(f"{error}.")
+            console.print(f"{error}.", soft_wrap=True)
     raise AssertionError("the last try raises")
 
 
@@ -120,14 +128,18 @@ async def show_code(
 ) -> Ending | None:
     """Show a fresh code until it has ended; None where this network cannot be told of it."""
     code, label = Code.fresh(), fresh_label()
-    async with (
-        Door(code, label, peer_id, invite, CodeWindow(clock)) as door,
-        announced(label, door.port) as told,
-    ):
-        if not told:
-            return None
-        shown(code, label)
-        return await door.wait()
+    try:
+        async with (
+            Door(code, label, peer_id, invite, CodeWindow(clock)) as door,
+            announced(label, door.port) as told,
+        ):
+            if not told:
+                return None
+            shown(code, label)
+            return await door.wait()
+    except OSError as error:  # it is a convenience, and no reason for a peer to end
+        log.warning("no code is shown any more", why=str(error))
+        return None
 
 
 def run_code(peer_id: str, line: Callable[[int], str], *, as_json: bool) -> None:
@@ -164,11 +176,11 @@ async def show_codes(peer_id: str, invite: Callable[[], str]) -> None:
 
     def shown(code: Code, label: str) -> None:
         lead = (
-            "A machine has come by the code. For the next one:"
+            "A machine has come by the code. The next one"
             if more
-            else "Or, on this network, `meshcee peer` and the code"
+            else "Or type `meshcee peer` there, on this network, and"
         )
-        console.print(f"{lead} {code}  (mesh {label}, one machine, ten minutes)\n")
+        console.print(f"{lead}: {code}  (mesh {label}, ten minutes)\n", soft_wrap=True)
 
     while (ending := await show_code(peer_id, invite, shown)) is Ending.USED:
         more = True

@@ -90,8 +90,7 @@ async def announced(label: str, port: int, only: Sequence[str] | None = None) ->
             yield False
         else:
             yield True
-            await zeroconf.async_unregister_all_services()
-    finally:
+    finally:  # which says goodbye
         await zeroconf.async_close()
 
 
