@@ -223,6 +223,19 @@ def test_an_invite_of_another_peer_than_the_one_that_answered_is_refused() -> No
         joiner.open(door.sealed(line(ROOT)))
 
 
+def test_whatever_stands_for_a_point_is_refused_as_a_message() -> None:
+    """The library raises a class of its own for some, and others for the rest: none may end the peer that shows a code."""
+    hello = JoinerSide(CODE, LABEL, ME.peer_id).hello()
+    points = [bytes(32), b"\x01" + bytes(31), b"\xff" * 32, *(bytes([i, *range(31)]) for i in range(24))]
+    refused = 0
+    for point in points:
+        try:
+            DoorSide(CODE, LABEL, AT.peer_id).answer(hello[:-32] + point)
+        except ProtocolError:
+            refused += 1
+    assert refused > len(points) / 2
+
+
 def test_a_refusal_is_one_sentence_whoever_wrote_it() -> None:
     side = JoinerSide(CODE, LABEL, ME.peer_id)
     side.hello()
