@@ -35,9 +35,9 @@ def assert_exists(words: list[str]) -> None:
     assert {word for word in rest if word.startswith("--")} - known == set()
 
 
-def meshcee_in(text: str) -> list[list[str]]:
+def meshcee_in(text: str, program: str = "meshcee") -> list[list[str]]:
     """The meshcee commands in a line of shell."""
-    return [shlex.split(found)[1:] for found in re.findall(r"(?<![\w/.-])meshcee [^;|&<>]*", text)]
+    return [shlex.split(found)[1:] for found in re.findall(rf"(?<![\w/.-]){program} [^;|&<>]*", text)]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -77,11 +77,7 @@ def test_a_peer_has_time_to_leave() -> None:
 def test_the_snippet_for_clouds_is_yaml_and_its_commands_exist() -> None:
     (block,) = re.findall(r"^```yaml\n(#cloud-config\n.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     told = yaml.safe_load(block)
-    commands = [
-        words
-        for line in told["runcmd"]
-        for words in meshcee_in(str(line).replace("/opt/meshcee/bin/meshcee", "meshcee"))
-    ]
+    commands = [words for line in told["runcmd"] for words in meshcee_in(str(line), "/opt/meshcee/bin/meshcee")]
     assert commands
     for words in commands:
         assert_exists(words)

@@ -1,7 +1,7 @@
 """A short code, and how often and how long it may be tried.
 
-The idea: eight digits are few, so what makes them safe is that nobody gets more than three wrong guesses at them, that they
-end after ten minutes, and that one machine uses them up. All of it is counted here, by a clock that is passed in.
+The idea: eight digits are few. What makes them safe is that nobody has more than three wrong guesses at them, that they end after
+ten minutes, and that one machine uses them up. All of it is counted here, by a clock that is passed in.
 """
 
 from __future__ import annotations

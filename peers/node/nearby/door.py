@@ -1,7 +1,7 @@
 """Where a short code is exchanged: a TCP server that knows one code, and the other side's call of it.
 
-The idea: strangers may connect, so everything is small and one at a time. A few wait, two of each address; each has some
-seconds; a message is at most 2 KB; after a wrong guess there is a pause, and after three the code has ended.
+The idea: strangers may connect, so everything is small and one at a time. A few wait, two of each address. Each has some seconds,
+and a message is at most 2 KB. After a wrong guess there is a pause, and after three the code has ended.
 """
 
 from __future__ import annotations
