@@ -17,7 +17,6 @@ import torch
 from meshcee.errors import PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.joining.joined import look
-from peers.cli.joining.nearby import CODE_ADDRESSES, CODE_USES, is_terminal, line_by_code, show_codes
 from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
@@ -28,7 +27,7 @@ from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 from peers.node.assemble import Node
 
-__all__ = ["PeerOptions", "parse_duration_s", "run_drain", "run_peer"]
+__all__ = ["PeerOptions", "asks_people", "parse_duration_s", "run_drain", "run_peer"]
 
 log = structlog.get_logger()
 
@@ -69,6 +68,12 @@ def parse_duration_s(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def asks_people(options: PeerOptions, *, as_json: bool) -> bool:
+    """Whether somebody sits here who can type a code, or read one to somebody else. A script is never asked."""
+    said = options.join or options.open or options.shape or as_json or not options.lan
+    return not said and sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     die_with_parent()
     if (options.shape is None) != (options.shape_device is None):
@@ -87,8 +92,11 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     hours = Hours.parse(options.when) if options.when else None
     device = resolve_device(options.device)
-    asks = options.lan and not (options.open or options.shape or as_json)
-    line = options.join or (line_by_code(Home(), options.identity) if asks else None)
+    line, asks = options.join, asks_people(options, as_json=as_json)
+    if asks:
+        from peers.cli.joining.nearby import line_by_code  # half a second that a script need not wait
+
+        line = line_by_code(Home(), options.identity)
     where = JoinOptions(
         token=line,
         name=options.name or options.shape_device or "",
@@ -121,7 +129,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     screen = Screen(stderr=as_json)
 
     def lend() -> AbstractAsyncContextManager[Departure]:
-        return _lent(where, shows_codes=asks and is_terminal(), as_json=as_json)
+        return _lent(where, shows_codes=asks, as_json=as_json)
 
     if not run_async(stay.run(lend, screen.print), stay.ask):
         raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
@@ -153,6 +161,8 @@ async def _lent(where: JoinOptions, *, shows_codes: bool, as_json: bool) -> Asyn
         if me.joined_by is not None:
             me.spawn(_say_joined(me, as_json=as_json))
         elif (admin := me.admin) is not None and shows_codes:
+            from peers.cli.joining.nearby import CODE_ADDRESSES, CODE_USES, show_codes
+
             here = tuple(me.transport.addresses)[:CODE_ADDRESSES]
             me.spawn(show_codes(me.peer_id, lambda: admin.invite(here, "own", CODE_USES, where.valid_s).encode()))
         yield departure

@@ -7,7 +7,6 @@ a code led to is written down, so that a later `meshcee peer`, and commands besi
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +31,12 @@ TRIES = 3
 MORE = "meshcee invite --code"
 
 
-def is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
+def typed(question: str) -> str:
+    """A line from the keyboard; nothing at its end."""
+    try:
+        return input(question)
+    except EOFError:
+        return ""
 
 
 def line_file(home: Home) -> Path:
@@ -45,15 +48,14 @@ def line_by_code(
     home: Home,
     identity: Path | None,
     *,
-    terminal: Callable[[], bool] = is_terminal,
     look: Callable[[], list[Found]] = lambda: run_async(browse(BROWSE_S)),
-    answer: Callable[[str], str] = input,
+    answer: Callable[[str], str] = typed,
 ) -> str | None:
     """The line to join with, from the person at the terminal; None where this machine shall found a mesh.
 
     NotPermittedError after too many wrong codes.
     """
-    if not terminal() or founded(home) is not None:
+    if founded(home) is not None:
         return None
     console, kept = Screen(), line_file(home)
     if kept.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from meshcee.files import Home
 from peers.cli.joining import nearby
 from peers.cli.joining.nearby import line_by_code
 from peers.cli.main import app
+from peers.cli.peer import PeerOptions, asks_people
 from peers.node.founding import Founding
 from peers.node.nearby import Code, Found
 
@@ -36,7 +39,7 @@ def never() -> list[Found]:
 def by_code(
     home: Path, person: Person, meshes: list[Found], *, look: Callable[[], list[Found]] | None = None
 ) -> str | None:
-    return line_by_code(Home(home), None, terminal=lambda: True, look=look or (lambda: meshes), answer=person)
+    return line_by_code(Home(home), None, look=look or (lambda: meshes), answer=person)
 
 
 @pytest.fixture
@@ -54,8 +57,47 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return asked
 
 
-def test_a_script_is_asked_nothing_and_looks_for_nobody(tmp_path: Path) -> None:
-    assert line_by_code(Home(tmp_path), None, terminal=lambda: False, look=never) is None
+class Stream:
+    """Standard input or output that is a terminal, or none."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.isatty = lambda: terminal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "terminals", "asked"),
+    [
+        ([], (True, True), True),
+        ([], (False, True), False),
+        ([], (True, False), False),
+        (["--json"], (True, True), False),
+        (["--no-lan"], (True, True), False),
+        (["--open"], (True, True), False),
+        (["--join", "LINE"], (True, True), False),
+    ],
+)
+def test_a_script_is_asked_nothing(
+    arguments: list[str], terminals: tuple[bool, bool], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def note(options: PeerOptions, *, as_json: bool) -> None:
+        monkeypatch.setattr("sys.stdin", Stream(terminals[0]))
+        monkeypatch.setattr("sys.stdout", Stream(terminals[1]))
+        told.append(asks_people(options, as_json=as_json))
+        monkeypatch.undo()
+
+    monkeypatch.setattr("peers.cli.peer.run_peer", note)
+    monkeypatch.delenv("MESHCEE_JOIN", raising=False)
+    CliRunner().invoke(app, ["peer", *arguments], catch_exceptions=False)
+    assert told == [asked]
+
+
+def test_a_script_does_not_even_load_what_looks_at_a_network() -> None:
+    code = "import sys, peers.cli.peer; print(sorted({'zeroconf', 'spake2', 'segno'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_a_machine_that_has_founded_a_mesh_founds_it_again(tmp_path: Path) -> None:
