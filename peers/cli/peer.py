@@ -131,7 +131,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     def lend() -> AbstractAsyncContextManager[Departure]:
         return _lent(where, shows_codes=asks, as_json=as_json)
 
-    if not run_async(stay.run(lend, screen.print), stay.ask):
+    if not run_async(stay.run(lend, lambda text: screen.print(text, soft_wrap=True)), stay.ask):
         raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
 
 
