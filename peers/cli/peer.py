@@ -172,7 +172,7 @@ async def _say_joined(me: Node, *, as_json: bool) -> None:
     """Once it is known, or most of it."""
     by = me.joined_by
     at = by.grant.at if by is not None and by.grant is not None else ""
-    found = await look(me, at, me.mesh_key.fingerprint if not me.mesh_key.is_open else "an open key")
+    found = await look(me, at, "" if me.mesh_key.is_open else me.mesh_key.fingerprint)
     if as_json:
         print(dumps(found.facts()), flush=True)
         return

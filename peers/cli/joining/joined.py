@@ -28,7 +28,8 @@ MOST_NAMES = 3
 class Joined:
     """What one peer knows of its mesh; None is not known (yet)."""
 
-    mesh: str  # the first machine's name, or else what the key is called
+    founder: str | None  # the name of the machine that has made the invite
+    key: str  # what the mesh's key is called; "" in an open mesh
     others: int  # peers that lend a device, besides this one
     coordinator: str | None = None
     region: str | None = None  # a hint that most peers of this one's region were given
@@ -47,10 +48,16 @@ class Joined:
         """For scripts."""
         return {"joined": asdict(self)}
 
+    @property
+    def whose(self) -> str:
+        if self.founder is not None:
+            return f"the mesh of {self.founder}"
+        return f"mesh {self.key}" if self.key else "an open mesh"
+
     def sentence(self) -> str:
         """For people."""
         if not self.others:
-            return f"joined the mesh of {self.mesh}: no other peer lends a device there yet"
+            return f"joined {self.whose}: no other peer lends a device there yet"
         found = [
             f"{_count(self.others)} there besides this one",
             f"coordinator {self.coordinator}" if self.coordinator else "nobody coordinates yet",
@@ -66,7 +73,7 @@ class Joined:
         elif self.latency_s is not None:
             found.append(f"nobody is near: {self.nearest} is the nearest ({_ms(self.latency_s)})")
         found.append(f"reached by {self.reached_by} of {self.others}")
-        return f"joined the mesh of {self.mesh}: " + ", ".join(found)
+        return f"joined {self.whose}: " + ", ".join(found)
 
     def advice(self) -> str | None:
         """The next thing to do where nobody reaches this peer."""
@@ -94,23 +101,23 @@ def joined(
     links: Mapping[str, LinkRecord],
     coordinator: str | None,
 ) -> Joined:
-    """From what is known: `at` is the peer that has made the invite, "" in an open mesh."""
+    """From what is known: `at` is the peer that has made the invite; it and the fingerprint are "" in an open mesh."""
     names = {peer: record.name for peer, record in peers.items()}
     others = sorted((p for p, r in peers.items() if r.device is not None and p != me), key=lambda p: (names[p], p))
     everybody = [me, *others]
     measured = {(p, to): link for p, r in links.items() for to, link in r.links if {p, to} <= set(everybody)}
-    mesh = names.get(at) or fingerprint
+    mesh = names.get(at), fingerprint
     plans = names.get(coordinator, f"…{coordinator[-8:]}") if coordinator is not None else None
     reached = sum((other, me) in measured for other in others)
     ours = {other: _between(me, other, measured) for other in others}
     known = {other: seconds for other, seconds in ours.items() if seconds is not None}
     if not known:
-        return Joined(mesh, len(others), plans, reached_by=reached)
+        return Joined(*mesh, len(others), plans, reached_by=reached)
     region = next(group for group in find_regions(everybody, measured, BOUNDARY_BYTES) if me in group)
     near = [p for p in others if p in region]
     nearest = min((p for p in known if not near or p in near), key=known.__getitem__, default=None)
     return Joined(
-        mesh,
+        *mesh,
         len(others),
         plans,
         _hint(region, peers),

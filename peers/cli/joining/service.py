@@ -21,6 +21,7 @@ from pathlib import Path
 from dht import Token
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk
+from peers.cli.joining.yielding import Hours
 from peers.cli.session import Screen, parse_bytes
 
 __all__ = [
@@ -205,6 +206,8 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
     for name, value in (flags or {}).items():
         if value is not None and value is not False:
             said += [name] if value is True else [name, str(value)]
+    if when := (flags or {}).get("--when"):
+        Hours.parse(str(when))  # here, where somebody reads why it means nothing
     leave_s, memory = (flags or {}).get("--leave-within"), (flags or {}).get("--memory")
     return Service(
         Home().folder.absolute(),

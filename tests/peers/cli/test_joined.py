@@ -63,7 +63,8 @@ def test_without_hints_a_region_is_who_is_in_it_and_alone_the_nearest_is_named()
 
 
 def test_what_is_not_known_is_said_or_left_out() -> None:
-    assert seen({}).sentence() == "joined the mesh of 4f3a9911: no other peer lends a device there yet"
+    assert seen({}).sentence() == "joined mesh 4f3a9911: no other peer lends a device there yet"
+    assert joined(ME, "", "", {}, {}, None).sentence().startswith("joined an open mesh: ")
     found = seen({}, peer(ANNA), peer(BEN, lends=False), coordinator=None)
     assert found.sentence() == (
         "joined the mesh of anna: 1 peer there besides this one, nobody coordinates yet, no link is measured yet, reached by 0 of 1"
@@ -83,7 +84,7 @@ def test_in_a_large_mesh_not_everybody_measures_everybody() -> None:
 
 def test_a_script_reads_the_same_facts() -> None:
     told = seen({(ANNA, ME): NEAR}, peer(ANNA, "lab")).facts()["joined"]
-    assert (told["mesh"], told["others"], told["reached_by"], told["near"]) == ("anna", 1, 1, ("anna",))
+    assert (told["founder"], told["others"], told["reached_by"], told["near"]) == ("anna", 1, 1, ("anna",))
 
 
 @pytest.mark.parametrize("others", [0, 2])

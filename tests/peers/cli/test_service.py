@@ -107,6 +107,9 @@ def test_flags_become_those_of_the_peer() -> None:
         {"--name": "a", "--memory": "2GiB", "--threads": None, "--yield-to-owner": True, "--when": None}
     )
     assert service.flags == ("--name", "a", "--memory", "2GiB", "--yield-to-owner")
+    for wrong in ({"--when": "noon"}, {"--memory": "much"}):
+        with pytest.raises(UsageError):
+            systemd_unit(service_of(wrong))
     assert "--identity" not in service.command, "who founds a mesh has its identity"
     assert "--join" not in service.command
     known = {option for p in peer_options() for option in p.opts + p.secondary_opts}
