@@ -163,7 +163,10 @@ class Door:
 
 
 async def ask(addresses: Sequence[str], port: int, label: str, code: Code, peer_id: str) -> str:
-    """The invite for this code. NotPermittedError for a wrong one, JoinError where nobody answers."""
+    """The invite for this code. NotPermittedError for a wrong one, JoinError where nobody answers.
+
+    One address at most is told anything: whoever answers in the first machine's place has one guess.
+    """
     problem = "it has no address"
     for address in addresses:
         try:
@@ -179,10 +182,14 @@ async def ask(addresses: Sequence[str], port: int, label: str, code: Code, peer_
                 await _send(writer, await asyncio.to_thread(side.prove, await _recv(reader)))
                 return side.open(await _recv(reader))
         except (ProtocolError, OSError) as error:
-            problem = str(error) or "no answer in time"
+            raise _no_answer(str(error) or "no answer in time") from error
         finally:
             await _hang_up(writer)
-    raise JoinError(
-        f"the machine that shows the code does not answer ({problem}): is the code still shown there? "
+    raise _no_answer(problem)
+
+
+def _no_answer(why: str) -> JoinError:
+    return JoinError(
+        f"the machine that shows the code does not answer ({why}): is the code still shown there? "
         "`meshcee invite --code` shows another, and `meshcee peer --join LINE` needs none"
     )

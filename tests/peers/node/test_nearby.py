@@ -256,6 +256,27 @@ async def test_a_code_is_found_by_multicast_dns_and_its_label_is_all_that_is_tol
     assert [(one.addresses, one.port) for one in found] == [(("127.0.0.1",), 4711)]
 
 
+async def test_who_answers_in_the_first_machines_place_has_one_guess_whatever_addresses_it_tells() -> None:
+    async with shown() as here:
+        false = DoorSide(WRONG, LABEL, AT.peer_id)
+        proofs = 0
+
+        async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal proofs
+            hello = await reader.readexactly(int.from_bytes(await reader.readexactly(2), "big"))
+            writer.write(framed(false.answer(hello)))
+            proofs += len(await reader.readexactly(2)) > 0
+            writer.close()
+
+        server = await asyncio.start_server(play, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(JoinError):
+            await ask(HERE * 5, port, LABEL, CODE, ME.peer_id)
+        server.close()
+        assert proofs == 1
+        assert await here.ask()
+
+
 async def test_where_nobody_answers_the_line_is_the_way() -> None:
     with pytest.raises(JoinError, match="--join LINE"):
         await ask(HERE, 9, LABEL, CODE, ME.peer_id)
