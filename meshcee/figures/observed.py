@@ -20,3 +20,6 @@ class Observed:
     fed: Mapping[str, tuple[int, float]] = field(
         default_factory=dict
     )  # peer -> inputs' bytes, and as how many a second they came
+    seconds: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # peer -> what its time went into: f, b, w, wait, apply, encode, decode, and their total

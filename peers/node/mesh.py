@@ -186,6 +186,12 @@ class Mesh:
         if codec is not None:
             job = replace(job, codec=codec)
         reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
+        listening, story = called(callbacks), None
+        if self._home is not None:
+            from peers.owner.story import Story
+
+            story = Story(self.agent, self._home)
+            listening = (*listening, story)
         training = Training(
             self.agent,
             self._home,
@@ -198,15 +204,19 @@ class Mesh:
             on_wait=(on_wait or (lambda text: None)) if wait else None,
             on_stall=on_wait,
             trace=trace,
-            callbacks=called(callbacks),
+            callbacks=listening,
         )
         self.training, self.result = training, training.result
         task = self._group.create_task(training.run())
+        beside = [task] if story is None else [task, self._group.create_task(story.run(training))]
         try:
             while (item := await reports.get()) is not None:
                 if isinstance(item, MeshceeError):
                     raise item
+                if story is not None:
+                    story.hear(item)
                 yield item
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            for one in beside:
+                one.cancel()
+            await asyncio.wait(beside)

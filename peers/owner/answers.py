@@ -132,7 +132,7 @@ class Answers:
                         if rate:
                             rates[pair] = min(rate, rates.get(pair, rate))
         fed = {p: (size, rate) for p, size in self.fed_bytes.items() if (rate := self.applied[p].get("fed"))}
-        return Observed(compute_s, rates, depths, fed)
+        return Observed(compute_s, rates, depths, fed, {p: header["seconds"] for p, header in self.applied.items()})
 
     def heard_of(self, micro: int) -> bool:
         """Whether every member of its last stage has told its loss of this micro-batch."""

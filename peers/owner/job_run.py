@@ -196,6 +196,11 @@ class Training:
                 self.owner.stop(hand_over=command.hand_over)
         return True
 
+    @property
+    def request(self) -> PlanRequest:
+        """What plans are asked for with, once the job was profiled."""
+        return self._request
+
     async def run(self) -> None:
         failure: MeshceeError | None = None
         try:
