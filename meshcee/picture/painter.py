@@ -17,7 +17,7 @@ from meshcee.picture.account import Account, plan_view
 from meshcee.picture.gantt import gantt_of
 from meshcee.picture.layout import places
 from meshcee.picture.series import Series, figure
-from meshcee.picture.values import Gantt, Help, Link, Mesh, Moment, Peer, Picture, PlanView, RunView, Waiting
+from meshcee.picture.values import Curves, Gantt, Help, Link, Mesh, Moment, Peer, Picture, PlanView, RunView, Waiting
 from meshcee.plan import Plan
 
 __all__ = ["Painter"]
@@ -184,8 +184,8 @@ class Painter:
 
     # -- what it gives -------------------------------------------------------------------------------------------------
 
-    def picture(self, at: float) -> Picture:
-        """All of it."""
+    def picture(self, at: float, *, curves: bool = True) -> Picture:
+        """All of it; the curves can be left out by who takes them from `series`."""
         return Picture(
             at=at,
             mesh=self._mesh,
@@ -193,7 +193,7 @@ class Painter:
             plan=_with_seen(self._view, self._seen) if self._view is not None else None,
             limit=self._limit,
             helps=self._helps,
-            curves=self.series.curves(),
+            curves=self.series.curves() if curves else Curves(),
             moments=tuple(self._moments),
             gantt=self._gantt,
         )
@@ -267,7 +267,7 @@ def _with_seen(view: PlanView, seen: Mapping[str, Any]) -> PlanView:
             took = members.get(seat.peer)
             if isinstance(took, Mapping):
                 names: dict[str, Any] = {
-                    f"{k}_s": figure(took.get(k)) for k in ("compute", "wait", "code", "apply", "total")
+                    f"{k}_s": figure(took.get(k)) for k in ("compute", "wait", "code", "apply", "data", "total")
                 }
                 seat = replace(seat, **names)
             seats.append(seat)

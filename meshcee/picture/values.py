@@ -109,6 +109,7 @@ class Seat:
     wait_s: float | None = None
     code_s: float | None = None  # encoding and decoding
     apply_s: float | None = None
+    data_s: float | None = None  # that samples were on their way to it
     total_s: float | None = None
 
 

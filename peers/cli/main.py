@@ -57,6 +57,7 @@ PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how tha
 RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")]
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
 Testbed = Annotated[str | None, typer.Option(help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")]
 Profiles = Annotated[
     Path | None, typer.Option(help="A file of device profiles; default: the one that ships with meshcee.")
@@ -434,6 +435,34 @@ def status(join: Join = None, as_json: Json = False) -> None:
     from peers.cli.status import run_status
 
     run_status(join, as_json=as_json)
+
+
+@app.command()
+def ui(
+    run: Annotated[
+        str | None, typer.Argument(help="A run of this machine: its id, its beginning, or last; default: all.")
+    ] = None,
+    join: Join = None,
+    port: Port = 0,
+    opens: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a mesh (--join), a run, or all runs of this machine on a page of this machine, live."""
+    from peers.cli.ui import run_ui
+
+    run_ui(run, join, port, opens=opens, as_json=as_json)
+
+
+@app.command()
+def report(
+    run: RunName = "last",
+    html: Annotated[Path | None, typer.Option(help="Write the run as one page to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run of this machine into one file: its curves, plan, events and mesh, to send to somebody."""
+    from peers.cli.ui import run_report
+
+    run_report(run, html, as_json=as_json)
 
 
 @app.command()

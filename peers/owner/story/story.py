@@ -198,6 +198,8 @@ def seen_of(observed: Observed) -> dict[str, Any]:
     }
     rates = [[a, b, round(rate)] for (a, b), rate in observed.rates.items()]
     depths = [[a, b, round(depth)] for (a, b), depth in observed.depths.items()]
+    for peer, (size, rate) in observed.fed.items():
+        members[peer]["data"] = round(size / rate, 6)
     return {"members": members, "rates": rates, "depths": depths}
 
 

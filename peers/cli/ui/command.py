@@ -1,0 +1,110 @@
+"""`meshcee ui` and `meshcee report`.
+
+The idea: --join shows a mesh, a RUN one of this machine's runs, neither of them the list of these. Nothing is written and nothing
+is asked of anybody: who looks is an observer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from meshcee.errors import UsageError
+from meshcee.files import Home, Run, disk, dumps
+from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.ui.page import self_contained
+from peers.cli.ui.sources import FolderSource, MeshSource, Source, Tail
+from peers.cli.ui.watching import needs_ui
+from peers.node import JoinOptions, join
+
+__all__ = ["run_report", "run_ui"]
+
+LISTED = 200  # runs
+LAST_BYTES = 1 << 16  # of a run's reports, which hold the last
+
+
+def run_ui(run: str | None, token: str | None, port: int, *, opens: bool, as_json: bool) -> None:
+    configure_logging(as_json=as_json, level="warning")
+    needs_ui()
+    if run is not None and token is not None:
+        raise UsageError("a RUN is of this machine, and --join shows a mesh: leave one of them out")
+    home = Home()
+    chosen = home.run(run) if run is not None else None
+    run_async(_ui(home, chosen, token, port, opens=opens, as_json=as_json), lambda: False)
+
+
+async def _ui(home: Home, run: Run | None, token: str | None, port: int, *, opens: bool, as_json: bool) -> None:
+    from peers.cli.ui.server import Site, serving
+
+    def opened(wanted: str) -> Source:
+        return FolderSource(home.run(wanted))
+
+    async def serve(source: Source | None) -> None:
+        site = Site(source, open=opened, runs=lambda: listed(home), clock=time.time)
+        async with serving(site, port):
+            say(site.address, as_json=as_json)
+            if opens:
+                await asyncio.to_thread(webbrowser.open, site.address)
+            await asyncio.Event().wait()
+
+    if token is None:
+        await serve(FolderSource(run) if run is not None else None)
+        return
+    async with join(JoinOptions(token=token, name="ui", observes=True), home) as mesh:
+        await serve(MeshSource(mesh.agent))
+
+
+def say(address: str, *, as_json: bool) -> None:
+    """Where the page is."""
+    if as_json:
+        print(dumps({"ui": address}), flush=True)
+    else:
+        Screen().print(f"the page is at {address}\nCtrl-C ends it.", soft_wrap=True)
+
+
+def listed(home: Home) -> list[dict[str, Any]]:
+    """Runs of this machine, newest first, each with its last report."""
+    found = []
+    for run in home.runs()[:LISTED]:
+        info, last = run.info, _last(run)
+        found.append(
+            {
+                "run": run.id,
+                "name": info.get("name"),
+                "state": run.state,
+                "started": info.get("started"),
+                "step": last.get("step", -1) + 1,
+                "steps": last.get("steps") or info.get("steps"),
+                "loss": last.get("loss"),
+            }
+        )
+    return found
+
+
+def _last(run: Run) -> dict[str, Any]:
+    """Of its reports the last, without reading them all."""
+    try:
+        size = run.report_file.stat().st_size
+    except OSError:
+        return {}
+    source = FolderSource(run)
+    for line in reversed(Tail(run.report_file, max(0, size - LAST_BYTES)).lines()):
+        if (report := source.report(line)) is not None:
+            return report
+    return {}
+
+
+def run_report(wanted: str, html: Path | None, *, as_json: bool) -> None:
+    if (html is None) == (not as_json):
+        raise UsageError("say what to write: --html FILE for a page, or --json for the same as data")
+    run = Home().run(wanted)
+    painter = FolderSource(run).read_all()
+    picture = painter.picture(time.time())
+    if html is None:
+        print(dumps(picture.to_json()))
+        return
+    disk.publish(html, self_contained(picture, run.id).encode())
+    print(f"{run.id}: {html}")

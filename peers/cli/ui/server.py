@@ -1,0 +1,283 @@
+"""The page over HTTP on this machine: its files, the runs that there are, and a stream of what is new.
+
+The idea: it listens on 127.0.0.1, answers GET only, and changes nothing. Another user of the machine, or a page in the same
+browser, has no token; a name that somebody makes point to this machine is no Host of ours. A slow browser gets the newest only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.files import disk
+from meshcee.picture import Painter
+from peers.cli.ui.page import FILES, POLICY, read_file
+from peers.cli.ui.sources import Source
+
+__all__ = ["EVERY_S", "Site", "serving"]
+
+log = structlog.get_logger()
+
+EVERY_S = 1.0  # between two looks at a source
+STREAMS = 16  # at a time, of all browsers
+SLOW_S = 20.0  # that a browser may take for what it is sent
+SOURCES = 8  # that are open at a time
+ENDS_WITHIN_S = 2.0
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+SECTIONS = ("mesh", "run", "plan", "limit", "helps", "moments", "gantt")  # of a picture, each sent when it has changed
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass
+class Feed:
+    """One source, and the newest of every section of its picture with a number that rises when it changes."""
+
+    source: Source
+    streams: int = 0
+    sections: dict[str, tuple[int, Any, bytes]] = field(default_factory=dict)
+    number: int = 0
+    is_new: asyncio.Condition = field(default_factory=asyncio.Condition)  # held by whoever reads or writes the painter
+
+    async def refresh(self, at: float) -> bool:
+        """Whether there is more to read at once."""
+        async with self.is_new:
+            more = await self.source.refresh()
+            picture = self.source.painter.picture(at, curves=False)
+            for name in SECTIONS:
+                value = getattr(picture, name)
+                known = self.sections.get(name)
+                if known is None or (known[1] is not value and known[1] != value):
+                    self.number += 1
+                    self.sections[name] = self.number, value, msgspec.json.encode(value)
+            self.is_new.notify_all()
+        return more
+
+
+@dataclass
+class Known:
+    """What one browser has."""
+
+    number: int = 0
+    stride: int = 0
+    points: int = 0
+
+    def news(self, feed: Feed, painter: Painter) -> bytes:
+        """What it lacks, as one JSON object; b"" when that is nothing."""
+        found = [
+            f'"{name}":'.encode() + data for name, (number, _, data) in feed.sections.items() if number > self.number
+        ]
+        self.number = feed.number
+        series = painter.series
+        if series.stride != self.stride or len(series) < self.points:
+            self.stride, self.points = series.stride, 0
+        since = max(self.points - 1, 0)
+        curves = series.curves(since)
+        if len(series) and (len(series) != self.points or found):
+            sent = {"since": since, **curves.__dict__}
+            found.append(b'"curves":' + msgspec.json.encode(sent))
+            self.points = len(series)
+        return b"{" + b",".join(found) + b"}" if found else b""
+
+
+class Site:
+    """What is served. `open` makes the source of a run by its id, MeshceeError where there is none; `runs` lists them."""
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        *,
+        open: Callable[[str], Source] | None = None,
+        runs: Callable[[], list[dict[str, Any]]] | None = None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.port = 0
+        self._open, self._runs, self._clock = open, runs, clock
+        self._feeds: dict[str, Feed] = {} if source is None else {"": Feed(source)}
+        self._is_closing = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}/?token={self.token}"
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._check], client_max_size=1024)
+        app.router.add_get("/", self._page)
+        app.router.add_get("/runs", self._list)
+        app.router.add_get("/live", self._live)
+        app.router.add_get("/picture.json", self._picture)
+        app.router.add_get("/{name}", self._file)
+        app.on_shutdown.append(self._close)
+        return app
+
+    async def _close(self, app: web.Application) -> None:
+        self._is_closing.set()
+
+    async def keep(self) -> None:
+        """Every feed that somebody looks at is brought up to date, for ever."""
+        while True:
+            for key, feed in list(self._feeds.items()):
+                if feed.streams or not key:
+                    more = True
+                    while more:
+                        try:
+                            more = await feed.refresh(self._clock())
+                        except MeshceeError as error:  # of a mesh that is not there at the moment
+                            log.debug("the page waits", error=str(error))
+                            more = False
+                elif len(self._feeds) > SOURCES:
+                    del self._feeds[key]
+            await asyncio.sleep(EVERY_S)
+
+    # -- who may ask ---------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _check(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        host = request.headers.get("Host", "").rpartition(":")
+        name = host[0] if host[1] and host[2].isdigit() else request.headers.get("Host", "")
+        if name not in HOSTS:
+            return _refused(403, "this page answers to 127.0.0.1 only: open the address that was printed")
+        if request.method not in ("GET", "HEAD"):
+            return _refused(405, "this page only shows")
+        is_foreign = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if is_foreign and (
+            request.path != "/" or "token" not in request.query
+        ):  # a link to the page may stand anywhere
+            return _refused(403, "another page may not ask for this")
+        said = request.query.get("token") or request.cookies.get(self._cookie) or ""
+        if not secrets.compare_digest(said.encode(), self.token.encode()):
+            return _refused(403, "the token is missing or wrong: open the address that was printed")
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            return _refused(error.status, error.reason)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    @property
+    def _cookie(self) -> str:
+        return f"meshcee-ui-{self.port}"
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        response = web.Response(text=read_file("index.html"), content_type="text/html")
+        if "token" in request.query:  # from now on in a cookie, which no other site's page can send
+            response.set_cookie(self._cookie, self.token, httponly=True, samesite="Strict", path="/")
+        return response
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in FILES:
+            return _refused(404, "there is no such file")
+        return web.Response(text=read_file(name), content_type=FILES[name])
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        found = await asyncio.to_thread(self._runs) if self._runs is not None else []
+        return web.Response(
+            body=msgspec.json.encode({"runs": found, "one": "" in self._feeds}), content_type="application/json"
+        )
+
+    def _feed(self, request: web.Request) -> Feed | None:
+        key = request.query.get("run", "")
+        if key not in self._feeds:
+            if self._open is None or not key:
+                return None
+            try:
+                self._feeds[key] = Feed(self._open(key))
+            except MeshceeError:
+                return None
+        return self._feeds[key]
+
+    async def _picture(self, request: web.Request) -> web.StreamResponse:
+        if (feed := self._feed(request)) is None:
+            return _refused(404, "there is no such run")
+        await feed.refresh(self._clock())
+        async with feed.is_new:
+            picture = feed.source.painter.picture(self._clock())
+        return web.Response(body=msgspec.json.encode(picture), content_type="application/json")
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events, until the browser goes or the site ends."""
+        feed = self._feed(request)
+        if feed is None:
+            return _refused(404, "there is no such run")
+        if sum(one.streams for one in self._feeds.values()) >= STREAMS:
+            return _refused(503, f"{STREAMS} pages are open: close one")
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        known = Known()
+        feed.streams += 1
+        try:
+            if not feed.sections:
+                await feed.refresh(self._clock())
+            while not self._is_closing.is_set():
+                async with feed.is_new:
+                    news = known.news(feed, feed.source.painter)
+                if news:
+                    async with asyncio.timeout(SLOW_S):
+                        await response.write(b"data: " + news + b"\n\n")
+                else:
+                    await response.write(b":\n\n")  # a browser that has gone is heard of
+                await self._next(feed)
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            feed.streams -= 1
+        return response
+
+    async def _next(self, feed: Feed) -> None:
+        """Until there may be something new, or the site ends."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(10 * EVERY_S), feed.is_new:
+                await feed.is_new.wait()
+
+
+def _refused(status: int, why: str) -> web.Response:
+    return web.Response(status=status, text=f"meshcee: {why}\n", headers=HEADERS)
+
+
+@asynccontextmanager
+async def serving(site: Site, port: int = 0) -> AsyncIterator[Site]:
+    """The site, on this port of 127.0.0.1 or a free one, while the block runs. Ends within ENDS_WITHIN_S."""
+    runner = web.AppRunner(
+        site.app(), handle_signals=False, access_log=None, shutdown_timeout=ENDS_WITHIN_S, max_line_size=4096
+    )
+    await runner.setup()
+    try:
+        listening = web.TCPSite(runner, "127.0.0.1", port)
+        try:
+            await listening.start()
+        except OSError as error:
+            raise UsageError(
+                f"--port {port}: {disk.refusal(error)}; name another port, or leave --port out for a free one"
+            ) from error
+        addresses: list[Any] = runner.addresses
+        site.port = addresses[0][1]
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(site.keep())
+            try:
+                yield site
+            finally:
+                keeping.cancel()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,180 @@
+"""Where a picture comes from: the folder of a run on this machine, a mesh that this process has joined, or both.
+
+The idea: a source is asked now and then and reads what is new, a bounded piece at a time, in a thread. What a killed owner has
+torn, or somebody else has written into the folder, is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from meshcee.errors import MeshceeError
+from meshcee.files import Run, loads
+from meshcee.picture import Painter
+from peers.mesh_view import MeshView
+
+__all__ = ["FolderSource", "MeshSource", "Source", "Tail"]
+
+CHUNK_BYTES = 4 << 20  # that is read of a file at a time
+LONGEST_BYTES = 1 << 20  # of a line; what is longer is none
+MOST_BYTES = 64 << 20  # of a file that is read in one piece
+LOOK_EVERY_S = 3.0  # between two looks at a mesh
+
+
+class Source(Protocol):
+    """`refresh` brings the painter up to date, and says whether there is more to read at once."""
+
+    painter: Painter
+
+    async def refresh(self) -> bool: ...
+
+
+class _Line(msgspec.Struct):
+    """What is drawn of a line of reports.jsonl; the rest of it is passed over at the speed of C."""
+
+    step: int
+    steps: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    norm: float | None = None
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    eta_s: float | None = None
+    limit: str = ""
+    metrics: dict[str, float | None] = {}
+
+
+class Tail:
+    """The lines of a file that grows, each once. One that is not ended yet comes when it is."""
+
+    def __init__(self, path: Path, at: int = 0) -> None:
+        self._path = path
+        self._at = at
+        self.is_behind = False
+
+    def lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read(CHUNK_BYTES)
+        except OSError:
+            return []
+        self.is_behind = len(data) == CHUNK_BYTES
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) > LONGEST_BYTES:
+            end = len(data)
+        self._at += end
+        return [line for line in data[:end].splitlines() if len(line) <= LONGEST_BYTES]
+
+
+class Whole:
+    """A file of one JSON object that is replaced now and then: what it holds, when that is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+
+    def news(self) -> dict[str, Any] | None:
+        try:
+            found = self._path.stat()
+            stamp = (found.st_mtime_ns, found.st_size)
+            if stamp == self._stamp or found.st_size > MOST_BYTES:
+                return None
+            self._stamp = stamp
+            data = loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return data if isinstance(data, dict) else None
+
+
+class FolderSource:
+    """A run of this machine, running or over. `is_live` says whether a mesh is drawn besides, which is newer than the folder's."""
+
+    def __init__(self, run: Run, painter: Painter | None = None, *, is_live: bool = False) -> None:
+        self.run = run
+        self.painter = painter or Painter()
+        self._is_live = is_live
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._reports, self._events = Tail(run.report_file), Tail(run.folder / "events.jsonl")
+        self._info, self._mesh, self._seen, self._trace = (
+            Whole(run.folder / f"{name}.json") for name in ("run", "mesh", "seen", "trace")
+        )
+
+    async def refresh(self) -> bool:
+        return await asyncio.to_thread(self.read)
+
+    def read(self) -> bool:
+        """What is new; whether there is more."""
+        painter = self.painter
+        if (info := self._info.news()) is not None:
+            with contextlib.suppress(TypeError, AttributeError):  # of a file that somebody else wrote
+                painter.begin(self.run.id, info)
+        for line in self._reports.lines():
+            if (report := self.report(line)) is not None:
+                painter.hear(report)
+        for line in self._events.lines():
+            with contextlib.suppress(ValueError):
+                if isinstance(event := loads(line), dict):
+                    painter.tell(event)
+        if (behind := self._mesh.news()) is not None:
+            status, account = behind.get("status"), behind.get("account")
+            if isinstance(status, dict) and not self._is_live:
+                with contextlib.suppress(MeshceeError, KeyError, TypeError, ValueError):
+                    painter.look({**status, "runs": ()}, float(behind.get("at", 0.0)))
+            if isinstance(account, dict):
+                painter.account(account)
+        if (seen := self._seen.news()) is not None:
+            painter.seen(seen)
+        if (trace := self._trace.news()) is not None and isinstance(events := trace.get("traceEvents"), list):
+            painter.trace(events)
+        painter.end(self.run.state, self.run.result)
+        return self._reports.is_behind or self._events.is_behind
+
+    def report(self, line: bytes) -> dict[str, Any] | None:
+        """A line of reports.jsonl; None where it is none."""
+        try:
+            return msgspec.structs.asdict(self._decoder.decode(line))
+        except msgspec.DecodeError:
+            return None
+
+    def read_all(self) -> Painter:
+        """To the end of it."""
+        while self.read():
+            pass
+        return self.painter
+
+
+class MeshSource:
+    """A mesh that this process is in, and the run of it; with a folder to read, that run's."""
+
+    def __init__(
+        self,
+        agent: MeshView,
+        run: Callable[[], Run | None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.painter = Painter()
+        self._agent = agent
+        self._run = run
+        self._folder: FolderSource | None = None
+        self._clock, self._monotonic = clock, monotonic
+        self._looked_s = float("-inf")
+
+    async def refresh(self) -> bool:
+        if self._monotonic() - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = self._monotonic()
+            status: Mapping[str, Any] = await self._agent.status()
+            self.painter.look(status, self._clock())
+        run = self._run()
+        if run is not None and (self._folder is None or self._folder.run != run):
+            self._folder = FolderSource(run, self.painter, is_live=True)
+        return await self._folder.refresh() if self._folder is not None else False
