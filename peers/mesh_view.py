@@ -257,6 +257,10 @@ class MeshView:
         """All of it as plain data, for `meshcee status`."""
         await self.directory.refresh()
         await self.elector.look()
+        return self.known()
+
+    def known(self) -> dict[str, Any]:
+        """The same, as far as it is known here, without asking anybody."""
         lease = self.elector.lease
         return {
             "peers": [

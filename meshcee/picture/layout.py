@@ -25,16 +25,22 @@ TENSOR_BYTES = 1e6  # by which regions are told apart, as for an ordinary bounda
 def places(
     peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], hints: Mapping[str, str] | None = None
 ) -> dict[str, tuple[float, float, int]]:
-    """Of each peer its place, from 0 to 1 both ways, and the number of its region. What people say joins what nobody measured."""
-    regions = _joined(find_regions(sorted(peers), links, TENSOR_BYTES), hints or {}, links)
+    """Of each peer its place, from 0 to 1 both ways, and the number of its region, or -1 where there is no telling.
+
+    What people say joins what nobody measured. Who has neither link nor region stands in a row of its own below the others.
+    """
+    linked = {peer for pair in links for peer in pair} | (hints or {}).keys()
+    apart = [peer for peer in sorted(peers) if peer not in linked] if linked else []
+    regions = _joined(find_regions(sorted({*peers} - {*apart}), links, TENSOR_BYTES), hints or {}, links)
     centres = _centres(regions, links)
-    found: dict[str, tuple[float, float, int]] = {}
+    found = {peer: (round((k + 0.5) / len(apart), 4), 1.0, -1) for k, peer in enumerate(apart)}
+    height = 0.86 if apart else 1.0
     for number, (region, (x, y)) in enumerate(zip(regions, centres)):
         alone = len(regions) == 1
-        radius = (0.36 if alone else 0.13) * (1 - 1 / len(region)) * min(1.0, 0.55 + len(region) / 12)
+        radius = (0.33 if alone else 0.14) * (1 - 1 / len(region)) * min(1.0, 0.7 + len(region) / 12)
         for k, peer in enumerate(region):
             angle = 2 * math.pi * k / len(region) - math.pi / 2
-            found[peer] = round(x + radius * math.cos(angle), 4), round(y + radius * math.sin(angle), 4), number
+            found[peer] = round(x + radius * math.cos(angle), 4), round(height * (y + 1.3 * radius * math.sin(angle)), 4), number
     return found
 
 

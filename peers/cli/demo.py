@@ -24,6 +24,7 @@ from meshcee.files import Home, dumps, loads
 from meshcee.job import Job
 from peers.cli.local import Children
 from peers.cli.session import Screen, configure_logging, load_job, run_async
+from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.view import View, view_for
 from peers.node import JoinOptions, Mesh, join
 
@@ -34,7 +35,9 @@ def _job_file() -> Path:
     return Path(meshcee.__file__).with_name("_demo_job.py")
 
 
-def run_demo(peers: int, steps: int | None, *, as_json: bool) -> None:
+def run_demo(peers: int, steps: int | None, *, ui: bool = False, as_json: bool) -> None:
+    if ui:
+        needs_ui()
     configure_logging(as_json=as_json, level="warning")
     torch.set_num_threads(1)
     console = Screen(stderr=as_json)
@@ -46,13 +49,13 @@ def run_demo(peers: int, steps: int | None, *, as_json: bool) -> None:
         return any(mesh.stop() for mesh in current)
 
     with tempfile.TemporaryDirectory(prefix="meshcee-demo-") as folder, view_for(as_json=as_json) as view:
-        ok = run_async(_demo(job, peers, Path(folder), console, view, current, as_json=as_json), polite)
+        ok = run_async(_demo(job, peers, Path(folder), console, view, current, ui=ui, as_json=as_json), polite)
     if not ok:
         raise MeshceeError("the mesh and the plain eager loop disagree; please report the lines above")
 
 
 async def _demo(
-    job: Job, count: int, folder: Path, console: Screen, view: View, current: list[Mesh], *, as_json: bool
+    job: Job, count: int, folder: Path, console: Screen, view: View, current: list[Mesh], *, ui: bool, as_json: bool
 ) -> bool:
     console.print(f"meshcee demo: {count} peer processes on this machine train a character GPT on the Python")
     console.print("standard library's source text; the owner feeds samples and computes nothing.\n")
@@ -60,13 +63,19 @@ async def _demo(
     training_s = 0.0
     async with Children(folder / "home") as children:
         token = await children.start_peers(count, threads=1)
-        async with join(JoinOptions(token=token, name="owner"), Home(folder / "home")) as mesh:
+        home = Home(folder / "home")
+        async with (
+            join(JoinOptions(token=token, name="owner"), home) as mesh,
+            page_of(mesh, home, view.note, wanted=ui) as page,
+        ):
             await mesh.agent.wait_for_devices(count)
             current.append(mesh)
             try:
-                async for report in mesh.train(job, captured=captured, stages=count, on_plan=view.plan):
+                training = mesh.train(job, captured=captured, stages=count, on_plan=view.plan, trace=page.trace)
+                async for report in training:
                     training_s += report.step_s
                     view.report(report)
+                    await page.hear(report.step, page.trace)
             finally:
                 current.clear()
             result = mesh.result

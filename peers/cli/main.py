@@ -58,6 +58,7 @@ RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
+ShowUi = Annotated[bool, typer.Option("--ui", help="Show it live on a page of this machine: `meshcee ui`.")]
 Testbed = Annotated[str | None, typer.Option(help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")]
 Profiles = Annotated[
     Path | None, typer.Option(help="A file of device profiles; default: the one that ships with meshcee.")
@@ -322,6 +323,7 @@ def train(
         bool,
         typer.Option("--verify/--no-verify", help="Compare the captured model with the module before the first step."),
     ] = True,
+    ui: ShowUi = False,
     as_json: Json = False,
 ) -> None:
     """Train a job on a mesh (--join) or inside this process (--local N)."""
@@ -351,6 +353,7 @@ def train(
             mix=mix,
             workers=workers,
             log=tuple(log or ()),
+            ui=ui,
         ),
         as_json=as_json,
     )
@@ -558,12 +561,13 @@ def local(
 def demo(
     peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers train the demo.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    ui: ShowUi = False,
     as_json: Json = False,
 ) -> None:
     """Train a character GPT on four local peers and check it against the plain PyTorch loop."""
     from peers.cli.demo import run_demo
 
-    run_demo(peers, steps, as_json=as_json)
+    run_demo(peers, steps, ui=ui, as_json=as_json)
 
 
 @checkpoint_app.command("export")

@@ -22,6 +22,7 @@ from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
+from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.view import View, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
@@ -58,6 +59,7 @@ class TrainOptions:
     mix: str | None = None
     workers: int | None = None
     log: tuple[str, ...] = ()
+    ui: bool = False
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -77,6 +79,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(f"--trace: there is no folder {options.trace.parent}")
     if options.plan is not None and options.stages is not None:
         raise UsageError("--plan says how many stages there are: leave --stages out")
+    if options.ui:
+        needs_ui()
     given = read_plan(options.plan) if options.plan is not None else None
     loggers = called(options.log)  # a library that is missing is told of before anything runs
     configure_logging(as_json=as_json, level="warning")
@@ -157,7 +161,8 @@ async def _train(
     current: list[Mesh],
     loggers: Sequence[Callback],
 ) -> Result | None:
-    async with join(where, Home()) as mesh:
+    home = Home()
+    async with join(where, home) as mesh, page_of(mesh, home, view.note, wanted=options.ui) as page:
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
@@ -180,7 +185,7 @@ async def _train(
                 return None
             resume, after = followed
         try:
-            trace = Trace() if options.trace is not None else None
+            trace = Trace() if options.trace is not None else page.trace
             async for report in mesh.train(
                 job,
                 captured=captured,
@@ -195,6 +200,7 @@ async def _train(
                 callbacks=loggers,
             ):
                 view.report(report)
+                await page.hear(report.step, trace)
             if trace is not None and options.trace is not None:
                 await asyncio.to_thread(trace.write, options.trace)
                 for note in (*trace.notes, f"trace of a few steps in {options.trace}: open it at ui.perfetto.dev"):

@@ -60,6 +60,11 @@ class Trace:
         self.notes.clear()  # the plan before has left no other trace either
         self._first = max(first_step, min(first_step + FIRST, steps - COUNT))
 
+    @property
+    def last(self) -> int:
+        """The last step that is traced."""
+        return self._first + COUNT - 1
+
     async def ask(self, round: Round, members: Sequence[Outbox]) -> Round:
         """The step as it goes to the members, traced or not; until the last traced one their clocks are asked first."""
         if round.step < self._first + COUNT:

@@ -18,7 +18,9 @@ from typing import Any
 
 import aiohttp
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 WHY_NOT = "no Chromium is installed: apt-get install chromium"
 WITHIN_S = 60.0
 
@@ -83,7 +85,8 @@ class Page:
     async def look(self, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
         """As it is in a window of this width."""
         await self.call(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -95,7 +98,10 @@ class Page:
         options: dict[str, Any] = {"format": "png"}
         if whole:
             size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            options |= {"captureBeyondViewport": True, "clip": {"x": 0, "y": 0, **{k: size[k] for k in ("width", "height")}, "scale": 1}}
+            options |= {
+                "captureBeyondViewport": True,
+                "clip": {"x": 0, "y": 0, **{k: size[k] for k in ("width", "height")}, "scale": 1},
+            }
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", **options))["data"]))
 
 

@@ -6,6 +6,6 @@ extra `ui`), and the page itself (page, static/).
 
 from peers.cli.ui.command import run_report, run_ui
 from peers.cli.ui.page import self_contained
-from peers.cli.ui.watching import Watching, watching
+from peers.cli.ui.watching import page_of
 
-__all__ = ["Watching", "run_report", "run_ui", "self_contained", "watching"]
+__all__ = ["page_of", "run_report", "run_ui", "self_contained"]

@@ -127,7 +127,13 @@ class Site:
         return app
 
     async def _close(self, app: web.Application) -> None:
+        """Everybody is sent the last of it, and told that this is all."""
         self._is_closing.set()
+        with suppress(MeshceeError, TimeoutError):
+            async with asyncio.timeout(ENDS_WITHIN_S / 2):
+                for feed in self._feeds.values():
+                    if feed.streams:
+                        await feed.refresh(self._clock())
 
     async def keep(self) -> None:
         """Every feed that somebody looks at is brought up to date, for ever."""
@@ -230,7 +236,9 @@ class Site:
         try:
             if not feed.sections:
                 await feed.refresh(self._clock())
-            while not self._is_closing.is_set():
+            is_last = False
+            while not is_last:
+                is_last = self._is_closing.is_set()
                 async with feed.is_new:
                     news = known.news(feed, feed.source.painter)
                 if news:
@@ -238,7 +246,10 @@ class Site:
                         await response.write(b"data: " + news + b"\n\n")
                 else:
                     await response.write(b":\n\n")  # a browser that has gone is heard of
-                await self._next(feed)
+                if is_last:
+                    await response.write(b"event: over\ndata: {}\n\n")
+                else:
+                    await self._next(feed)
         except (ConnectionError, TimeoutError):
             pass
         finally:

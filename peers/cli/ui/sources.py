@@ -152,18 +152,20 @@ class FolderSource:
 
 
 class MeshSource:
-    """A mesh that this process is in, and the run of it; with a folder to read, that run's."""
+    """A mesh that this process is in, and a run of its own once `run` names it. `listens`: nobody is asked, as beside training."""
 
     def __init__(
         self,
         agent: MeshView,
         run: Callable[[], Run | None] = lambda: None,
         *,
+        listens: bool = False,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.painter = Painter()
         self._agent = agent
+        self._listens = listens
         self._run = run
         self._folder: FolderSource | None = None
         self._clock, self._monotonic = clock, monotonic
@@ -172,7 +174,7 @@ class MeshSource:
     async def refresh(self) -> bool:
         if self._monotonic() - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = self._monotonic()
-            status: Mapping[str, Any] = await self._agent.status()
+            status: Mapping[str, Any] = self._agent.known() if self._listens else await self._agent.status()
             self.painter.look(status, self._clock())
         run = self._run()
         if run is not None and (self._folder is None or self._folder.run != run):

@@ -5,6 +5,8 @@ The idea: the page is optional in two ways: it needs the extra `ui`, and whateve
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,11 +14,10 @@ from contextlib import asynccontextmanager
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run
 from peers.cli.ui.sources import MeshSource
-from peers.mesh_view import MeshView
+from peers.measure import Trace
+from peers.node import Mesh
 
-__all__ = ["Watching", "needs_ui", "watching"]
-
-Watching = Callable[[str], None]  # is given the address of the page
+__all__ = ["Shown", "needs_ui", "page_of"]
 
 
 def needs_ui() -> None:
@@ -27,17 +28,38 @@ def needs_ui() -> None:
         raise UsageError("a page needs a library that is not installed: pip install 'meshcee[ui]'") from error
 
 
+class Shown:
+    """What training does for its page: a few steps are traced, and put into the run's folder once they are complete."""
+
+    def __init__(self, mesh: Mesh, home: Home, trace: Trace | None) -> None:
+        self.trace = trace
+        self._mesh = mesh
+        self._home = home
+        self._written = -1  # the last traced step of the trace that was written
+
+    def run(self) -> Run | None:
+        """The one that trains, once it has a folder."""
+        found = self._mesh.result.run
+        return Run(self._home.folder / "runs" / found) if found is not None else None
+
+    async def hear(self, step: int, trace: Trace | None) -> None:
+        """A step is done. A plan that changes starts the trace afresh."""
+        if trace is None or step < trace.last or trace.last == self._written or (run := self.run()) is None:
+            return
+        self._written = trace.last
+        with contextlib.suppress(UsageError):  # of a disk that refuses
+            await asyncio.to_thread(trace.write, run.folder / "trace.json")
+
+
 @asynccontextmanager
-async def watching(
-    agent: MeshView, home: Home, run: Callable[[], str | None], say: Watching, port: int = 0
-) -> AsyncIterator[None]:
-    """The page of this mesh, and of the run that `run` names once there is one, while the block runs."""
-    needs_ui()
+async def page_of(mesh: Mesh, home: Home, say: Callable[[str], None], *, wanted: bool) -> AsyncIterator[Shown]:
+    """The page of this mesh and of what trains on it while the block runs, if it is wanted; `say` is told where it is."""
+    if not wanted:
+        yield Shown(mesh, home, None)
+        return
     from peers.cli.ui.server import Site, serving
 
-    def of_now() -> Run | None:
-        return Run(home.folder / "runs" / found) if (found := run()) is not None else None
-
-    async with serving(Site(MeshSource(agent, of_now), clock=time.time), port) as site:
-        say(site.address)
-        yield
+    shown = Shown(mesh, home, Trace())
+    async with serving(Site(MeshSource(mesh.agent, shown.run, listens=True), clock=time.time)) as site:
+        say(f"the page is at {site.address}")
+        yield shown

@@ -129,10 +129,7 @@ class Story(Callback):
     async def _look(self, training: Training) -> None:
         """At the mesh, and at what stands behind the plan."""
         plan, request = self._plan, training.request
-        found: dict[str, Any] = {}
-        with contextlib.suppress(MeshceeError, TimeoutError):
-            async with asyncio.timeout(EVERY_S):
-                found["status"] = await self._agent.status()
+        found: dict[str, Any] = {"status": self._agent.known()}
         if plan is not None:
             measured = self._agent.measured(plan.peers)
             measured = replace(measured, times=request.times, feeds=request.feeds)

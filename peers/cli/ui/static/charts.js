@@ -3,13 +3,22 @@ import { byId, number, show } from "./dom.js";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// Up to a third above what nearly all points are: one odd step does not flatten the rest.
+function clipped(plot, scale, high) {
+  const [from, to] = plot.series[0].idxs || [0, plot.data[0].length - 1];
+  const values = plot.data.flatMap((column, k) => (k && (plot.series[k].scale === scale) ? column.slice(from, to + 1).filter((value) => value !== null) : []));
+  values.sort((a, b) => a - b);
+  const usual = values.length ? values[Math.floor(0.97 * (values.length - 1))] : high;
+  return [0, Math.min(high, 1.35 * usual) || 1];
+}
+
 function options(host, lines, settings) {
   const grid = { stroke: colour("--line"), width: 1 };
   const axis = { stroke: colour("--muted"), grid, ticks: grid, font: "11px system-ui, sans-serif" };
   const scales = { x: { time: false } };
-  const axes = [{ ...axis, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) }];
+  const axes = [{ ...axis, size: 30, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) }];
   for (const [index, scale] of [...new Set(lines.map((line) => line.scale || "y"))].entries()) {
-    scales[scale] = settings.log ? { distr: 3 } : {};
+    scales[scale] = settings.log ? { distr: 3 } : settings.clips ? { range: (plot, low, high) => clipped(plot, scale, high) } : {};
     axes.push({ ...axis, scale, side: index ? 1 : 3, size: 62, grid: index ? { show: false } : grid,
       values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) });
   }
@@ -19,11 +28,13 @@ function options(host, lines, settings) {
       dash: line.dash, spanGaps: Boolean(line.gaps), points: { show: Boolean(line.gaps), size: 5 }, value: (_, value) => number(value) });
   }
   const bands = lines.flatMap((line, k) => (line.band ? [{ series: [k + 1, line.band], fill: colour("--band") }] : []));
-  return { width: host.clientWidth || 300, height: host.clientHeight || 200, scales, axes, series, bands,
+  return { width: host.clientWidth || 300, height: Math.max(90, (host.clientHeight || 200) - LEGEND), scales, axes, series, bands,
     cursor: { drag: { x: true, y: false }, sync: settings.sync ? { key: "steps" } : undefined, points: { size: 6 } }, legend: { live: true } };
 }
 
-export class Chart {
+const LEGEND = 30; // pixels below a chart
+
+class Chart {
   constructor(id, lines, settings = {}) {
     this.host = byId(id);
     this.lines = lines;
@@ -59,8 +70,7 @@ export class Chart {
       if (this.host.clientWidth && this.data[0].length) this.again();
       return;
     }
-    const legend = this.host.querySelector(".u-legend");
-    const height = Math.max(90, this.host.clientHeight - (legend ? legend.offsetHeight : 0));
+    const height = Math.max(90, this.host.clientHeight - LEGEND);
     if (this.plot.width !== this.host.clientWidth || this.plot.height !== height) {
       this.plot.setSize({ width: this.host.clientWidth, height });
     }
@@ -80,7 +90,7 @@ export class Curves {
       ], { sync: true }), ["loss_low", "loss_high", "loss"]],
       [new Chart("speed", [
         { label: "samples/s", colour: "--apply" }, { label: "s a step", colour: "--data", scale: "s" },
-      ], { sync: true }), ["samples_per_s", "step_s"]],
+      ], { sync: true, clips: true }), ["samples_per_s", "step_s"]],
       [new Chart("rate", [
         { label: "learning rate", colour: "--code" }, { label: "norm", colour: "--data", scale: "norm" },
       ], { sync: true }), ["lr", "norm"]],

@@ -1,27 +1,28 @@
 // The mesh: a map of its regions, its links as a heat map, its peers as a table.
-import { bytes, byId, duration, el, fill, number, percent, rate, seconds, show, svg } from "./dom.js";
+import { bytes, byId, clock, duration, el, fill, number, percent, rate, seconds, show, svg } from "./dom.js";
 
-const W = 600, H = 340;
+const W = 460, H = 290;
 let chosen = null; // the cell that is read, by its two peers
 
-export function drawMesh(mesh, plan) {
+export function drawMesh(mesh, plan, at) {
   const some = Boolean(mesh && mesh.peers.length);
   for (const id of ["card-map", "card-peers"]) show(id, some);
   show("card-links", some && mesh.links.length > 0);
   if (!some) return;
-  drawMap(mesh, plan);
+  drawMap(mesh, plan, at);
   drawLinks(mesh);
   drawPeers(mesh, plan);
 }
 
-function drawMap(mesh, plan) {
+function drawMap(mesh, plan, at) {
   const seats = new Map((plan ? plan.seats : []).map((seat) => [seat.peer, seat]));
-  const at = new Map(mesh.peers.map((peer) => [peer.peer, [30 + peer.x * (W - 60), 28 + peer.y * (H - 62)]]));
+  const spot = new Map(mesh.peers.map((peer) => [peer.peer, [30 + peer.x * (W - 60), 28 + peer.y * (H - 62)]]));
   const shapes = [];
   const areas = new Map();
   for (const peer of mesh.peers) areas.set(peer.area, [...(areas.get(peer.area) || []), peer]);
-  for (const peers of areas.values()) {
-    const xs = peers.map((peer) => at.get(peer.peer)[0]), ys = peers.map((peer) => at.get(peer.peer)[1]);
+  for (const [area, peers] of areas) {
+    if (area < 0) continue;
+    const xs = peers.map((peer) => spot.get(peer.peer)[0]), ys = peers.map((peer) => spot.get(peer.peer)[1]);
     const x = Math.min(...xs) - 26, y = Math.min(...ys) - 24, width = Math.max(...xs) - x + 26, height = Math.max(...ys) - y + 34;
     const hint = peers.map((peer) => peer.region).find((region) => region);
     shapes.push(svg("rect", { class: "area", x, y, width, height, rx: 18 }));
@@ -31,13 +32,13 @@ function drawMap(mesh, plan) {
   const between = new Map();
   for (const link of mesh.links) {
     const a = mesh.peers.find((peer) => peer.peer === link.source), b = mesh.peers.find((peer) => peer.peer === link.target);
-    if (!a || !b || a.area >= b.area) continue;
+    if (!a || !b || a.area < 0 || a.area >= b.area) continue;
     const key = `${a.area} ${b.area}`;
     if (!between.has(key)) between.set(key, { a, b, all: [] });
     between.get(key).all.push(link.latency_s);
   }
   for (const { a, b, all } of between.values()) {
-    const middle = (area) => { const of = areas.get(area).map((peer) => at.get(peer.peer)); return [0, 1].map((k) => of.reduce((sum, place) => sum + place[k], 0) / of.length); };
+    const middle = (area) => { const of = areas.get(area).map((peer) => spot.get(peer.peer)); return [0, 1].map((k) => of.reduce((sum, place) => sum + place[k], 0) / of.length); };
     const [x1, y1] = middle(a.area), [x2, y2] = middle(b.area);
     all.sort((u, v) => u - v);
     shapes.push(svg("line", { class: "far", x1, y1, x2, y2 }));
@@ -45,14 +46,14 @@ function drawMap(mesh, plan) {
   }
   for (const seat of seats.values()) {
     for (const next of seats.values()) {
-      if (next.pipeline !== seat.pipeline || next.stage !== seat.stage + 1 || !at.has(seat.peer) || !at.has(next.peer)) continue;
-      const [x1, y1] = at.get(seat.peer), [x2, y2] = at.get(next.peer);
+      if (next.pipeline !== seat.pipeline || next.stage !== seat.stage + 1 || !spot.has(seat.peer) || !spot.has(next.peer)) continue;
+      const [x1, y1] = spot.get(seat.peer), [x2, y2] = spot.get(next.peer);
       const link = links.get(`${seat.peer} ${next.peer}`);
       shapes.push(svg("line", { class: "flow", x1, y1, x2, y2 }, svg("title", {}, `${seat.name} to ${next.name}${link ? `: ${seconds(link.latency_s)}, ${rate(link.bandwidth_bytes_per_s)}` : ""}`)));
     }
   }
   for (const peer of mesh.peers) {
-    const [x, y] = at.get(peer.peer), seat = seats.get(peer.peer);
+    const [x, y] = spot.get(peer.peer), seat = seats.get(peer.peer);
     const kind = seat ? "works" : peer.device ? peer.state : "looks";
     shapes.push(svg("g", { class: `peer ${kind}` },
       svg("title", {}, `${peer.name}: ${seat ? `stage ${seat.label}` : peer.device ? peer.state : "lends no device"}${peer.device ? `, ${peer.device}` : ""}`),
@@ -61,9 +62,10 @@ function drawMap(mesh, plan) {
       svg("text", { class: "label", x, y: y + 4, "text-anchor": "middle" }, seat ? seat.label : ""),
       mesh.peers.length <= 24 ? svg("text", { class: "name", x, y: y + 26, "text-anchor": "middle" }, short(peer.name)) : null));
   }
-  fill(byId("map"), svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `Map of ${mesh.peers.length} peers in ${areas.size} regions` }, shapes));
+  fill(byId("map"), svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `Map of ${mesh.peers.length} peers in ${[...areas.keys()].filter((area) => area >= 0).length} regions` }, shapes));
   const who = mesh.peers.find((peer) => peer.peer === mesh.coordinator);
-  byId("map-about").textContent = who ? `Distance is latency between regions. ${who.name} coordinates, term ${mesh.term}.` : "Distance is latency between regions. Nobody coordinates at the moment.";
+  const then = at && at - mesh.at > 60 ? ` As it was at ${clock(mesh.at)}.` : "";
+  byId("map-about").textContent = (who ? `Distance is latency between regions. ${who.name} coordinates, term ${mesh.term}.` : "Distance is latency between regions. Nobody coordinates at the moment.") + then;
 }
 
 export const short = (name, most = 14) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);

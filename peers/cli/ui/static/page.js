@@ -16,13 +16,21 @@ function hear(news) {
   if (news.run !== undefined || news.plan !== undefined || news.mesh !== undefined) drawHead();
   if (news.limit !== undefined || news.helps !== undefined) drawLimit();
   if (news.plan !== undefined) drawPlan(picture.plan);
-  if (news.mesh !== undefined || news.plan !== undefined) drawMesh(picture.mesh, picture.plan);
+  if (news.mesh !== undefined || news.plan !== undefined) drawMesh(picture.mesh, picture.plan, picture.at);
   if (news.moments !== undefined) drawMoments();
   if (news.gantt !== undefined) drawGantt(picture.gantt);
   if (news.curves) {
     curves = curves || new Curves();
     curves.hear(news.curves);
   }
+  pair();
+}
+
+// Cards stand in pairs; the last of an odd number takes the row.
+function pair() {
+  const cards = [...document.querySelectorAll(".card.half")];
+  const shown = cards.filter((card) => !card.hidden);
+  for (const card of cards) card.classList.toggle("alone", shown.length % 2 === 1 && card === shown[shown.length - 1]);
 }
 
 function drawHead() {
@@ -93,6 +101,10 @@ function listen(run) {
     }
     hear(JSON.parse(event.data));
   };
+  stream.addEventListener("over", () => {
+    stream.close();
+    byId("foot").textContent = "What was shown has ended; this is the last of it. `meshcee ui` opens a run again.";
+  });
   stream.onerror = () => {
     link = stream.readyState === EventSource.CLOSED ? "the page's server has ended" : "no connection, trying again";
     drawHead();
@@ -120,7 +132,7 @@ function themes() {
 
 async function begin() {
   themes();
-  byId("link-what").addEventListener("change", () => drawMesh(picture.mesh, picture.plan));
+  byId("link-what").addEventListener("change", () => drawMesh(picture.mesh, picture.plan, picture.at));
   byId("log").addEventListener("change", (event) => curves && curves.logarithmic(event.target.checked));
   const given = byId("picture");
   if (given) {
