@@ -17,7 +17,8 @@ __all__ = ["expected_gantt", "gantt_of"]
 
 MOST_SPANS = 20_000
 MOST_LANES = 256
-KINDS = {"F": "F", "B": "B", "W": "W", "apply": "O", "O": "O", "send": "send", "encode": "code", "decode": "code"}
+# By what a trace calls it. A stage may do its gradients in one piece, or all of a micro-batch.
+KINDS = {**dict.fromkeys("FBW"), "FB": None, "BW": None, "FBW": None, "apply": "O", "encode": "code", "decode": "code"}
 COMPUTE = ("F", "B", "W", "O")
 
 Spans = list[tuple[str, int, float, float]]
@@ -36,10 +37,16 @@ def gantt_of(events: Sequence[Mapping[str, Any]]) -> Gantt | None:
         if event.get("name") == "process_name" and len(names) < 2 * MOST_LANES:
             names[process] = str(args.get("name", ""))[:128]
         start, length = figure(event.get("ts")), figure(event.get("dur"))
-        kind, step, micro = KINDS.get(str(event.get("cat"))), args.get("step"), args.get("micro")
-        if kind is None or start is None or length is None or not isinstance(step, int) or not isinstance(micro, int):
+        of, step, micro = str(event.get("cat")), args.get("step"), args.get("micro")
+        if (
+            of not in KINDS
+            or start is None
+            or length is None
+            or not isinstance(step, int)
+            or not isinstance(micro, int)
+        ):
             continue
-        span = (kind, micro, round(start / 1e6, 7), round((start + length) / 1e6, 7))
+        span = (KINDS[of] or of, micro, round(start / 1e6, 7), round((start + length) / 1e6, 7))
         found.setdefault((step, process), []).append(span)
     steps = sorted({step for step, process in found if names.get(process, "").endswith(": measured")})
     if not steps:
@@ -65,7 +72,7 @@ def _gantt(step: int, lanes: Sequence[Lane]) -> Gantt:
 
 
 def _zero(lanes: Iterable[Spans]) -> float:
-    return min((start for lane in lanes for kind, _, start, _ in lane if kind == "F"), default=0.0)
+    return min((start for lane in lanes for kind, _, start, _ in lane if kind.startswith("F")), default=0.0)
 
 
 def _moved(spans: Spans, zero_s: float) -> tuple[tuple[str, int, float, float], ...]:

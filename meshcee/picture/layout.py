@@ -40,7 +40,11 @@ def places(
         radius = (0.33 if alone else 0.14) * (1 - 1 / len(region)) * min(1.0, 0.7 + len(region) / 12)
         for k, peer in enumerate(region):
             angle = 2 * math.pi * k / len(region) - math.pi / 2
-            found[peer] = round(x + radius * math.cos(angle), 4), round(height * (y + 1.3 * radius * math.sin(angle)), 4), number
+            found[peer] = (
+                round(x + radius * math.cos(angle), 4),
+                round(height * (y + 1.3 * radius * math.sin(angle)), 4),
+                number,
+            )
     return found
 
 

@@ -63,6 +63,7 @@ class Page:
         for name in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{name}.enable")
         await self.call("Page.navigate", url=address)
+        await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def value(self, expression: str) -> Any:
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -114,6 +115,7 @@ async def a_page(folder: Path) -> AsyncIterator[Page]:
         "--remote-debugging-port=0", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars",
         f"--user-data-dir={folder / 'profile'}", "about:blank",
     ]  # fmt: skip
+    folder.mkdir(exist_ok=True)
     log = (folder / "chromium.log").open("wb")
     process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     log.close()

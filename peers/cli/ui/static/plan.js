@@ -2,7 +2,8 @@
 import { bytes, byId, el, fill, legend, number, percent, rate, seconds, show, svg } from "./dom.js";
 
 const TIMES = [["compute", "compute"], ["code", "encode, decode"], ["apply", "optimizer"], ["data", "samples from the owner"], ["wait", "wait"], ["rest", "the rest"]];
-const WORK = [["F", "forward"], ["B", "input gradient"], ["W", "weight gradient"], ["O", "optimizer"], ["send", "send"]];
+const WORK = [["F", "forward"], ["B", "input gradient"], ["W", "weight gradient"], ["O", "optimizer"],
+  ["BW", "gradients in one"], ["FBW", "all in one"], ["FB", "forward and input gradient"], ["code", "encode, decode"]];
 
 export function drawPlan(plan) {
   show("card-plan", Boolean(plan));
@@ -84,7 +85,8 @@ export function drawGantt(gantt) {
   show("card-gantt", lanes.length > 0);
   if (!lanes.length) return;
   const both = lanes.some((lane) => lane.measured.length);
-  legend(byId("gantt-legend"), WORK.slice(0, both ? 5 : 4));
+  const there = new Set(lanes.flatMap((lane) => [...lane.expected, ...lane.measured].map((span) => span[0])));
+  legend(byId("gantt-legend"), WORK.filter(([work]) => there.has(work)));
   const left = 150, width = 1000, row = 14, gap = 10, tall = both ? 2 * row + gap : row + gap;
   const scale = width / (gantt.end_s || 1);
   const shapes = [];

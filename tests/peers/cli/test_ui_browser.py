@@ -1,0 +1,116 @@
+"""The page in a real browser: a mesh trains, a peer is killed, the page shows loss, event and new plan; hostile names stay text.
+
+Pictures of it are in pytest's folder of the test. The one of docs/ is written where MESHCEE_DOCS_PICTURE says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshcee.files import Home
+from peers.cli.ui.page import self_contained
+from peers.cli.ui.server import Site, serving
+from peers.cli.ui.sources import FolderSource
+from peers.cli.ui.watching import page_of
+from tests.peers.cli.test_ui import HOSTILE, hostile_picture
+from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
+from tests.rig.browser import BROWSER, WHY_NOT, a_page
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
+
+STEPS, KILLED_AT = 100, 40
+HAS_CURVE = "(() => { const c = document.querySelector('#loss canvas'); return c && c.width > 100; })()"
+SEATS = "[...document.querySelectorAll('#pipelines .member strong')].map((e) => e.textContent).join(' ')"
+MOMENTS = "document.getElementById('moments').innerText"
+
+
+async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
+    home, said = Home(tmp_path / "home"), list[str]()
+    job = replace(job_of(), steps=STEPS, checkpoint_every=0)
+    async with (
+        a_page(tmp_path) as page,
+        a_mesh(home, 4) as (here, mesh),
+        page_of(mesh, home, said.append, wanted=True) as shown,
+    ):
+        await page.open(said[0].removeprefix("the page is at "))
+        killed = ""
+        async for report in mesh.train(job, captured=captured_job(), stages=4, trace=shown.trace):
+            await shown.hear(report.step, shown.trace)
+            await asyncio.sleep(0.05)  # a model of this size would be over before anybody looks
+            if report.step == KILLED_AT - 20:
+                await page.until(HAS_CURVE)
+                names = await page.until(SEATS)
+                assert sorted(names.split()) == ["p0", "p1", "p2", "p3"]
+            if report.step == KILLED_AT:
+                killed = stage_of(here, mesh, 1)
+                here.crash(killed)
+        assert killed
+        await page.until(f"{MOMENTS}.includes('{killed} was lost')")
+        await page.until(f"{MOMENTS}.includes('goes on without {killed}')")
+        left = await page.until(f"(() => {{ const s = {SEATS}; return !s.includes('{killed}') && s; }})()")
+        assert len(left.split()) == 3
+        await page.until(f"document.getElementById('tiles').innerText.includes('{STEPS} / {STEPS}')")
+        for name in ("card-map", "card-links", "card-memory", "card-gantt", "card-peers", "card-limit"):
+            assert await page.value(f"!document.getElementById('{name}').hidden"), name
+        for name, dark, width in (("light", False, 1280), ("dark", True, 1280), ("phone", False, 390)):
+            await page.look(dark=dark, width=width)
+            assert await page.value("document.documentElement.scrollWidth <= innerWidth"), f"{name} scrolls sideways"
+            await page.picture(tmp_path / f"ui-{name}.png")
+        await page.look(width=1280, height=1000)
+        await page.picture(tmp_path / "ui.png", whole=False)
+        points = await page.value("document.querySelectorAll('*').length")
+        assert points < 3000
+    assert mesh.result.losses
+    if wanted := os.environ.get("MESHCEE_DOCS_PICTURE"):
+        shutil.copy(tmp_path / "ui.png", wanted)
+    assert page.errors == []
+    asked = {address.split("/")[2] for address in page.asked if address.startswith("http")}
+    assert len(asked) == 1
+    assert asked.pop().startswith("127.0.0.1:")
+
+
+async def test_the_page_says_the_last_and_that_it_is_over(tmp_path: Path) -> None:
+    home, said = Home(tmp_path / "home"), list[str]()
+    async with a_page(tmp_path) as page:
+        async with a_mesh(home, 2) as (_, mesh), page_of(mesh, home, said.append, wanted=True):
+            await page.open(said[0].removeprefix("the page is at "))
+            await page.until("document.getElementById('state').textContent")
+            async for _ in mesh.train(job_of(), captured=captured_job(), stages=2):
+                pass
+        await page.until("document.getElementById('foot').textContent.includes('has ended')")
+        assert await page.value("document.getElementById('state').textContent") == "done"
+    async with (
+        a_page(tmp_path / "again") as page,
+        serving(Site(FolderSource(home.run("last")), clock=time.time)) as site,
+    ):
+        await page.open(site.address)
+        await page.until("document.getElementById('state').textContent === 'done'")
+        await page.until(HAS_CURVE)
+        await page.value("document.getElementById('theme').focus()")
+        await page.call(
+            "Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+        )
+        await page.until("document.documentElement.dataset.theme === 'light'")
+        assert page.errors == []
+
+
+async def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    file.write_text(self_contained(hostile_picture(), HOSTILE))
+    async with a_page(tmp_path) as page:
+        await page.open(f"file://{file}")
+        await page.until(HAS_CURVE)
+        await page.until("document.querySelector('#metrics canvas') !== null")
+        assert await page.value("document.querySelectorAll('img').length") == 0
+        assert await page.value("document.querySelectorAll('script').length") == 3
+        assert HOSTILE in await page.value("document.getElementById('peers').textContent")
+        assert HOSTILE in await page.value("document.getElementById('moments').textContent")
+        assert page.errors == []
+        assert len(page.asked) == 1
