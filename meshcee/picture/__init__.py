@@ -8,6 +8,7 @@ from meshcee.picture.account import account_of
 from meshcee.picture.gantt import gantt_of
 from meshcee.picture.layout import places
 from meshcee.picture.painter import Painter
+from meshcee.picture.planned import picture_of_plan
 from meshcee.picture.series import Series
 from meshcee.picture.values import VERSION, Mesh, Moment, Picture, PlanView, RunView
 
@@ -22,5 +23,6 @@ __all__ = [
     "Series",
     "account_of",
     "gantt_of",
+    "picture_of_plan",
     "places",
 ]

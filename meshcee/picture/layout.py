@@ -39,7 +39,7 @@ def places(
         alone = len(regions) == 1
         radius = (0.33 if alone else 0.14) * (1 - 1 / len(region)) * min(1.0, 0.7 + len(region) / 12)
         for k, peer in enumerate(region):
-            angle = 2 * math.pi * k / len(region) - math.pi / 2
+            angle = 2 * math.pi * k / len(region) - (math.pi / 2 if len(region) > 2 else math.pi)
             found[peer] = (
                 round(x + radius * math.cos(angle), 4),
                 round(height * (y + 1.3 * radius * math.sin(angle)), 4),

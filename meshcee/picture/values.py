@@ -236,6 +236,7 @@ class Picture:
     curves: Curves = field(default_factory=Curves)
     moments: tuple[Moment, ...] = ()  # the newest last
     gantt: Gantt | None = None
+    words: str = ""  # of a plan that nobody trains by yet: every figure behind it
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self.__dict__)

@@ -451,7 +451,7 @@ def ui(
     as_json: Json = False,
 ) -> None:
     """Show a mesh (--join), a run, or all runs of this machine on a page of this machine, live."""
-    from peers.cli.ui import run_ui
+    from peers.cli.ui.command import run_ui
 
     run_ui(run, join, port, opens=opens, as_json=as_json)
 
@@ -463,7 +463,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a run of this machine into one file: its curves, plan, events and mesh, to send to somebody."""
-    from peers.cli.ui import run_report
+    from peers.cli.ui.command import run_report
 
     run_report(run, html, as_json=as_json)
 

@@ -7,9 +7,9 @@ peers/cli/live_plan.py has asked it.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def run_plan(
     html: Path | None = None,
 ) -> None:
     from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
-    from meshcee.show import comparison_text, explain, plan_page
+    from meshcee.show import comparison_text, explain
 
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
@@ -84,9 +84,11 @@ def run_plan(
         extra["comparison"] = found.to_json()
         table = "\n\n" + comparison_text(found, names)
     if html is not None:
-        page = plan_page(best, cluster, workload, text + table, f"meshcee plan: {title}")
-        shown = _named(page, {peer: escape(name) for peer, name in names.items()})
-        disk.publish(html, shown.encode())
+        from meshcee.picture import picture_of_plan
+        from peers.cli.ui import self_contained
+
+        picture = picture_of_plan(best, cluster, workload, names, _named(text, names) + table, time.time())
+        disk.publish(html, self_contained(picture, f"meshcee plan: {title}").encode())
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:

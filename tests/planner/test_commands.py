@@ -1,6 +1,7 @@
 """`meshcee plan` and `meshcee simulate` as a user types them: no torch, no hivemind."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from meshcee.errors import UsageError
 from meshcee.figures.scenario import packaged
+from meshcee.picture import Picture
 from meshcee.plan import Plan
 from peers.cli.main import app
 
@@ -68,8 +70,13 @@ def test_explain_names_every_figure_and_every_device(tmp_path: Path) -> None:
     for name in ("cloud-a100-40-0", "edge-rtx-3090-1", "end-rtx-2080-1"):
         assert name in text
         assert name in html
-    assert html.count("<svg") == 2
-    assert "<script" not in html
+    (data,) = re.findall(r'id="picture">(.*?)</script>', html)
+    picture = Picture.from_json(json.loads(data)["picture"])
+    assert picture.mesh is not None
+    assert len(picture.mesh.peers) == 6
+    assert picture.gantt is not None
+    assert len(picture.gantt.lanes) == len(picture.plan.seats) == 4  # type: ignore[union-attr]
+    assert "lower bound" in picture.words
 
 
 def test_short_output_says_who_does_what() -> None:

@@ -19,7 +19,7 @@ from peers.cli.ui.page import self_contained
 from peers.cli.ui.server import Site, serving
 from peers.cli.ui.sources import FolderSource
 from peers.cli.ui.watching import page_of
-from tests.peers.cli.test_ui import HOSTILE, hostile_picture
+from tests.peers.cli.test_page import HOSTILE, hostile_picture
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
 from tests.rig.browser import BROWSER, WHY_NOT, a_page
 

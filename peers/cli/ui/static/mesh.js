@@ -65,7 +65,7 @@ function drawMap(mesh, plan, at) {
   fill(byId("map"), svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `Map of ${mesh.peers.length} peers in ${[...areas.keys()].filter((area) => area >= 0).length} regions` }, shapes));
   const who = mesh.peers.find((peer) => peer.peer === mesh.coordinator);
   const then = at && at - mesh.at > 60 ? ` As it was at ${clock(mesh.at)}.` : "";
-  byId("map-about").textContent = (who ? `Distance is latency between regions. ${who.name} coordinates, term ${mesh.term}.` : "Distance is latency between regions. Nobody coordinates at the moment.") + then;
+  byId("map-about").textContent = `Distance is latency between regions.${who ? ` ${who.name} coordinates, term ${mesh.term}.` : ""}${then}`;
 }
 
 export const short = (name, most = 14) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);

@@ -7,6 +7,7 @@ import { drawRuns, listRuns } from "./runs.js";
 
 const picture = {};
 let curves = null;
+let named = ""; // what the file is called that the page stands in
 let link = ""; // of the page to its server: "" while it is well, or what is wrong
 const MARKS = { lost: "✕", left: "✕", recovered: "↻", planned: "▸", replanned: "⇄", drained: "⇠", leaving: "⇠", joined: "+", coordinator: "★", resumed: "▸", ended: "■" };
 
@@ -18,6 +19,10 @@ function hear(news) {
   if (news.plan !== undefined) drawPlan(picture.plan);
   if (news.mesh !== undefined || news.plan !== undefined) drawMesh(picture.mesh, picture.plan, picture.at);
   if (news.moments !== undefined) drawMoments();
+  if (news.words !== undefined) {
+    show("card-words", Boolean(news.words));
+    byId("words").textContent = news.words;
+  }
   if (news.gantt !== undefined) drawGantt(picture.gantt);
   if (news.curves) {
     curves = curves || new Curves();
@@ -35,15 +40,15 @@ function pair() {
 
 function drawHead() {
   const { run, mesh, plan } = picture;
-  const title = run ? run.name : "meshcee";
+  const title = run ? run.name : named || "meshcee";
   byId("title").textContent = title;
   document.title = run && run.steps ? `${percent(run.step / run.steps)} ${title}` : title;
   const about = [];
   if (run && run.owner) about.push(`owner ${run.owner}`);
   if (run && run.id && !run.owner) about.push(run.id);
-  if (mesh) about.push(`${mesh.peers.length} peers`);
+  if (mesh) about.push(picture.words ? `${mesh.peers.length} devices` : `${mesh.peers.length} peers`);
   byId("about").textContent = about.join(" · ");
-  const state = link || (run ? run.state : mesh ? "no job" : "");
+  const state = link || (run ? run.state : picture.words ? "" : mesh ? "no job" : "");
   byId("state").textContent = state;
   byId("state").className = `pill ${link ? "failed" : run ? run.state : "idle"}`;
   show("error", Boolean(run && run.error));
@@ -138,6 +143,7 @@ async function begin() {
   if (given) {
     const { title, picture: shown } = JSON.parse(given.textContent);
     byId("foot").textContent = `${title}, as of ${new Date(shown.at * 1000).toLocaleString()}. One file, which loads nothing.`;
+    named = title;
     hear(shown);
     return;
   }
