@@ -23,21 +23,29 @@ TENSOR_BYTES = 1e6  # by which regions are told apart, as for an ordinary bounda
 
 
 def places(
-    peers: Sequence[str], links: Mapping[tuple[str, str], LinkProfile], hints: Mapping[str, str] | None = None
+    peers: Sequence[str],
+    links: Mapping[tuple[str, str], LinkProfile],
+    hints: Mapping[str, str] | None = None,
+    *,
+    regions: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, tuple[float, float, int]]:
     """Of each peer its place, from 0 to 1 both ways, and the number of its region, or -1 where there is no telling.
 
     What people say joins what nobody measured. Who has neither link nor region stands in a row of its own below the others.
+    `regions`: they are known, and not looked for.
     """
     linked = {peer for pair in links for peer in pair} | (hints or {}).keys()
     apart = [peer for peer in sorted(peers) if peer not in linked] if linked else []
-    regions = _joined(find_regions(sorted({*peers} - {*apart}), links, TENSOR_BYTES), hints or {}, links)
+    if regions is None:
+        regions = _joined(find_regions(sorted({*peers} - {*apart}), links, TENSOR_BYTES), hints or {}, links)
     centres = _centres(regions, links)
     found = {peer: (round((k + 0.5) / len(apart), 4), 1.0, -1) for k, peer in enumerate(apart)}
     height = 0.86 if apart else 1.0
     for number, (region, (x, y)) in enumerate(zip(regions, centres)):
-        alone = len(regions) == 1
-        radius = (0.33 if alone else 0.14) * (1 - 1 / len(region)) * min(1.0, 0.7 + len(region) / 12)
+        room = (
+            0.33 if len(regions) == 1 else min(0.19, 0.1 + 0.01 * len(region)) * min(1.0, 2.2 / math.sqrt(len(regions)))
+        )
+        radius = room if len(region) > 1 else 0.0
         for k, peer in enumerate(region):
             angle = 2 * math.pi * k / len(region) - (math.pi / 2 if len(region) > 2 else math.pi)
             found[peer] = (
@@ -72,8 +80,8 @@ def _centres(
 ) -> list[tuple[float, float]]:
     """From 0.2 to 0.8: their peers stand around them."""
     count = len(regions)
-    if count == 1:
-        return [(0.5, 0.5)]
+    if count < 2:
+        return [(0.5, 0.5)] * count
     of = {peer: k for k, region in enumerate(regions) for peer in region}
     between: dict[tuple[int, int], list[float]] = {}
     for (a, b), link in links.items():

@@ -57,7 +57,8 @@ class Painter:
                 self.add(moment)
         runs = [run for run in status.get("runs", ()) if isinstance(run, Mapping)]
         main = next((run for run in runs if run.get("state") == "running"), None)
-        others = [run for run in runs if run is not main or self._of_folder]
+        own = self._run.name if self._of_folder and self._run is not None else None
+        others = [run for run in runs if run.get("job") != own and (run is not main or self._of_folder)]
         jobs = tuple(
             Waiting(str(r.get("job")), self._name(str(r.get("owner"))), str(r.get("state")), int(r.get("step") or 0))
             for r in others

@@ -46,7 +46,8 @@ def _mesh(plan: Plan, cluster: Cluster, names: Mapping[str, str], at: float) -> 
             for b in devices:
                 if a != b and (path := cluster.path(a, b)) is not None:
                     links[a, b] = LinkProfile(path.latency_s, path.bandwidth_bytes_per_s)
-    where = places(list(devices), links, {name: device.region for name, device in devices.items()})
+    hints = {name: device.region for name, device in devices.items()}
+    where = places(list(devices), links, hints, regions=list(cluster.regions.values()))
     peers = []
     for name, device in devices.items():
         x, y, area = where[name]

@@ -212,4 +212,6 @@ def test_places_are_the_same_every_time_and_within_the_map() -> None:
     apart = {name: sum((u - v) ** 2 for u, v in zip(found["a1"], found[name][:2])) for name in ("a2", "b1")}
     assert apart["a2"] < apart["b1"]
     assert places(["a"], {}) == {"a": (0.5, 0.5, 0)}
+    assert places([], {}) == {}
+    assert places(["a"], links)["a"][2] == -1  # of links between others: nobody knows where it is
     assert len({place[:2] for place in places([f"p{k}" for k in range(50)], {}).values()}) == 50

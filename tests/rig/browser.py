@@ -94,15 +94,11 @@ class Page:
         )
         await asyncio.sleep(0.8)
 
-    async def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Write what it looks like to this file."""
-        options: dict[str, Any] = {"format": "png"}
-        if whole:
-            size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            options |= {
-                "captureBeyondViewport": True,
-                "clip": {"x": 0, "y": 0, **{k: size[k] for k in ("width", "height")}, "scale": 1},
-            }
+    async def picture(self, path: Path, *, height: float | None = None, scale: float = 1.0) -> None:
+        """Write what it looks like to this file, to its end or so many pixels of it."""
+        size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": scale}
+        options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", **options))["data"]))
 
 

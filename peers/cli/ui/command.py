@@ -62,7 +62,7 @@ def say(address: str, *, as_json: bool) -> None:
     if as_json:
         print(dumps({"ui": address}), flush=True)
     else:
-        Screen().print(f"the page is at {address}\nCtrl-C ends it.", soft_wrap=True)
+        Screen().print(f"the page: {address}\nCtrl-C ends it.", soft_wrap=True)
 
 
 def listed(home: Home) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ class Feed:
     streams: int = 0
     sections: dict[str, tuple[int, Any, bytes]] = field(default_factory=dict)
     number: int = 0
+    is_broken: bool = False  # which was logged
     is_new: asyncio.Condition = field(default_factory=asyncio.Condition)  # held by whoever reads or writes the painter
 
     async def refresh(self, at: float) -> bool:
@@ -106,7 +107,7 @@ class Site:
         runs: Callable[[], list[dict[str, Any]]] | None = None,
         clock: Callable[[], float],
     ) -> None:
-        self.token = secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(18)
         self.port = 0
         self._open, self._runs, self._clock = open, runs, clock
         self._feeds: dict[str, Feed] = {} if source is None else {"": Feed(source)}
@@ -129,27 +130,32 @@ class Site:
     async def _close(self, app: web.Application) -> None:
         """Everybody is sent the last of it, and told that this is all."""
         self._is_closing.set()
-        with suppress(MeshceeError, TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(ENDS_WITHIN_S / 2):
                 for feed in self._feeds.values():
                     if feed.streams:
-                        await feed.refresh(self._clock())
+                        await self._bring_up(feed)
 
     async def keep(self) -> None:
-        """Every feed that somebody looks at is brought up to date, for ever."""
+        """Every feed that somebody looks at is brought up to date, for ever. What fails here never ends what is beside the page."""
         while True:
             for key, feed in list(self._feeds.items()):
                 if feed.streams or not key:
-                    more = True
-                    while more:
-                        try:
-                            more = await feed.refresh(self._clock())
-                        except MeshceeError as error:  # of a mesh that is not there at the moment
-                            log.debug("the page waits", error=str(error))
-                            more = False
+                    await self._bring_up(feed)
                 elif len(self._feeds) > SOURCES:
                     del self._feeds[key]
             await asyncio.sleep(EVERY_S)
+
+    async def _bring_up(self, feed: Feed) -> None:
+        try:
+            while await feed.refresh(self._clock()):
+                pass
+        except MeshceeError as error:  # of a mesh that is not there at the moment
+            log.debug("the page waits", error=str(error))
+        except Exception as error:
+            if not feed.is_broken:
+                feed.is_broken = True
+                log.exception("the page cannot be drawn; please report this", error=repr(error))
 
     # -- who may ask ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Site:
     async def _picture(self, request: web.Request) -> web.StreamResponse:
         if (feed := self._feed(request)) is None:
             return _refused(404, "there is no such run")
-        await feed.refresh(self._clock())
+        await self._bring_up(feed)
         async with feed.is_new:
             picture = feed.source.painter.picture(self._clock())
         return web.Response(body=msgspec.json.encode(picture), content_type="application/json")
@@ -235,7 +241,7 @@ class Site:
         feed.streams += 1
         try:
             if not feed.sections:
-                await feed.refresh(self._clock())
+                await self._bring_up(feed)
             is_last = False
             while not is_last:
                 is_last = self._is_closing.is_set()

@@ -61,5 +61,5 @@ async def page_of(mesh: Mesh, home: Home, say: Callable[[str], None], *, wanted:
 
     shown = Shown(mesh, home, Trace())
     async with serving(Site(MeshSource(mesh.agent, shown.run, listens=True), clock=time.time)) as site:
-        say(f"the page is at {site.address}")
+        say(f"the page: {site.address}")
         yield shown

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run, dumps
-from meshcee.picture import Picture
+from meshcee.picture import Painter, Picture
 from peers.cli.main import main
 from peers.cli.ui.command import listed
 from peers.cli.ui.page import FILES, read_file
@@ -209,6 +210,25 @@ async def test_a_port_that_is_taken_is_said() -> None:
         with pytest.raises(UsageError, match="--port"):
             async with serving(Site(clock=time.time), site.port):
                 pass
+
+
+class Broken:
+    """A source whose painter has a bug."""
+
+    painter = Painter()
+
+    async def refresh(self) -> bool:
+        raise ZeroDivisionError
+
+
+async def test_a_page_that_cannot_be_drawn_disturbs_nothing_beside_it() -> None:
+    with capture_logs() as logged:
+        async with serving(Site(Broken(), clock=time.time)) as site, aiohttp.ClientSession() as session:
+            async with session.get(at(site, f"/picture.json?token={site.token}")) as answer:
+                assert answer.status == 200
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+    assert len(logged) == 1
 
 
 def test_what_is_torn_or_written_by_others_is_passed_over(tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ MOMENTS = "document.getElementById('moments').innerText"
 
 async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
     home, said = Home(tmp_path / "home"), list[str]()
-    job = replace(job_of(), steps=STEPS, checkpoint_every=0)
+    job = replace(job_of(), name="small-model", steps=STEPS, checkpoint_every=0)
     async with (
         a_page(tmp_path) as page,
         a_mesh(home, 4) as (here, mesh),
         page_of(mesh, home, said.append, wanted=True) as shown,
     ):
-        await page.open(said[0].removeprefix("the page is at "))
+        await page.open(said[0].removeprefix("the page: "))
         killed = ""
         async for report in mesh.train(job, captured=captured_job(), stages=4, trace=shown.trace):
             await shown.hear(report.step, shown.trace)
@@ -63,10 +63,10 @@ async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
             await page.look(dark=dark, width=width)
             assert await page.value("document.documentElement.scrollWidth <= innerWidth"), f"{name} scrolls sideways"
             await page.picture(tmp_path / f"ui-{name}.png")
-        await page.look(width=1280, height=1000)
-        await page.picture(tmp_path / "ui.png", whole=False)
-        points = await page.value("document.querySelectorAll('*').length")
-        assert points < 3000
+        await page.look(width=1280)
+        await page.picture(tmp_path / "ui.png", height=1400, scale=0.75)
+        elements = await page.value("document.querySelectorAll('*').length")
+        assert elements < 3000
     assert mesh.result.losses
     if wanted := os.environ.get("MESHCEE_DOCS_PICTURE"):
         shutil.copy(tmp_path / "ui.png", wanted)
@@ -80,7 +80,7 @@ async def test_the_page_says_the_last_and_that_it_is_over(tmp_path: Path) -> Non
     home, said = Home(tmp_path / "home"), list[str]()
     async with a_page(tmp_path) as page:
         async with a_mesh(home, 2) as (_, mesh), page_of(mesh, home, said.append, wanted=True):
-            await page.open(said[0].removeprefix("the page is at "))
+            await page.open(said[0].removeprefix("the page: "))
             await page.until("document.getElementById('state').textContent")
             async for _ in mesh.train(job_of(), captured=captured_job(), stages=2):
                 pass

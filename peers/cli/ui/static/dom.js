@@ -33,7 +33,7 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function number(value, digits = 4) {
   if (!known(value)) return "–";
-  if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(2);
+  if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-4)) return value.toExponential(2);
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -22,9 +22,9 @@ function drawMap(mesh, plan, at) {
   for (const peer of mesh.peers) areas.set(peer.area, [...(areas.get(peer.area) || []), peer]);
   for (const [area, peers] of areas) {
     if (area < 0) continue;
-    const xs = peers.map((peer) => spot.get(peer.peer)[0]), ys = peers.map((peer) => spot.get(peer.peer)[1]);
-    const x = Math.min(...xs) - 26, y = Math.min(...ys) - 24, width = Math.max(...xs) - x + 26, height = Math.max(...ys) - y + 34;
     const hint = peers.map((peer) => peer.region).find((region) => region);
+    const xs = peers.map((peer) => spot.get(peer.peer)[0]), ys = peers.map((peer) => spot.get(peer.peer)[1]);
+    const x = Math.min(...xs) - 40, y = Math.min(...ys) - (hint ? 38 : 24), width = Math.max(...xs) - x + 40, height = Math.max(...ys) - y + 34;
     shapes.push(svg("rect", { class: "area", x, y, width, height, rx: 18 }));
     if (hint) shapes.push(svg("text", { class: "region", x: x + 12, y: y + 15 }, hint));
   }
@@ -60,7 +60,7 @@ function drawMap(mesh, plan, at) {
       peer.peer === mesh.coordinator ? svg("circle", { class: "crown", cx: x, cy: y, r: 15 }) : null,
       svg("circle", { class: "dot", cx: x, cy: y, r: 11 }),
       svg("text", { class: "label", x, y: y + 4, "text-anchor": "middle" }, seat ? seat.label : ""),
-      mesh.peers.length <= 24 ? svg("text", { class: "name", x, y: y + 26, "text-anchor": "middle" }, short(peer.name)) : null));
+      mesh.peers.length <= 24 ? svg("text", { class: "name", x, y: y + 25, "text-anchor": "middle" }, short(peer.name, 13)) : null));
   }
   fill(byId("map"), svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `Map of ${mesh.peers.length} peers in ${[...areas.keys()].filter((area) => area >= 0).length} regions` }, shapes));
   const who = mesh.peers.find((peer) => peer.peer === mesh.coordinator);
@@ -68,7 +68,8 @@ function drawMap(mesh, plan, at) {
   byId("map-about").textContent = `Distance is latency between regions.${who ? ` ${who.name} coordinates, term ${mesh.term}.` : ""}${then}`;
 }
 
-export const short = (name, most = 14) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+// The ends of a long name: peers of one kind often differ in the last letters.
+export const short = (name, most = 14) => (name.length > most ? `${name.slice(0, most - 6)}…${name.slice(-5)}` : name);
 
 const WHAT = { // of a link: its figure, how it reads, and how bad it is from 0 to 1
   latency: [(link) => link.latency_s, seconds, (value) => Math.log10(Math.max(value, 1e-4) / 1e-4) / 3.5],

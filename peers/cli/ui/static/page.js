@@ -71,6 +71,11 @@ function tiles(run, mesh, plan) {
     }
     if (run.samples_per_s) tile("samples/s", number(run.samples_per_s, 3), run.lr === null ? "" : `learning rate ${number(run.lr, 3)}`);
   }
+  if (!run && plan && plan.step_s) {
+    tile("a step takes", seconds(plan.step_s), "expected");
+    tile("samples/s", number(plan.samples_per_s, 3), "expected");
+    tile("stages", String(new Set(plan.seats.map((seat) => seat.label)).size), plan.micros.length > 1 ? `in ${plan.micros.length} pipelines` : "");
+  }
   if (mesh) {
     const devices = mesh.peers.filter((peer) => peer.device).length;
     const works = plan ? plan.seats.filter((seat) => mesh.peers.some((peer) => peer.peer === seat.peer)).length : 0;

@@ -86,6 +86,7 @@ export function drawGantt(gantt) {
   if (!lanes.length) return;
   const both = lanes.some((lane) => lane.measured.length);
   const there = new Set(lanes.flatMap((lane) => [...lane.expected, ...lane.measured].map((span) => span[0])));
+  byId("gantt-title").textContent = both ? `Step ${gantt.step + 1}: expected above measured` : "One step, as expected";
   legend(byId("gantt-legend"), WORK.filter(([work]) => there.has(work)));
   const left = 150, width = 1000, row = 14, gap = 10, tall = both ? 2 * row + gap : row + gap;
   const scale = width / (gantt.end_s || 1);
@@ -97,7 +98,7 @@ export function drawGantt(gantt) {
       if (!both && kind === "measured") continue;
       for (const [work] of WORK) {
         const path = spans.filter((span) => span[0] === work).map(([, , from, to]) => `M${(left + from * scale).toFixed(2)} ${y + 1}h${Math.max((to - from) * scale - 0.5, 0.6).toFixed(2)}v${row - 2}h${(-Math.max((to - from) * scale - 0.5, 0.6)).toFixed(2)}z`).join("");
-        if (path) shapes.push(svg("path", { class: `span ${work} ${kind}`, d: path }));
+        if (path) shapes.push(svg("path", { class: `span ${work} ${both ? kind : "measured"}`, d: path }));
       }
     }
   });
