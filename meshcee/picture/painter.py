@@ -116,7 +116,17 @@ class Painter:
 
     def hear(self, report: Mapping[str, Any]) -> None:
         """A report of a step, as `Report.to_json` or a line of reports.jsonl has it."""
-        self.series.hear(report)
+        self.hear_all([report])
+
+    def hear_all(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Many of them, in order, at the price of the curves."""
+        for report in reports:
+            self.series.hear(report)
+        if reports:
+            newest = next((one["metrics"] for one in reversed(reports) if one.get("metrics")), None)
+            self._reach({**reports[-1], "metrics": newest})
+
+    def _reach(self, report: Mapping[str, Any]) -> None:
         step, steps = report.get("step"), report.get("steps")
         if self._run is None or not isinstance(step, int):
             return

@@ -146,9 +146,10 @@ class Site:
                     del self._feeds[key]
             await asyncio.sleep(EVERY_S)
 
-    async def _bring_up(self, feed: Feed) -> None:
+    async def _bring_up(self, feed: Feed, *, at_once: bool = False) -> None:
+        """To the newest; `at_once` as far as one look goes, so that a browser need not wait for the rest."""
         try:
-            while await feed.refresh(self._clock()):
+            while await feed.refresh(self._clock()) and not at_once:
                 pass
         except MeshceeError as error:  # of a mesh that is not there at the moment
             log.debug("the page waits", error=str(error))
@@ -241,7 +242,7 @@ class Site:
         feed.streams += 1
         try:
             if not feed.sections:
-                await self._bring_up(feed)
+                await self._bring_up(feed, at_once=True)
             is_last = False
             while not is_last:
                 is_last = self._is_closing.is_set()

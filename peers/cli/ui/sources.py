@@ -74,7 +74,7 @@ class Tail:
         return [line for line in data[:end].splitlines() if len(line) <= LONGEST_BYTES]
 
 
-class Whole:
+class Replaced:
     """A file of one JSON object that is replaced now and then: what it holds, when that is new."""
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class FolderSource:
         self._decoder = msgspec.json.Decoder(_Line)
         self._reports, self._events = Tail(run.report_file), Tail(run.folder / "events.jsonl")
         self._info, self._mesh, self._seen, self._trace = (
-            Whole(run.folder / f"{name}.json") for name in ("run", "mesh", "seen", "trace")
+            Replaced(run.folder / f"{name}.json") for name in ("run", "mesh", "seen", "trace")
         )
 
     async def refresh(self) -> bool:
@@ -116,9 +116,7 @@ class FolderSource:
         if (info := self._info.news()) is not None:
             with contextlib.suppress(TypeError, AttributeError):  # of a file that somebody else wrote
                 painter.begin(self.run.id, info)
-        for line in self._reports.lines():
-            if (report := self.report(line)) is not None:
-                painter.hear(report)
+        painter.hear_all([report for line in self._reports.lines() if (report := self.report(line)) is not None])
         for line in self._events.lines():
             with contextlib.suppress(ValueError):
                 if isinstance(event := loads(line), dict):
