@@ -33,10 +33,18 @@ def run_ui(run: str | None, token: str | None, port: int, *, opens: bool, as_jso
         raise UsageError("a RUN is of this machine, and --join shows a mesh: leave one of them out")
     home = Home()
     chosen = home.run(run) if run is not None else None
-    run_async(_ui(home, chosen, token, port, opens=opens, as_json=as_json), lambda: False)
+    over = asyncio.Event()
+
+    def polite() -> bool:
+        over.set()
+        return True
+
+    run_async(_ui(home, chosen, token, port, over, opens=opens, as_json=as_json), polite)
 
 
-async def _ui(home: Home, run: Run | None, token: str | None, port: int, *, opens: bool, as_json: bool) -> None:
+async def _ui(
+    home: Home, run: Run | None, token: str | None, port: int, over: asyncio.Event, *, opens: bool, as_json: bool
+) -> None:
     from peers.cli.ui.server import Site, serving
 
     def opened(wanted: str) -> Source:
@@ -48,7 +56,7 @@ async def _ui(home: Home, run: Run | None, token: str | None, port: int, *, open
             say(site.address, as_json=as_json)
             if opens:
                 await asyncio.to_thread(webbrowser.open, site.address)
-            await asyncio.Event().wait()
+            await over.wait()
 
     if token is None:
         await serve(FolderSource(run) if run is not None else None)
