@@ -115,16 +115,20 @@ class Story(Callback):
             self._tell("gain", "the plan's gain, as measured", report.step, gain=gain)
 
     async def run(self, training: Training) -> None:
-        """Until it is cancelled. Lines that come before the run has a folder wait for it."""
+        """Until it is cancelled. Lines that come before the run has a folder wait for it. What fails here never ends a run."""
         self._training = training
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
                     await self._is_new.wait()
-                self._is_new.clear()
-                await self._look(training)
-            if self._lines or self._report is not None:
-                await asyncio.to_thread(self._write)
+            try:
+                if self._is_new.is_set():
+                    self._is_new.clear()
+                    await self._look(training)
+                if self._lines or self._report is not None:
+                    await asyncio.to_thread(self._write)
+            except Exception as error:
+                log.exception("the run's story lacks something; please report this", error=repr(error))
 
     async def _look(self, training: Training) -> None:
         """At the mesh, and at what stands behind the plan."""
@@ -201,8 +205,15 @@ def seen_of(observed: Observed) -> dict[str, Any]:
 
 
 def _replace(path: Path, value: Mapping[str, Any]) -> None:
+    """Readers see the old or the new. A power cut may take both: nothing waits for the disk."""
+    new = path.with_name(f"{path.name}.new")
     try:
-        disk.write_whole(path, dumps(value).encode())
+        file = disk.File(new, 0o600)
+        try:
+            file.write(dumps(value).encode())
+        finally:
+            file.abort()
+        disk.move(new, path)
     except OSError as error:
         log.debug("left out of the run's story", file=path.name, error=str(error))
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from structlog.testing import capture_logs
+
+from meshcee.callbacks import Control
 from meshcee.files import Home, loads
 from meshcee.picture import Painter
+from peers.mesh_view import MeshView
+from peers.owner.adaptation import Change
 from peers.owner.epoch import Report
+from peers.owner.job_run import Result, Training
+from peers.owner.story import Story
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, stage_of, train
+from tests.rig.mesh_fixture import even_plan
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -55,3 +67,54 @@ async def test_without_a_folder_nothing_is_told(tmp_path: Path) -> None:
     async with a_mesh(None, 2) as (_, mesh):  # type: ignore[arg-type]
         await train(mesh, lambda report: None)
     assert list(tmp_path.iterdir()) == []
+
+
+@asynccontextmanager
+async def a_story(home: Home, result: Result) -> AsyncIterator[Story]:
+    """Of a training that is made up."""
+    result.run = home.new_run("job").id
+    story = Story(cast(MeshView, None), home, clock=lambda: 7.0)
+    telling = asyncio.get_running_loop().create_task(story.run(cast(Training, SimpleNamespace(result=result))))
+    await asyncio.sleep(0)
+    try:
+        yield story
+    finally:
+        telling.cancel()
+        await asyncio.wait([telling])
+
+
+async def test_a_change_of_plan_has_its_reason_and_both_gains(tmp_path: Path) -> None:
+    home, control = Home(tmp_path), Control()
+    before, after = even_plan(6, 3, 12, 4), even_plan(6, 2, 12, 4)
+    result = Result(losses=[1.0] * 9, names={"p0": "ann", "p1": "ben", "p2": "cy"})
+    async with a_story(home, result) as story:
+        story.on_plan(control, before)
+        result.changes.append(Change(4, ("the link from ann to ben sagged",), "cut", 3, 1.4, 1.4))
+        story.on_change(control, after)
+        result.changes[-1].after_s = 1.0
+        story.hear(Report(6, 9, 1.0, 1.0, 12.0, 3.0, "links"))
+        story.on_change(control, before)
+        story.on_change(control, after)
+        story.on_end(control, result, None)
+    found = lines_of(home.run("last").folder / "events.jsonl")
+    assert [(line["kind"], line.get("gain")) for line in found] == [
+        ("planned", None),
+        ("replanned", 1.4),
+        ("gain", 1.4),
+        ("replanned", None),
+        ("drained", None),
+        ("ended", None),
+    ]
+    assert found[1]["text"].startswith("the link from ann to ben sagged: 2 stages on ann, ben")
+    assert found[4]["text"].startswith("cy may leave")
+
+
+async def test_a_story_that_fails_ends_no_run(tmp_path: Path) -> None:
+    """Here the training has no request, which no real one lacks."""
+    async with a_story(Home(tmp_path), Result()) as story:
+        story.on_plan(Control(), even_plan(6, 3, 12, 4))
+        with capture_logs() as logged:
+            story.hear(Report(0, 9, 1.0, 1.0, 12.0, 3.0, "links"))
+            for _ in range(5):
+                await asyncio.sleep(0)
+    assert [entry["log_level"] for entry in logged] == ["error"]
