@@ -61,6 +61,8 @@ def commands_page() -> list[str]:
         lines += [f"## {name}\n", f"```text\n{' '.join(usage)}\n```\n", inspect.cleandoc(command.help or "") + "\n"]
         options = [_option(p) for p in command.params if p.name != "help"]
         lines.append(_table("argument or option, default, meaning", options))
+        if command.epilog:
+            lines.append(f"```sh\n{command.epilog.removeprefix('Example: ')}\n```\n")
     return lines
 
 
@@ -85,8 +87,10 @@ def settings_page() -> list[str]:
             if getattr(p, "envvar", None):
                 options.setdefault(p.envvar, {})[f"`{name} {p.opts[0]}`"] = p.help or ""
     rows = [[f"`{n}`", ", ".join(uses), " ".join(dict.fromkeys(uses.values()))] for n, uses in sorted(options.items())]
-    rows += [[f"`{name}`", "", _told(name)] for name in ("MESHCEE_HOME", "MESHCEE_LOG")]
-    lines = ["# Settings\n", "## Environment variables\n", "An option on the command line wins over its variable.\n"]
+    rows += [[f"`{name}`", "", _told(name)] for name in ("MESHCEE_CONFIG", "MESHCEE_HOME", "MESHCEE_LOG")]
+    lines = ["# Settings\n", "## Environment variables\n"]
+    lines.append("An option on the command line wins over its variable, and that over the file of settings.")
+    lines.append("`meshcee config` shows all of them, each with where it comes from.\n")
     lines += [_table("variable, option, meaning", rows), "## Time-outs and limits\n", (config.__doc__ or "")]
     for kind in (config.Timeouts, config.Limits):
         lines += [f"### {kind.__name__}\n", f"{kind.__doc__}\n", _table("field, default, meaning", _fields(kind))]

@@ -5,6 +5,7 @@ made where nothing can be trained. `kernels` says which devices compute the same
 imported by name.
 """
 
+from meshcee.figures.amounts import amount, size, times_as_long
 from meshcee.figures.hosts import as_run, threads_of
 from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
 from meshcee.figures.measured import DEFAULT_LINK, FEW, JobCosts, Measured, without_links
@@ -40,11 +41,14 @@ __all__ = [
     "Triple",
     "Versions",
     "Workload",
+    "amount",
     "as_run",
     "class_of",
     "fitting",
     "remark",
+    "size",
     "threads_of",
+    "times_as_long",
     "with_classes",
     "without_links",
 ]

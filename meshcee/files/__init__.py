@@ -4,9 +4,9 @@ Also JSON that every parser reads, tensors in safetensors (tensor_files), weight
 Everything may import this room; it knows no mesh. `tensor_files` and `hugging_face` need torch and are imported by name.
 """
 
-from meshcee.files.home import Home, Run, is_locked
+from meshcee.files.home import Home, Run, is_locked, under
 from meshcee.files.memory import large_apart, settled
 from meshcee.files.strict_json import dumps, loads
 from meshcee.files.trouble import Trouble
 
-__all__ = ["Home", "Run", "Trouble", "dumps", "is_locked", "large_apart", "loads", "settled"]
+__all__ = ["Home", "Run", "Trouble", "dumps", "is_locked", "large_apart", "loads", "settled", "under"]

@@ -1,4 +1,4 @@
-"""What meshcee keeps on this machine: identities and runs, under MESHCEE_HOME (default ~/.meshcee).
+"""What meshcee keeps on this machine: identities and runs.
 
 The idea: one folder, plain files, every write atomic; several peers on one machine each take the first identity that
 no living process holds.
@@ -23,7 +23,7 @@ from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["About", "Home", "Run", "is_locked"]
+__all__ = ["About", "Home", "Run", "home_folder", "is_locked", "under"]
 
 LOCK = "owner.lock"
 
@@ -160,11 +160,25 @@ def _report(line: bytes) -> dict[str, Any] | None:
     return found
 
 
+def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:
+    """A folder of the user's by the XDG rules: what the variable says where that is absolute, else the default."""
+    said = environment.get(variable, "")
+    return Path(said if said.startswith("/") else default).expanduser()
+
+
+def home_folder(environment: Mapping[str, str]) -> Path:
+    """MESHCEE_HOME; else ~/.meshcee where that is there; else `meshcee` in XDG_DATA_HOME, by default ~/.local/share."""
+    if said := environment.get("MESHCEE_HOME"):
+        return Path(said).expanduser()
+    old = Path("~/.meshcee").expanduser()
+    return old if old.is_dir() else under("XDG_DATA_HOME", "~/.local/share", environment) / "meshcee"
+
+
 class Home:
     """The folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or Path(os.environ.get("MESHCEE_HOME", "~/.meshcee")).expanduser()
+        self.folder = folder or home_folder(os.environ)
 
     @contextmanager
     def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshcee.config import FAR_COPIES, OTHERS_COPIES, OWN_COPIES
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster, Workload, size, times_as_long
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass
@@ -195,9 +195,6 @@ def lower_bound_s(cluster: Cluster, workload: Workload) -> float:
     return float(workload.global_batch * bound)
 
 
-MANY = 11.0  # times as much: more than 1000 % more
-
-
 def why_left_out(
     of: DeviceClass,
     with_one: tuple[float, Layout] | None,
@@ -211,15 +208,15 @@ def why_left_out(
     samples = workload.times[of.kind].sizes[0]
     least = min(workload.stage_bytes(k, k + 1, samples, 1) for k in range(workload.num_blocks))
     if least > of.memory_bytes:
-        return f"its {of.memory_bytes} bytes hold no block: the smallest needs {least}, {least - of.memory_bytes} more"
+        return f"its {size(of.memory_bytes)} hold no block: the smallest needs {size(least)}"
     near = [p for p in peers_of(best) if p != peer]
     joined = [path for p in near if (path := cluster.path(peer, p)) is not None]
     if near and not joined:
         return "no link joins it to the devices of the plan"
     if near and with_one is None:
         codec = next((c.out for chain in best for c in chain.codecs), "none")
-        size = workload.wire_bytes(max(workload.boundary_bytes) * best[0].micro_batch, codec)
-        fastest = min(size / p.bandwidth_bytes_per_s for p in joined)
+        crossing = workload.wire_bytes(max(workload.boundary_bytes) * best[0].micro_batch, codec)
+        fastest = min(crossing / p.bandwidth_bytes_per_s for p in joined)
         pace = period_s / sum(chain.num_micro for chain in best)
         if fastest > pace:
             return (
@@ -230,9 +227,8 @@ def why_left_out(
         return f"no place for it made a plan that fits and is faster; {held}"
     if with_one is None:
         return "no plan with it was faster than the best device alone"
-    ratio = with_one[0] / period_s
-    more = "about as much" if ratio <= 1 else f"{ratio - 1:.1%} more" if ratio <= MANY else f"{ratio:.0f} times as much"
-    return f"the best plan found with one of its kind takes {with_one[0]:.4g} s a step, {more}"
+    longer = times_as_long(with_one[0] / period_s)
+    return f"the best plan found with one of its kind takes {with_one[0]:.4g} s a step, {longer}"
 
 
 def missing(cluster: Cluster, workload: Workload, pipelines: int = 1) -> Shortage | None:
@@ -253,12 +249,12 @@ def shortage(cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass
         if short.peer:
             worst = max(range(workload.num_blocks), key=lambda k: workload.stage_bytes(k, k + 1, 1, 1))
             return PlanError(
-                f"block {workload.names[worst]!r} needs {short.needed_bytes} bytes and the largest device, {short.peer}, has "
-                f"{short.memory_bytes}: {gap} bytes are missing there; add a larger device"
+                f"block {workload.names[worst]!r} needs {size(short.needed_bytes)} and the largest device, {short.peer}, has "
+                f"{size(short.memory_bytes)}: {size(gap)} are missing there; add a larger device"
             )
         return PlanError(
-            f"the job needs {short.needed_bytes} bytes at one sample a micro-batch and the {len(cluster.devices)} devices have "
-            f"{short.memory_bytes}: {gap} bytes are missing; add devices"
+            f"the job needs {size(short.needed_bytes)} at one sample a micro-batch and the {len(cluster.devices)} devices have "
+            f"{size(short.memory_bytes)}: {size(gap)} are missing; add devices"
         )
     low = min(min(workload.times[c.kind].sizes) for c in classes)
     high = max(workload.times[c.kind].largest for c in classes)
@@ -267,6 +263,6 @@ def shortage(cluster: Cluster, workload: Workload, classes: Sequence[DeviceClass
     smallest = min(cluster.devices.values(), key=lambda d: d.memory_bytes)
     gap = min(workload.stage_bytes(k, k + 1, 1, 1) for k in range(workload.num_blocks)) - smallest.memory_bytes
     where = (
-        f"{gap} bytes are missing on {smallest.name}" if gap > 0 else "no cut between blocks suits the memory and links"
+        f"{size(gap)} are missing on {smallest.name}" if gap > 0 else "no cut between blocks suits the memory and links"
     )
     return PlanError(f"the blocks cannot be spread over these devices: {where}; add memory, devices or links")

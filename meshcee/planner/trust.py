@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from meshcee.figures import BlockTimes, DeviceProfile, LinkProfile
+from meshcee.figures import BlockTimes, DeviceProfile, LinkProfile, size
 
 __all__ = ["believed_devices", "believed_links", "believed_speeds"]
 
@@ -53,7 +53,7 @@ def believed_links(
             continue
         if not LEAST_BYTES_PER_S <= link.bandwidth_bytes_per_s <= MOST_BYTES_PER_S or link.latency_s > LONGEST_S:
             notes.append(
-                f"what {a} says of its link to {b} is set aside: {link.bandwidth_bytes_per_s:.3g} bytes/s, {link.latency_s:.3g} s"
+                f"what {a} says of its link to {b} is set aside: {size(link.bandwidth_bytes_per_s)}/s, {link.latency_s:.3g} s"
             )
         else:
             sane[a, b] = link
@@ -66,7 +66,7 @@ def believed_links(
         ]
         if borne and link.bandwidth_bytes_per_s > LOPSIDED * max(borne):
             notes.append(
-                f"{a} says that it sends {link.bandwidth_bytes_per_s:.3g} bytes/s to {b}, and nobody else measured more "
+                f"{a} says that it sends {size(link.bandwidth_bytes_per_s)}/s to {b}, and nobody else measured more "
                 f"than {max(borne):.3g} there; that counts"
             )
             link = replace(link, bandwidth_bytes_per_s=max(borne), bandwidth_range_bytes_per_s=None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from meshcee.figures import size
 from meshcee.planner import Comparison, Found, Row
-from meshcee.show.pages import size
 
 __all__ = ["comparison_text"]
 

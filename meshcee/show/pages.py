@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshcee.figures import BlockCost
+from meshcee.figures import BlockCost, amount, size
 
-__all__ = ["FIGURES", "amount", "capture_page", "size"]
+__all__ = ["FIGURES", "capture_page"]
 
 # What is said of a block: heading, field of BlockCost, whether it counts bytes.
 FIGURES = (
@@ -21,24 +21,6 @@ FIGURES = (
 )
 _COLOURS = {"flops": "#4c78a8", "parameter_bytes": "#54a24b", "activation_bytes": "#b279a2"}
 _ROW, _BAR, _LEFT = 64, 260, 200
-
-
-def amount(number: float) -> str:
-    """1234567 -> "1.23 M"."""
-    for unit in ("", " k", " M", " G", " T"):
-        if abs(number) < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} P"
-
-
-def size(count: float) -> str:
-    """2048 -> "2 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 def capture_page(costs: Sequence[BlockCost], title: str) -> str:

@@ -16,9 +16,9 @@ import torch
 from meshcee.capture import capture
 from meshcee.equality import STAGES, check, refuse
 from meshcee.errors import UsageError
-from meshcee.figures import BlockCost
+from meshcee.figures import BlockCost, amount, size
 from meshcee.files import disk, dumps
-from meshcee.show import FIGURES, amount, capture_page, size
+from meshcee.show import FIGURES, capture_page
 from peers.cli.session import configure_logging, load_job
 
 __all__ = ["run_capture", "run_check"]

@@ -48,7 +48,8 @@ def run_demo(peers: int, steps: int | None, *, ui: bool = False, as_json: bool) 
     def polite() -> bool:
         return any(mesh.stop() for mesh in current)
 
-    with tempfile.TemporaryDirectory(prefix="meshcee-demo-") as folder, view_for(as_json=as_json) as view:
+    with tempfile.TemporaryDirectory(prefix="meshcee-demo-") as folder:
+        view = view_for(as_json=as_json, console=console)
         ok = run_async(_demo(job, peers, Path(folder), console, view, current, ui=ui, as_json=as_json), polite)
     if not ok:
         raise MeshceeError("the mesh and the plain eager loop disagree; please report the lines above")
@@ -71,11 +72,12 @@ async def _demo(
             await mesh.agent.wait_for_devices(count)
             current.append(mesh)
             try:
-                training = mesh.train(job, captured=captured, stages=count, on_plan=view.plan, trace=page.trace)
-                async for report in training:
-                    training_s += report.step_s
-                    view.report(report)
-                    await page.hear(report.step, page.trace)
+                with view:
+                    training = mesh.train(job, captured=captured, stages=count, on_plan=view.plan, trace=page.trace)
+                    async for report in training:
+                        training_s += report.step_s
+                        view.report(report)
+                        await page.hear(report.step, page.trace)
             finally:
                 current.clear()
             result = mesh.result

@@ -18,6 +18,7 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import COMPARED, Question, choose, question_of, situation
 from peers.cli.session import configure_logging, load_job, run_async
+from peers.cli.view import naming
 from peers.node import JoinOptions, join
 from peers.planning import question, request_plan
 
@@ -61,7 +62,7 @@ def plan_live(job_file: Path, token: str, stages: int | None, *, as_json: bool) 
 
 
 async def _plan(job: Job, captured: Capture, token: str, stages: int | None) -> LivePlan:
-    async with join(JoinOptions(token=token, name="planner"), Home()) as mesh:
+    async with join(JoinOptions(token=token, name="planner"), Home()) as mesh, naming(mesh.agent.names):
         agent = mesh.agent
         request = await question(agent, job, captured, stages)
         planned = await request_plan(agent, request)

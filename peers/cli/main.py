@@ -22,8 +22,9 @@ import typer
 
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files import disk, dumps
-from peers.cli.session import printable, read_token, spin_briefly, write_job
+from meshcee.files import Home, disk, dumps
+from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
+from peers.cli.settings import defaults_of
 
 __all__ = ["app", "main"]
 
@@ -32,7 +33,6 @@ app = typer.Typer(
     help="Train one model across scattered machines, exactly as one machine would have.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
@@ -54,7 +54,9 @@ Join = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
 JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
 PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")]
-RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.")]
+RunName = Annotated[
+    str, typer.Argument(help="A run's id, its beginning, or last.", autocompletion=lambda incomplete: _runs(incomplete))
+]
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
@@ -100,6 +102,11 @@ DirectPort = Annotated[
 ]
 
 
+def _runs(incomplete: str) -> list[str]:
+    """For the shell, which completes a run's name with them."""
+    return [name for name in ("last", *(run.id for run in Home().runs())) if name.startswith(incomplete)]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"meshcee {__version__}")
@@ -115,7 +122,7 @@ def _root(
     pass
 
 
-@peer_app.callback()
+@peer_app.callback(epilog="Example: meshcee peer --join @invite.txt --memory 8GiB")
 def peer(
     context: typer.Context,
     join: Join = None,
@@ -202,7 +209,7 @@ def peer(
     )
 
 
-@peer_app.command("install")
+@peer_app.command("install", epilog="Example: meshcee peer install --join @invite.txt --memory 8GiB")
 def peer_install(
     join: Join = None,
     name: Name = None,
@@ -232,7 +239,7 @@ def peer_install(
     install(service_of(flags, join), join, only_print=only_print)
 
 
-@peer_app.command("uninstall")
+@peer_app.command("uninstall", epilog="Example: meshcee peer uninstall")
 def peer_uninstall() -> None:
     """End the service in order, and remove it; the peer's identity stays."""
     from peers.cli.joining.service import uninstall
@@ -240,7 +247,7 @@ def peer_uninstall() -> None:
     uninstall()
 
 
-@peer_app.command("logs")
+@peer_app.command("logs", epilog="Example: meshcee peer logs --follow")
 def peer_logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on, as more comes.")] = False,
 ) -> None:
@@ -250,9 +257,11 @@ def peer_logs(
     show_logs(follow=follow)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee init text job.py")
 def init(
-    kind: Annotated[str, typer.Argument(help="text, images, huggingface or table.")],
+    kind: Annotated[
+        str, typer.Argument(help="text, images, huggingface or table.", autocompletion=lambda incomplete: KINDS)
+    ],
     file: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.py"),
 ) -> None:
     """Write a job file that runs as it is; put your own data and model in."""
@@ -260,7 +269,7 @@ def init(
     typer.echo(f"{file}: train it with `meshcee train {file} --local 2`")
 
 
-@app.command()
+@app.command(epilog="Example: meshcee train job.py --join @invite.txt --out weights.safetensors")
 def train(
     job: JobFile,
     join: Join = None,
@@ -359,7 +368,7 @@ def train(
     )
 
 
-@app.command()
+@app.command(epilog="Example: meshcee capture job.py --html blocks.html")
 def capture(
     job: JobFile,
     html: Annotated[Path | None, typer.Option(help="Draw the blocks and cuts on this page.")] = None,
@@ -371,7 +380,7 @@ def capture(
     run_capture(job, html, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee plan --testbed cee-small --explain")
 def plan(
     job: Annotated[Path | None, typer.Argument(help="With --join: a Python file that defines `job`.")] = None,
     join: Join = None,
@@ -398,7 +407,7 @@ def plan(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(epilog="Example: meshcee simulate plan.json --testbed cee-small --steps 5")
 def simulate(
     file: Annotated[Path, typer.Argument(help="A plan as plan --json prints it; with --join a job, which is planned.")],
     join: Join = None,
@@ -416,7 +425,7 @@ def simulate(
     run_simulate(file, join, testbed, profiles, stages, steps, trace=trace, fail=fail or (), as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee check job.py --stages 1,2 --steps 2")
 def check(
     job: JobFile,
     stages: Annotated[
@@ -432,15 +441,21 @@ def check(
     run_check(job, stages, steps, threads, as_json=as_json)
 
 
-@app.command()
-def status(join: Join = None, as_json: Json = False) -> None:
+@app.command(epilog="Example: meshcee status --join @invite.txt --watch")
+def status(
+    join: Join = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Look again every second, until Ctrl-C; a pipe hears of changes.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show the mesh: peers, links, coordinator, and the running plan."""
     from peers.cli.status import run_status
 
-    run_status(join, as_json=as_json)
+    run_status(join, as_json=as_json, watches=watch)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee ui last")
 def ui(
     run: Annotated[
         str | None, typer.Argument(help="A run of this machine: its id, its beginning, or last; default: all.")
@@ -456,7 +471,7 @@ def ui(
     run_ui(run, join, port, opens=opens, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee report last --html run.html")
 def report(
     run: RunName = "last",
     html: Annotated[Path | None, typer.Option(help="Write the run as one page to this file.")] = None,
@@ -468,7 +483,24 @@ def report(
     run_report(run, html, as_json=as_json)
 
 
-@app.command()
+@app.command(
+    epilog="Example: meshcee config peer --memory 8GiB",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def config(
+    context: typer.Context,
+    as_json: Json = False,
+) -> None:
+    """Show every setting, its value, and where that comes from: a flag, the environment, the file or the default.
+
+    With a command behind it, as you would type that one: its settings only, and nothing is run.
+    """
+    from peers.cli.settings.listing import run_config
+
+    run_config(app, context.args, context.find_root().default_map or {}, as_json=as_json)
+
+
+@app.command(epilog="Example: meshcee doctor --join @invite.txt")
 def doctor(join: Join = None, as_json: Json = False) -> None:
     """Say what is well on this machine and what is not, each with what mends it; with --join, in that mesh too."""
     from peers.cli.doctor import run_doctor
@@ -476,7 +508,7 @@ def doctor(join: Join = None, as_json: Json = False) -> None:
     run_doctor(join, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee drain anna --join @invite.txt")
 def drain(
     peer: PeerName,
     join: Join = None,
@@ -488,7 +520,7 @@ def drain(
     run_drain(peer, join, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee token --valid 12h")
 def token(join: Join = None, valid: Valid = "7d", qr: Qr = False) -> None:
     """Print a fresh invite to the mesh that this machine is an admin of; `invite` has more to say."""
     from peers.cli.members import run_invite
@@ -497,7 +529,7 @@ def token(join: Join = None, valid: Valid = "7d", qr: Qr = False) -> None:
     run_invite(join, "own", None, parse_duration_s(valid), qr=qr, as_json=False)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee invite --role compute --uses 3 --for 7d")
 def invite(
     join: Join = None,
     role: Annotated[
@@ -520,7 +552,7 @@ def invite(
     run_invite(join, role, uses or None, parse_duration_s(valid), code=code, qr=qr, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee members --join @invite.txt")
 def members(join: Join = None, as_json: Json = False) -> None:
     """Show who is in the mesh as what, and who was revoked."""
     from peers.cli.members import run_members
@@ -528,7 +560,7 @@ def members(join: Join = None, as_json: Json = False) -> None:
     run_members(join, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee revoke carl")
 def revoke(
     peer: PeerName,
     join: Join = None,
@@ -540,7 +572,7 @@ def revoke(
     run_revoke(peer, join, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee local --peers 3")
 def local(
     peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=64, help="How many peers.")] = 4,
     shape: Annotated[
@@ -557,7 +589,7 @@ def local(
     run_local(peers, shape, jitter_ms, job, threads or 1, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: meshcee demo --peers 2 --steps 20")
 def demo(
     peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers train the demo.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
@@ -570,10 +602,14 @@ def demo(
     run_demo(peers, steps, ui=ui, as_json=as_json)
 
 
-@checkpoint_app.command("export")
+@checkpoint_app.command("export", epilog="Example: meshcee checkpoint export last --out weights.safetensors")
 def checkpoint_export(
     run: Annotated[
-        str, typer.Argument(help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.")
+        str,
+        typer.Argument(
+            help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.",
+            autocompletion=lambda incomplete: _runs(incomplete),
+        ),
     ],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
@@ -590,7 +626,7 @@ def runs() -> None:
     raise UsageError("`meshcee runs` is called `meshcee run list`: type that")
 
 
-@run_app.command("list")
+@run_app.command("list", epilog="Example: meshcee run list --json")
 def run_list(as_json: Json = False) -> None:
     """List the runs of this machine, newest first, with the checkpoints that each can go on from."""
     from peers.cli.runs import list_runs
@@ -598,7 +634,7 @@ def run_list(as_json: Json = False) -> None:
     list_runs(as_json=as_json)
 
 
-@run_app.command("stop")
+@run_app.command("stop", epilog="Example: meshcee run stop last")
 def run_stop(run: RunName = "last") -> None:
     """Finish the running step, save, and end the run."""
     from peers.cli.runs import stop_run
@@ -606,7 +642,7 @@ def run_stop(run: RunName = "last") -> None:
     stop_run(run)
 
 
-@run_app.command("logs")
+@run_app.command("logs", epilog="Example: meshcee run logs last")
 def run_logs(run: RunName = "last", as_json: Json = False) -> None:
     """Print the reports of a run."""
     from peers.cli.runs import show_logs
@@ -618,7 +654,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
     spin_briefly(os.environ)
     try:
-        app(arguments)
+        app(arguments, default_map=defaults_of(app, os.environ))
     except MeshceeError as error:
         if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
             traceback.print_exception(error)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshcee.errors import UsageError
-from meshcee.figures import CODECS
+from meshcee.figures import CODECS, size
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan
@@ -178,8 +178,8 @@ def run_simulate(
         live = _live(file, join, testbed, stages, as_json=as_json)
         cluster, workload, chosen, names = live.cluster, live.workload, live.plan, live.names
     for short in shortages(chosen, cluster, workload):
-        missing = short.needed_bytes - short.memory_bytes
-        raise UsageError(f"{short.peer} needs {short.needed_bytes} bytes for this plan, {missing} more than it has")
+        who = names.get(short.peer, short.peer)
+        raise UsageError(f"{who} needs {size(short.needed_bytes)} for this plan and has {size(short.memory_bytes)}")
     timeline = simulate(
         chosen,
         cluster,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshcee.job import Job
 
 __all__ = [
+    "KINDS",
     "Interrupted",
     "Screen",
     "configure_logging",

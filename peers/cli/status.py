@@ -1,24 +1,43 @@
-"""`meshcee status`: join as an observer, look for a moment, print, leave."""
+"""`meshcee status`: join as an observer, look for a moment, print, leave; with --watch look again and again.
+
+The idea: what is seen is a value, and what people read is made from it alone. Whoever watches prints again when that has changed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 
 from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from meshcee.plan import Plan
 from peers.cli.session import Screen, configure_logging, run_async
-from peers.cli.view import plan_table
+from peers.cli.view import GONE, called, plan_table
 from peers.measure import MOST_MEASURED_BYTES_PER_S
 from peers.node import JoinOptions, join
 
-__all__ = ["run_status", "show"]
+__all__ = ["report", "run_status", "show", "watch"]
+
+LOOKS_EVERY_S = 1.0
 
 
-def run_status(token: str | None, *, as_json: bool) -> None:
+def run_status(token: str | None, *, as_json: bool, watches: bool = False) -> None:
     configure_logging(as_json=as_json, level="warning")
+    if watches:
+        over = asyncio.Event()
+
+        def polite() -> bool:
+            over.set()
+            return True
+
+        run_async(_watch(_required(token), over, as_json=as_json), polite)
+        return
     data = run_async(_look(_required(token)))
     if as_json:
         print(dumps(data), flush=True)
@@ -37,6 +56,42 @@ async def _look(token: str) -> dict[str, Any]:
         return await mesh.agent.status()
 
 
+async def _watch(token: str, over: asyncio.Event, *, as_json: bool) -> None:
+    """On a terminal the screen is drawn anew, and what was seen last stays when it ends; elsewhere changes are printed."""
+    console = Screen()
+    async with join(JoinOptions(token=token, name="status", observes=True), Home()) as mesh:
+        if as_json:
+            await watch(mesh.agent.status, lambda data: print(dumps(data), flush=True), over)
+        elif not console.is_terminal:
+            await watch(mesh.agent.status, lambda data: show(data, console), over)
+        else:
+            seen: dict[str, Any] = {}
+
+            def draw(data: dict[str, Any]) -> None:
+                seen.update(data)
+                live.update(report(data), refresh=True)
+
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                await watch(mesh.agent.status, draw, over)
+            if seen:
+                show(seen, console)
+
+
+async def watch(
+    look: Callable[[], Awaitable[dict[str, Any]]], tell: Callable[[dict[str, Any]], None], over: asyncio.Event
+) -> None:
+    """Look every second, tell what has changed, until it is over; the first look counts as a change."""
+    before: dict[str, Any] | None = None
+    while not over.is_set():
+        data = await look()
+        if data != before:
+            tell(data)
+            before = data
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOKS_EVERY_S):
+                await over.wait()
+
+
 def rate(bytes_per_s: float) -> str:
     if bytes_per_s >= MOST_MEASURED_BYTES_PER_S:
         return f"over {MOST_MEASURED_BYTES_PER_S * 8 / 1e9:.0f} Gbit/s"
@@ -44,63 +99,71 @@ def rate(bytes_per_s: float) -> str:
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
 
-def show(data: dict[str, Any]) -> None:
+def show(data: dict[str, Any], console: Screen | None = None) -> None:
     """For people."""
-    console = Screen()
-    names = {p["peer"]: p["name"] for p in data["peers"]}
-    table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
-    for column in ("peer", "id", "kernel class", "memory", "speed", "state", "address"):
-        table.add_column(column)
-    for p in data["peers"]:
-        mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
-        device = p["device"]
-        table.add_row(
-            p["name"] + mark,
-            "…" + p["peer"][-8:],
-            p["kernels"] if device else "owner",
-            f"{device['memory_bytes'] / 2**30:.1f} GiB" if device else "-",
-            f"{device['speed_flops_per_s'] / 1e9:.1f} GFLOP/s" if device else "-",
-            p["state"],
-            (p["addresses"] or ["-"])[0].split("/p2p/")[0],
-        )
-    console.print(table)
+    (console or Screen()).print(report(data))
+
+
+def report(data: dict[str, Any]) -> RenderableType:
+    """Peers, who checks graphs where, the coordinator, links and runs, in this order."""
+    names = called({p["peer"]: p["name"] for p in data["peers"]})
+    found: list[RenderableType] = [_peers(data, names)]
     for p in data["peers"]:
         if p["outside"]:
-            console.print(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
+            found.append(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
     apart: dict[str, list[str]] = {}
     for p in data["peers"]:
         if p["device"]:
             behind = ", ".join(p["guards"] or ("no guard that is known yet",))
             where = "in the process that holds the keys" if p["guards"] is None else f"apart, behind {behind}"
             apart.setdefault(where, []).append(p["name"])
-    for where, checking in apart.items():
-        console.print(f"graphs of others are checked {where}: {', '.join(checking)}")
+    found += [f"graphs of others are checked {where}: {', '.join(checking)}" for where, checking in apart.items()]
     coordinator = data["coordinator"]
     if coordinator:
-        console.print(
-            f"* coordinator: {names.get(coordinator['peer'], coordinator['peer'])}, term {coordinator['term']}"
-        )
+        found.append(f"* coordinator: {names.get(coordinator['peer'], GONE)}, term {coordinator['term']}")
     else:
-        console.print("no coordinator at the moment")
+        found.append("no coordinator at the moment")
     if data["links"]:
-        links = Table(title="links", title_justify="left")
-        for column in ("from", "to", "latency", "bandwidth"):
-            links.add_column(column)
-        for link in data["links"]:
-            links.add_row(
-                names.get(link["from"], link["from"][-8:]),
-                names.get(link["to"], link["to"][-8:]),
-                f"{link['latency_s'] * 1e3:.1f} ms",
-                rate(link["bandwidth_bytes_per_s"]),
-            )
-        console.print(links)
+        found.append(_links(data, names))
     for run in data["runs"]:
+        owner = names.get(run["owner"], GONE)
         if run["plan"] is None:
-            console.print(f"run {run['job']}: {run['state']}, owner {names.get(run['owner'], run['owner'][-8:])}")
+            found.append(f"run {run['job']}: {run['state']}, owner {owner}")
             continue
-        console.print(
-            f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {names.get(run['owner'], run['owner'][-8:])}"
-        )
-        console.print(plan_table(Plan.from_json(run["plan"]), names))
+        found.append(f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {owner}")
+        found.append(plan_table(Plan.from_json(run["plan"]), names))
     if not data["runs"]:
-        console.print("no job is running")
+        found.append("no job is running")
+    return Group(*found)
+
+
+def _peers(data: dict[str, Any], names: dict[str, str]) -> Table:
+    table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
+    for column in ("peer", "kernel class", "memory", "speed", "state", "address"):
+        table.add_column(column)
+    for p in data["peers"]:
+        mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
+        device = p["device"]
+        table.add_row(
+            names[p["peer"]] + mark,
+            p["kernels"] if device else "owner",
+            f"{device['memory_bytes'] / 2**30:.1f} GiB" if device else "-",
+            f"{device['speed_flops_per_s'] / 1e9:.1f} GFLOP/s" if device else "-",
+            p["state"],
+            (p["addresses"] or ["-"])[0].split("/p2p/")[0],
+        )
+    return table
+
+
+def _links(data: dict[str, Any], names: dict[str, str]) -> Table:
+    links = Table(title="links", title_justify="left")
+    for column in ("from", "to", "latency", "bandwidth"):
+        links.add_column(column)
+    for link in data["links"]:
+        links.add_row(
+            names.get(link["from"], GONE),
+            names.get(link["to"], GONE),
+            f"{link['latency_s'] * 1e3:.1f} ms",
+            rate(link["bandwidth_bytes_per_s"]),
+        )
+    return links

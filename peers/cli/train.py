@@ -14,7 +14,7 @@ import torch
 from meshcee.callbacks import Callback, called
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
-from meshcee.figures import remark
+from meshcee.figures import remark, size
 from meshcee.files import Home, dumps
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
@@ -23,7 +23,7 @@ from meshcee.planner import needs, remarks, situation
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
-from peers.cli.view import View, view_for
+from peers.cli.view import View, naming, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
 from peers.mesh_view import named
@@ -112,7 +112,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         start_s = time.perf_counter()
         captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
         view.note(
-            f"captured {job.name}: {len(captured.costs)} blocks, {captured.state_bytes / 2**20:.1f} MiB of weights "
+            f"captured {job.name}: {len(captured.costs)} blocks, {size(captured.state_bytes)} of weights "
             f"in {time.perf_counter() - start_s:.1f} s"
         )
         result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
@@ -162,7 +162,11 @@ async def _train(
     loggers: Sequence[Callback],
 ) -> Result | None:
     home = Home()
-    async with join(where, home) as mesh, page_of(mesh, home, view.note, wanted=options.ui) as page:
+    async with (
+        join(where, home) as mesh,
+        naming(mesh.agent.names),
+        page_of(mesh, home, view.note, wanted=options.ui) as page,
+    ):
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
@@ -223,7 +227,7 @@ def _memory(job: Job, captured: Capture, plan: Plan, mesh: Mesh) -> Iterator[str
     cluster, workload = situation(mesh.agent.measured(), replace(costs_of(job, captured), threads=plan.threads))
     for peer, needed in needs(plan, cluster, workload).items():
         have = cluster.devices[peer].memory_bytes
-        yield f"{peer} needs {needed / 2**20:.1f} MiB of {have / 2**20:.0f} MiB"
+        yield f"{peer} needs {size(needed)} of {size(have)}"
     if plan.predicted is not None:
         step_s = plan.predicted.step_s
         yield f"expected: {step_s:.3g} s a step, {step_s * job.steps:.0f} s for {job.steps} steps"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,13 +17,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from meshcee.errors import MeshceeError
 from meshcee.files import dumps
 from meshcee.plan import Plan
 from peers.cli.session import Screen, printable
 from peers.mesh_view import named
 from peers.owner import Report
 
-__all__ = ["JsonView", "LineView", "RichView", "View", "plan_table", "view_for"]
+__all__ = ["GONE", "JsonView", "LineView", "RichView", "View", "called", "naming", "plan_table", "view_for"]
+
+GONE = "a peer that has left"  # in place of a name that nobody tells any more
 
 
 def _duration(seconds: float) -> str:
@@ -109,7 +114,7 @@ class LineView(_Base):
 
 
 class RichView(LineView):
-    """For a terminal: a live bar, with evaluations printed above it."""
+    """For a terminal: a live bar, which runs to and fro until the first step, with all else printed above it."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -117,13 +122,13 @@ class RichView(LineView):
             TextColumn("training", style="bold"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} samples/s  ETA {task.fields[eta]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TextColumn("{task.fields[limit]}", style="dim", markup=False),
             console=console,
+            refresh_per_second=4,
         )
-        self._task = self._progress.add_task(
-            "training", start=False, visible=False, loss="", speed="", eta="", limit=""
-        )
+        self._task = self._progress.add_task("training", total=None, figures="", limit="")
+        self._has_begun = False
 
     def __enter__(self) -> RichView:
         self._progress.start()
@@ -132,6 +137,8 @@ class RichView(LineView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._has_begun:
+            self._progress.update(self._task, visible=False)
         self._progress.stop()
 
     def wait(self, text: str) -> None:
@@ -139,26 +146,40 @@ class RichView(LineView):
         self._progress.update(self._task, limit=printable(text))
 
     def report(self, report: Report) -> None:
+        self._has_begun = True
         self._progress.update(
             self._task,
-            visible=True,
             total=report.steps,
             completed=report.step + 1,
-            loss=f"{report.loss:.4f}",
-            speed=f"{report.samples_per_s:.1f}",
-            eta=_duration(report.eta_s),
+            figures=f"loss {report.loss:.4f}  {report.samples_per_s:.1f} samples/s  ETA {_duration(report.eta_s)}",
             limit=printable(report.limit),
         )
         if report.metrics:
             self._console.print(f"step {report.step + 1}: {_metrics(report)}", highlight=False)
 
 
-def view_for(*, as_json: bool) -> View:
-    """The view that suits standard output."""
+def view_for(*, as_json: bool, console: Console | None = None) -> View:
+    """The view that suits standard output. What else is printed meanwhile goes to the same `console`: it moves the bar down."""
     if as_json:
         return JsonView()
-    console = Screen()
+    console = console or Screen()
     return RichView(console) if sys.stdout.isatty() else LineView(console)
+
+
+def called(names: Mapping[str, str]) -> dict[str, str]:
+    """Peers by names that tell them apart: where several have one, with how the id ends, which `meshcee drain` takes too."""
+    count = Counter(names.values())
+    return {peer: name if count[name] == 1 else f"{name} (…{peer[-8:]})" for peer, name in names.items()}
+
+
+@asynccontextmanager
+async def naming(names: Callable[[], Mapping[str, str]]) -> AsyncIterator[None]:
+    """Errors from in here name peers, where what raised them knew only their ids."""
+    try:
+        yield
+    except MeshceeError as error:
+        error.args = (named(str(error), names()), *error.args[1:])
+        raise
 
 
 def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
@@ -176,11 +197,11 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
         ]
         codecs.append("-")
         for i, stage in enumerate(pipeline.stages):
-            members = ", ".join(f"{names.get(m.peer, m.peer[-8:])} x{m.samples}" for m in stage.members)
+            members = ", ".join(f"{names.get(m.peer, GONE)} x{m.samples}" for m in stage.members)
             codec = codecs[i] + (", recomputes" if stage.recompute else "")
             table.add_row(plan.label(number, i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
     if plan.kernels:
         table.caption = "kernels: " + "; ".join(plan.kernels)
     for left in plan.left_out:
-        table.add_row("-", "-", names.get(left.peer, left.peer[-8:]), "-", f"left out: {named(left.why, names)}")
+        table.add_row("-", "-", names.get(left.peer, GONE), "-", f"left out: {named(left.why, names)}")
     return table

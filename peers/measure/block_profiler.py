@@ -27,6 +27,7 @@ from meshcee.capture.graph import Value, integer
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
+from meshcee.figures import size as told_size
 from meshcee.job import Optimizer
 from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors
@@ -198,7 +199,9 @@ class BlockProfiler:
         spec = program.slice(first, end)
         state = [v.value.nbytes(1) for _, v in spec.inputs if v.kind in ("parameter", "buffer")]
         if (needed := 4 * sum(state) + _touched_bytes(spec, request.sizes[0])) > self._memory_bytes:
-            raise PlanError(f"block {first} needs {needed} bytes and this peer offers {self._memory_bytes}")
+            raise PlanError(
+                f"block {first} needs {told_size(needed)} and this peer offers {told_size(self._memory_bytes)}"
+            )
         try:
             runner = await self._compute.run(_runner, spec, request, self._compute.device)
         except RuntimeError as error:

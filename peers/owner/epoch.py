@@ -227,8 +227,8 @@ class Owner:
         raise _EpochFailed
 
     def _describe(self, peer_id: str) -> str:
-        stage = f", stage {self.plan.label(*self.plan.where(peer_id))}" if peer_id in self.plan.peers else ""
-        return f"{self._names.get(peer_id, '')} ({peer_id}{stage})".strip()
+        stage = f" (stage {self.plan.label(*self.plan.where(peer_id))})" if peer_id in self.plan.peers else ""
+        return f"{self._names.get(peer_id) or peer_id}{stage}"
 
     def _own_fault(
         self, peer_id: str, text: str, error: MeshceeError, step: int | None = None, of: object = None

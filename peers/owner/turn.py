@@ -58,7 +58,7 @@ class Turn:
     def _describe(self, before: list[RunRecord]) -> str:
         owner = self._agent.names().get(before[0].peer_id, "owner")
         more = f", {len(before) - 1} more before this one" if len(before) > 1 else ""
-        return f"waiting: {before[0].job!r} of {owner} (…{before[0].peer_id[-8:]}) is {before[0].state}{more}"
+        return f"waiting: {before[0].job!r} of {owner} is {before[0].state}{more}"
 
     def report(self, epoch: Epoch, step: int, loss: float, plan: Plan) -> None:
         """Tell the mesh, now and then, how far the job is."""

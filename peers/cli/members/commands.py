@@ -11,6 +11,7 @@ from dht import MAX_ADDRESSES, ROLES, Role, Token
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.view import called
 from peers.node import JoinOptions, join
 from peers.node.authority import Authority, authority_of
 
@@ -66,15 +67,16 @@ def run_members(token: str | None, *, as_json: bool) -> None:
         print(dumps(data), flush=True)
         return
     console = Screen()
+    names = called({one["peer"]: one["name"] for one in data["members"]})
     table = Table(title=f"members that are here: {len(data['members'])}", title_justify="left")
-    for column in ("name", "id", "role", "certificate ends"):
+    for column in ("name", "role", "certificate ends"):
         table.add_column(column)
     for one in data["members"]:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"])) if one["until"] else "-"
-        table.add_row(one["name"], "…" + one["peer"][-8:], one["role"] or "open mesh", until)
+        table.add_row(names[one["peer"]], one["role"] or "open mesh", until)
     console.print(table)
     for peer in data["revoked"]:
-        console.print(f"revoked: {peer}")
+        console.print(f"revoked: {names.get(peer, f'…{peer[-8:]}')}")
 
 
 async def _members(token: str) -> dict[str, Any]:
@@ -102,9 +104,7 @@ def run_revoke(wanted: str, token: str | None, *, as_json: bool) -> None:
     if as_json:
         print(dumps(told), flush=True)
         return
-    print(
-        f"{told['name']} ({told['peer']}) is no member any more; {told['heard']} of {told['peers']} peers have heard it"
-    )
+    print(f"{told['name']} is no member any more; {told['heard']} of {told['peers']} peers have heard it")
     if told["invites"]:
         print("The invite that it came by lets nobody in any more. For new machines: meshcee invite")
 

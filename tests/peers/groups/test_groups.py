@@ -221,7 +221,7 @@ async def test_a_member_that_ends_with_other_weights_is_named(monkeypatch: pytes
                 next(iter(self.trainable.values())).flatten()[0] += 1e-3
 
     monkeypatch.setattr(StageRunner, "apply", flipped)
-    with pytest.raises(ProtocolError, match=r"p\d, stage 0\) ends with other weights than"):
+    with pytest.raises(ProtocolError, match=r"p\d \(stage 0\) ends with other weights than"):
         await train_shared(mixing_job(""), ((4, 2),))
 
 

@@ -132,7 +132,7 @@ async def test_an_unforeseen_error_of_a_member_is_told_with_its_name_and_step(mo
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(StageRunner, "apply", broken)
-    with pytest.raises(MeshceeError, match=r"p\d, stage \d\) failed in step 1: RuntimeError: out of memory"):
+    with pytest.raises(MeshceeError, match=r"p\d \(stage \d\) failed in step 1: RuntimeError: out of memory"):
         await train(make_job(), 2, 6)
 
 

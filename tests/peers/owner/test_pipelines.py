@@ -161,7 +161,7 @@ async def test_a_member_that_ends_with_other_weights_than_the_other_pipeline_is_
 
     monkeypatch.setattr(StageRunner, "apply", flipped)
     rows = (1, ((1, SIX), (0, SIX))), (1, ((2, SIX), (0, SIX)))
-    with pytest.raises(ProtocolError, match=r"p\d, stage 1\.\d\) ends with other weights than .*p\d, stage 0\.\d\)"):
+    with pytest.raises(ProtocolError, match=r"p\d \(stage 1\.\d\) ends with other weights than .*p\d \(stage 0\.\d\)"):
         await train_beside(mixing_job("", batch_size=12), rows)
 
 

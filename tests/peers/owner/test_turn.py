@@ -124,6 +124,6 @@ async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None
         ("other", "waiting"),
         ("job", "waiting"),
     ]
-    first_job = f"waiting: 'job' of owner (…{first.agent.peer_id[-8:]}) is running"
+    first_job = "waiting: 'job' of owner is running"
     assert waited[1][0] == first_job
     assert waited[2][0] == f"{first_job}, 1 more before this one"

@@ -1,0 +1,123 @@
+"""`status --watch` tells what has changed and ends when it is asked to; a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshcee.errors import PlanError
+from peers.cli.session import Screen
+from peers.cli.status import show, watch
+from peers.cli.view import GONE, LineView, RichView, called, naming, view_for
+from tests.rig.virtual_time import run
+
+ANNA, BEN, CARL = ("12D3KooW" + letter * 44 for letter in "abc")
+
+
+def mesh(**more: Any) -> dict[str, Any]:
+    """What `agent.status()` gives of two peers of one name."""
+    peer = {"addresses": ["/ip4/192.0.2.2/tcp/1/p2p/" + ANNA], "kernels": "cpu", "outside": None, "guards": None}
+    device = {"memory_bytes": 3 << 30, "speed_flops_per_s": 1e9}
+    peers = [{**peer, "peer": p, "name": "lab", "device": device, "state": "idle"} for p in (ANNA, BEN)]
+    link = {"from": ANNA, "to": CARL, "latency_s": 0.001, "bandwidth_bytes_per_s": 1e8}
+    run = {"job": "gpt", "owner": CARL, "state": "running", "step": 3, "loss": 2.0, "plan": None}
+    return {"peers": peers, "coordinator": {"peer": ANNA, "term": 1}, "links": [link], "runs": [run], **more}
+
+
+def test_a_change_is_told_once_and_nothing_is_told_of_nothing() -> None:
+    seen = [mesh(), mesh(), mesh(runs=[]), mesh(runs=[]), mesh()]
+    told: list[dict[str, Any]] = []
+    over = asyncio.Event()
+
+    async def look() -> dict[str, Any]:
+        data = seen.pop(0)
+        if not seen:
+            over.set()
+        return data
+
+    run(watch(look, told.append, over))
+    assert told == [mesh(), mesh(runs=[]), mesh()]
+
+
+def test_it_ends_at_once_when_it_is_asked_to() -> None:
+    async def main() -> float:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        begun_s = loop.time()
+
+        async def look() -> dict[str, Any]:
+            return mesh()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch(look, lambda data: None, over))
+            await asyncio.sleep(2.5)
+            over.set()
+        return loop.time() - begun_s
+
+    assert run(main()) == pytest.approx(2.5, abs=1e-3)
+
+
+def test_peers_have_names_and_no_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of one name are told apart by how their ids end; a peer that has left has no name any more."""
+    console = Screen()
+    console.width = 200
+    show(mesh(), console)
+    out = capsys.readouterr().out
+    assert f"lab (…{ANNA[-8:]}) *" in out
+    assert f"lab (…{BEN[-8:]})" in out
+    assert f"owner {GONE}" in out
+    assert "12D3" not in out
+    assert called({ANNA: "anna", BEN: "ben"}) == {ANNA: "anna", BEN: "ben"}
+
+
+async def test_an_error_names_peers() -> None:
+    async def failing() -> AsyncIterator[None]:
+        async with naming(lambda: {ANNA: "anna"}):
+            raise PlanError(f"the largest device, {ANNA}, has too little")
+        yield
+
+    with pytest.raises(PlanError, match=r"^the largest device, anna, has too little$"):
+        async for _ in failing():
+            pass
+
+
+def reports(count: int) -> list[Any]:
+    figures = {"loss": 2.5, "samples_per_s": 10.0, "eta_s": 61.0, "limit": "compute of anna", "metrics": {}}
+    return [SimpleNamespace(step=step, steps=count, **figures) for step in range(count)]
+
+
+def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
+    out = io.StringIO()
+    terminal = Screen()
+    terminal.file, terminal.width = out, 120
+    lines = LineView(terminal)
+    with lines:
+        for report in reports(4):
+            lines.report(report)
+    assert out.getvalue().splitlines()[0] == (
+        "step     1/4  loss 2.5000      10.0 samples/s  ETA 1:01  limit: compute of anna"
+    )
+    bar = RichView(terminal)
+    begun = out.tell()
+    with bar:
+        bar.note("captured gpt")
+        for report in reports(4):
+            bar.report(report)
+    shown = out.getvalue()[begun:]
+    assert "captured gpt\n" in shown
+    assert "4/4" in shown
+    assert "loss 2.5000  10.0 samples/s  ETA 1:01" in shown
+    assert isinstance(view_for(as_json=False, console=terminal), LineView)
+
+
+def test_a_plan_that_is_only_looked_at_leaves_no_bar() -> None:
+    out = io.StringIO()
+    terminal = Screen()
+    terminal.file, terminal.width = out, 120
+    with RichView(terminal) as bar:
+        bar.note("anna needs 3 GiB of 8 GiB")
+    assert "training" not in out.getvalue()
