@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
+from meshcee.callbacks.spans import Spans
 from meshcee.errors import UsageError
 
 __all__ = ["logger"]
@@ -154,12 +155,14 @@ LOGGERS: dict[str, Callable[[str], Callback]] = {
     "wandb": lambda project: _Init("wandb", project),
     "mlflow": _Mlflow,
     "trackio": lambda project: _Init("trackio", project),
+    "opentelemetry": lambda _: Spans(),
 }
 
 
 def logger(text: str) -> Callback:
-    """`csv:FILE`, `tensorboard:DIR`, `wandb`, `mlflow` or `trackio`, these with :PROJECT if wanted."""
+    """`csv:FILE`, `tensorboard:DIR`, `opentelemetry`, or `wandb`, `mlflow` or `trackio`, these with :PROJECT if wanted."""
     name, _, where = text.partition(":")
     if name not in LOGGERS:
-        raise UsageError(f"there is no logger {name!r:.40}: say csv:FILE, tensorboard:DIR, wandb, mlflow or trackio")
+        known = "csv:FILE, tensorboard:DIR, wandb, mlflow, trackio or opentelemetry"
+        raise UsageError(f"there is no logger {name!r:.40}: say {known}")
     return LOGGERS[name](where)

@@ -91,6 +91,13 @@ LeaveWithin = Annotated[
     typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
 ]
 Qr = Annotated[bool, typer.Option("--qr", help="Show the line as a QR code too.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MESHCEE_METRICS",
+        help="ADDRESS:PORT that answers /metrics (Prometheus) and /health, e.g. 127.0.0.1:9464; needs meshcee[metrics].",
+    ),
+]
 DirectPort = Annotated[
     int,
     typer.Option(
@@ -166,6 +173,7 @@ def peer(
     ] = True,
     yield_to_owner: Yield = False,
     when: When = None,
+    metrics: Metrics = None,
     as_json: Json = False,
 ) -> None:
     """Lend this machine to a mesh: start one, or join with --join.
@@ -204,6 +212,7 @@ def peer(
             lan=lan,
             yield_to_owner=yield_to_owner,
             when=when,
+            metrics=metrics,
         ),
         as_json=as_json,
     )
@@ -323,7 +332,9 @@ def train(
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(help="Log each step: csv:FILE, tensorboard:DIR, wandb, mlflow or trackio. Several are fine."),
+        typer.Option(
+            help="Log each step: csv:FILE, tensorboard:DIR, wandb, mlflow, trackio or opentelemetry. Several are fine."
+        ),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="While another job runs: wait for its end, or use idle peers.")
@@ -333,6 +344,7 @@ def train(
         typer.Option("--verify/--no-verify", help="Compare the captured model with the module before the first step."),
     ] = True,
     ui: ShowUi = False,
+    metrics: Metrics = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on a mesh (--join) or inside this process (--local N)."""
@@ -363,6 +375,7 @@ def train(
             workers=workers,
             log=tuple(log or ()),
             ui=ui,
+            metrics=metrics,
         ),
         as_json=as_json,
     )

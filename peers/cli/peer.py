@@ -21,6 +21,7 @@ from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
 from peers.cli.local import die_with_parent
+from peers.cli.meters import Meters, address_of, metered
 from peers.cli.session import Screen, configure_logging, parse_bytes, run_async
 from peers.device import resolve_device, versions
 from peers.device.emulation import paced
@@ -58,6 +59,7 @@ class PeerOptions:
     lan: bool = True
     yield_to_owner: bool = False
     when: str | None = None
+    metrics: str | None = None
 
 
 def parse_duration_s(text: str) -> float:
@@ -89,6 +91,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     if options.device_process and options.direct_sums:
         raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
     configure_logging(as_json=as_json)
+    where_metered = address_of(options.metrics)
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     hours = Hours.parse(options.when) if options.when else None
     device = resolve_device(options.device)
@@ -128,17 +131,22 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     stay = Stay(Watch(rule, Machine(device).look) if yields else None)
     screen = Screen(stderr=as_json)
 
-    def lend() -> AbstractAsyncContextManager[Departure]:
-        return _lent(where, shows_codes=asks, as_json=as_json)
+    async def staying() -> bool:
+        async with metered(where_metered) as meters:
 
-    if not run_async(stay.run(lend, lambda text: screen.print(text, soft_wrap=True)), stay.ask):
+            def lend() -> AbstractAsyncContextManager[Departure]:
+                return _lent(where, meters, shows_codes=asks, as_json=as_json)
+
+            return await stay.run(lend, lambda text: screen.print(text, soft_wrap=True))
+
+    if not run_async(staying(), stay.ask):
         raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
 
 
 @asynccontextmanager
-async def _lent(where: JoinOptions, *, shows_codes: bool, as_json: bool) -> AsyncIterator[Departure]:
+async def _lent(where: JoinOptions, meters: Meters, *, shows_codes: bool, as_json: bool) -> AsyncIterator[Departure]:
     """The peer is up, and what people need to know of it is printed."""
-    async with a_peer(where, Home()) as me:
+    async with a_peer(where, Home()) as me, meters.of_peer(me):
         departure = Departure(me)
         await me.directory.refresh()
         for why in dict.fromkeys(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from meshcee.callbacks import Callback, called
+from meshcee.callbacks.spans import spans_where_installed
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.figures import remark, size
@@ -20,6 +21,7 @@ from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
+from peers.cli.meters import address_of, metered
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
@@ -60,6 +62,7 @@ class TrainOptions:
     workers: int | None = None
     log: tuple[str, ...] = ()
     ui: bool = False
+    metrics: str | None = None
 
 
 def run_train(options: TrainOptions, *, as_json: bool) -> None:
@@ -83,6 +86,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         needs_ui()
     given = read_plan(options.plan) if options.plan is not None else None
     loggers = called(options.log)  # a library that is missing is told of before anything runs
+    address_of(options.metrics)  # here too
     configure_logging(as_json=as_json, level="warning")
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -163,10 +167,12 @@ async def _train(
 ) -> Result | None:
     home = Home()
     async with (
+        metered(address_of(options.metrics)) as meters,
         join(where, home) as mesh,
         naming(mesh.agent.names),
         page_of(mesh, home, view.note, wanted=options.ui) as page,
     ):
+        loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_installed(options.log))
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()

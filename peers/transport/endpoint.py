@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -133,7 +134,7 @@ class Endpoint(ABC):
             return await self._shake(stream, shaking, path)
         except BaseException:
             stream.abort()
-            self.streams.discard(stream)
+            self._forget(stream)
             raise
 
     async def __aenter__(self) -> Self:
@@ -180,12 +181,29 @@ class Endpoint(ABC):
     # -- streams
 
     def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
-        self.streams = {s for s in self.streams if not s.closed}
+        for over in [s for s in self.streams if s.closed]:
+            self._forget(over)
         stream = FramedStream(
             peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check
         )
         self.streams.add(stream)
         return stream
+
+    @cached_property
+    def _past(self) -> list[int]:
+        """Bytes sent and received by streams that are over."""
+        return [0, 0]
+
+    def _forget(self, stream: FramedStream) -> None:
+        if stream in self.streams:
+            self.streams.remove(stream)
+            self._past[0] += stream.sent_bytes
+            self._past[1] += stream.received_bytes
+
+    def carried_bytes(self) -> tuple[int, int]:
+        """Sent and received, by all streams that there have been."""
+        sent, received = self._past
+        return sent + sum(s.sent_bytes for s in self.streams), received + sum(s.received_bytes for s in self.streams)
 
     def _accepted(self, stream: FramedStream) -> None:
         """A byte stream came in: shake hands and handle it in a task of ours.
@@ -196,7 +214,7 @@ class Endpoint(ABC):
         too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap
         if self._group is None or self._closing or too_many:
             stream.abort()
-            self.streams.discard(stream)
+            self._forget(stream)
             return
         if stream.peer_id not in self._proven:
             if len(self._strangers) >= MAX_STRANGERS:
@@ -237,7 +255,7 @@ class Endpoint(ABC):
                 log.exception(Event.HANDLER_FAILED, peer=short(stream.peer_id), purpose=stream.purpose)
         finally:
             stream.abort()
-            self.streams.discard(stream)
+            self._forget(stream)
             self._accepted_per_peer[stream.peer_id] -= 1
             if not self._accepted_per_peer[stream.peer_id]:
                 del self._accepted_per_peer[stream.peer_id]
