@@ -496,6 +496,14 @@ def report(
     run_report(run, html, as_json=as_json)
 
 
+@app.command(epilog="Example: meshcee top --join @invite.txt")
+def top(join: Join = None) -> None:
+    """Show a mesh live in a terminal: peers, pipeline, loss, events, limit. Needs meshcee[top]."""
+    from peers.cli.top import run_top
+
+    run_top(join)
+
+
 @app.command(
     epilog="Example: meshcee config peer --memory 8GiB",
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
