@@ -1,11 +1,10 @@
 """The numbers that a planner may use: profiles of devices and links, costs of blocks, seconds that were measured, testbeds.
 
 Values only. Figures are in bytes, seconds and operations, and say where they come from; no torch is loaded, so a plan can be
-made where nothing can be trained. `kernels` says which devices compute the same bits. `scenario`, which reads testbeds, is
-imported by name.
+made where nothing can be trained. `kernels` says which devices compute the same bits. `scenario`, which reads testbeds, and
+`amounts`, which puts figures into words, are imported by name.
 """
 
-from meshcee.figures.amounts import amount, size, times_as_long
 from meshcee.figures.hosts import as_run, threads_of
 from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
 from meshcee.figures.measured import DEFAULT_LINK, FEW, JobCosts, Measured, without_links
@@ -41,14 +40,11 @@ __all__ = [
     "Triple",
     "Versions",
     "Workload",
-    "amount",
     "as_run",
     "class_of",
     "fitting",
     "remark",
-    "size",
     "threads_of",
-    "times_as_long",
     "with_classes",
     "without_links",
 ]

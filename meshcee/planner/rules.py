@@ -16,7 +16,8 @@ import numpy as np
 
 from meshcee.config import FAR_COPIES, OTHERS_COPIES, OWN_COPIES
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload, size, times_as_long
+from meshcee.figures import Cluster, Workload
+from meshcee.figures.amounts import size, times_as_long
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass

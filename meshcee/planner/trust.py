@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from meshcee.figures import BlockTimes, DeviceProfile, LinkProfile, size
+from meshcee.figures import BlockTimes, DeviceProfile, LinkProfile
+from meshcee.figures.amounts import size
 
 __all__ = ["believed_devices", "believed_links", "believed_speeds"]
 

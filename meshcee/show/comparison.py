@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from meshcee.figures import size
+from meshcee.figures.amounts import size
 from meshcee.planner import Comparison, Found, Row
 
 __all__ = ["comparison_text"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshcee.figures import BlockCost, amount, size
+from meshcee.figures import BlockCost
+from meshcee.figures.amounts import amount, size
 
 __all__ = ["FIGURES", "capture_page"]
 

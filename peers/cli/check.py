@@ -16,7 +16,8 @@ import torch
 from meshcee.capture import capture
 from meshcee.equality import STAGES, check, refuse
 from meshcee.errors import UsageError
-from meshcee.figures import BlockCost, amount, size
+from meshcee.figures import BlockCost
+from meshcee.figures.amounts import amount, size
 from meshcee.files import disk, dumps
 from meshcee.show import FIGURES, capture_page
 from peers.cli.session import configure_logging, load_job

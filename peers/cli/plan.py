@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshcee.errors import UsageError
-from meshcee.figures import CODECS, size
+from meshcee.figures import CODECS
+from meshcee.figures.amounts import size
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan

@@ -15,7 +15,8 @@ from meshcee.callbacks import Callback, called
 from meshcee.callbacks.spans import spans_where_installed
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
-from meshcee.figures import remark, size
+from meshcee.figures import remark
+from meshcee.figures.amounts import size
 from meshcee.files import Home, dumps
 from meshcee.files.tensor_files import save
 from meshcee.job import Job

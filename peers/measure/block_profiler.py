@@ -27,7 +27,7 @@ from meshcee.capture.graph import Value, integer
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
-from meshcee.figures import size as told_size
+from meshcee.figures.amounts import size as told_size
 from meshcee.job import Optimizer
 from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors

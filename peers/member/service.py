@@ -18,7 +18,6 @@ import torch
 
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
-from meshcee.figures import size
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.member.executor import Executor
@@ -482,7 +481,7 @@ class Member:
         await self.accept(stream.peer_id, offer)
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
-            raise PlanError(f"stage {offer.place.index} needs {size(missing)} more than this peer offers")
+            raise PlanError(f"stage {offer.place.index} needs {missing / 2**30:.3g} GiB more than this peer offers")
         await self._compute.use_threads(offer.plan.threads)
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from meshcee.figures import amount, size
+from meshcee.figures.amounts import amount, size
 from meshcee.picture import Mesh, Picture, PlanView
 from meshcee.picture.values import Seat
 from peers.cli.session import printable
@@ -34,7 +34,7 @@ def headline(picture: Picture) -> str:
     if run is None:
         words.append("no job is running")
     else:
-        done = f"step {run.step}" + (f" of {run.steps}" if run.steps else "")
+        done = f"{run.step}" + (f" of {run.steps}" if run.steps else "") + " steps"
         loss = f", loss {run.loss:.4f}" if run.loss is not None else ""
         pace = f", {run.samples_per_s:.1f} samples/s" if run.samples_per_s is not None else ""
         owner = f" of {run.owner}" if run.owner else ""

@@ -77,7 +77,7 @@ async def test_the_screen_shows_peers_pipeline_loss_events_and_the_limit() -> No
         for text in (
             "name of a *",
             "2 peers",
-            "step 20 of 100",
+            "20 of 100 steps",
             "stage 0  blocks 0..1",
             "computes 0.05 of 0.1 s",
             "b was lost",
