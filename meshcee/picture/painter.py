@@ -87,6 +87,8 @@ class Painter:
 
     def begin(self, run: str, info: Mapping[str, Any]) -> None:
         """A run of this machine, from its folder: run.json."""
+        if not self._of_folder:
+            self.series = Series()  # records have told of some of its steps only
         self._of_folder = True
         self._names |= {str(k): str(v) for k, v in (info.get("names") or {}).items()}
         steps = info.get("steps")

@@ -59,6 +59,13 @@ RunName = Annotated[
 ]
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
+ShownRun = Annotated[
+    str | None,
+    typer.Argument(
+        help="A run of this machine: its id, its beginning, or last.",
+        autocompletion=lambda incomplete: _runs(incomplete),
+    ),
+]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
 ShowUi = Annotated[bool, typer.Option("--ui", help="Show it live on a page of this machine: `meshcee ui`.")]
 Testbed = Annotated[str | None, typer.Option(help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")]
@@ -470,15 +477,13 @@ def status(
 
 @app.command(epilog="Example: meshcee ui last")
 def ui(
-    run: Annotated[
-        str | None, typer.Argument(help="A run of this machine: its id, its beginning, or last; default: all.")
-    ] = None,
+    run: ShownRun = None,
     join: Join = None,
     port: Port = 0,
     opens: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in this machine's browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a mesh (--join), a run, or all runs of this machine on a page of this machine, live."""
+    """Show a mesh (--join), a run, or without either all runs of this machine on a page of this machine, live."""
     from peers.cli.ui.command import run_ui
 
     run_ui(run, join, port, opens=opens, as_json=as_json)
@@ -497,11 +502,11 @@ def report(
 
 
 @app.command(epilog="Example: meshcee top --join @invite.txt")
-def top(join: Join = None) -> None:
-    """Show a mesh live in a terminal: peers, pipeline, loss, events, limit. Needs meshcee[top]."""
+def top(run: ShownRun = None, join: Join = None) -> None:
+    """Show a mesh (--join) or a run live in a terminal: peers, pipeline, loss, events, limit. Needs meshcee[top]."""
     from peers.cli.top import run_top
 
-    run_top(join)
+    run_top(run, join)
 
 
 @app.command(

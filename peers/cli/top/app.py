@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -17,24 +17,14 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
 from meshcee.errors import MeshceeError
-from meshcee.picture import Painter, Picture
+from meshcee.picture import Picture
 from peers.cli.session import printable
 from peers.cli.top import drawing
+from peers.cli.ui.sources import Source
 
-__all__ = ["Source", "Top"]
+__all__ = ["Top"]
 
 LOOKS_EVERY_S = 1.0
-
-
-class Source(Protocol):
-    """Where the picture comes from."""
-
-    @property
-    def painter(self) -> Painter: ...
-
-    async def refresh(self) -> Any:
-        """Look again. A MeshceeError where that is not possible now."""
-        ...
 
 
 class Top(App[None]):
@@ -82,7 +72,8 @@ class Top(App[None]):
         """Bring the source up to date, and the screen."""
         trouble = ""
         try:
-            await self.source.refresh()
+            while await self.source.refresh():
+                pass  # a long run is read piece by piece
         except MeshceeError as error:
             trouble = printable(f"no new look: {error}")
         self.draw(self.source.painter.picture(self._clock()), trouble)

@@ -9,15 +9,16 @@ import pytest
 from textual.widgets import DataTable, Sparkline, Static
 
 from meshcee.errors import JoinError, UsageError
-from meshcee.files import Home
+from meshcee.files import Home, dumps
 from meshcee.picture import Painter, Picture
 from peers.cli.session import printable
 from peers.cli.top import run_top
 from peers.cli.top.app import Top
-from peers.cli.top.command import Looking
+from peers.cli.top.command import run_here
 from peers.cli.top.drawing import COLUMNS, events, headline, limits, losses, peer_rows, pipeline
+from peers.cli.ui.sources import FolderSource, MeshSource
 from tests.peers.cli.test_screen import HOSTILE
-from tests.peers.owner.test_recovery import a_mesh
+from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
 from tests.picture.test_picture import plan, report, status
 
 
@@ -29,10 +30,11 @@ class Given:
         self.looks = 0
         self.error: JoinError | None = None
 
-    async def refresh(self) -> None:
+    async def refresh(self) -> bool:
         self.looks += 1
         if self.error is not None:
             raise self.error
+        return False
 
 
 def painted(*, name: str = "") -> Given:
@@ -128,27 +130,56 @@ def test_an_empty_picture_says_what_is_missing() -> None:
     )  # fmt: skip
 
 
-async def test_a_mesh_is_looked_at_as_an_observer_does(tmp_path: Path) -> None:
-    async with a_mesh(Home(tmp_path), 2) as (_, mesh):
-        await mesh.agent.wait_for_devices(2)
-        source = Looking(mesh.agent)
-        app = Top(source)
-        async with app.run_test(size=(140, 30)) as pilot:
-            await pilot.pause()
-            shown = texts(app)
+async def test_a_run_of_this_machine_tells_its_limit_and_all_its_losses(tmp_path: Path) -> None:
+    """An observer on the owner's machine finds the run's folder; one on another machine knows what the mesh was told."""
+    home, told = Home(tmp_path / "home"), []
+    async with a_mesh(home, 2) as (_, mesh):
+        app = Top(MeshSource(mesh.agent, lambda: run_here(mesh.agent, home)))
+        elsewhere = Top(MeshSource(mesh.agent, lambda: run_here(mesh.agent, Home(tmp_path / "other"))))
+        async for report in mesh.train(job_of(), captured=captured_job(), stages=2):
+            told.append(report)
+            if report.step != 20:
+                continue
+            async with app.run_test(size=(140, 40)) as pilot:
+                await pilot.pause()
+                shown, curve = texts(app), [*(app.query_one("#loss", Sparkline).data or ())]
+                await pilot.press("q")
+            async with elsewhere.run_test(size=(140, 40)) as pilot:
+                await pilot.pause()
+                less = texts(elsewhere)
+                await pilot.press("q")
+            break
+    assert "limit: " in shown
     assert "p0" in shown
     assert "p1" in shown
-    assert "2 peers" in shown
+    assert len(curve) >= 20
+    assert curve[:20] == pytest.approx([report.loss for report in told[:20]], rel=1e-5), (
+        "all of them, not those that records told of"
+    )
+    assert "limit: " not in less
+    assert "p0" in less
+
+
+async def test_a_run_that_is_over_is_shown_from_its_folder(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    run = home.new_run("gpt")
+    (run.folder / "run.json").write_text(dumps({"name": "gpt", "steps": 3, "plan": plan("a", "b").to_json()}))
+    run.report_file.write_text("".join(dumps({**report(step, steps=3), "codecs": {}}) + "\n" for step in range(3)))
+    app = Top(FolderSource(home.run("last")), clock=lambda: 12.0)
+    async with app.run_test(size=(140, 30)) as pilot:
+        await pilot.pause()
+        assert "3 of 3 steps" in texts(app)
 
 
 def test_without_terminal_mesh_or_library_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="--join TOKEN"):
-        run_top(None)
+    for wanted, token in ((None, None), ("last", "meshcee2.abc")):
+        with pytest.raises(UsageError, match="say what to show"):
+            run_top(wanted, token)
     with pytest.raises(UsageError, match="status --watch"):
-        run_top("meshcee2.abc")
+        run_top(None, "meshcee2.abc")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'meshcee\[top\]'"):
-        run_top("meshcee2.abc")
+        run_top(None, "meshcee2.abc")
 
 
 def test_curves_of_many_points_and_gains_are_told() -> None:
