@@ -24,6 +24,7 @@ pytestmark = pytest.mark.smoke
 
 PACKAGES = (meshcee, dht, peers)
 RUNS_WHEN_IMPORTED = "__main__"
+OF_EXTRAS = ("aiohttp", "prometheus_client", "textual")  # which some modules of peers/cli want, and no other
 
 
 def modules() -> list[str]:
@@ -36,7 +37,12 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_all_names_of_a_module_exist(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in OF_EXTRAS or "MESHCEE_WHEEL_TEST" not in os.environ:
+            raise
+        pytest.skip(f"the wheel is tested without its extras: {error.name}")
     names = getattr(module, "__all__", [])
     assert [n for n in names if not hasattr(module, n)] == []
     assert len(names) == len(set(names))

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("textual", reason="the top extra is not installed")
 from textual.widgets import DataTable, Sparkline, Static
 
 from meshcee.errors import JoinError, UsageError
