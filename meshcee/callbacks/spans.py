@@ -1,7 +1,7 @@
 """A run as spans of OpenTelemetry: its epochs, in each of them its steps, and its recoveries.
 
-The idea: a span begins and ends with what a callback hears. Where spans go is for the program around. Without an SDK that it has
-set up they go nowhere, and cost next to nothing. `opentelemetry-instrument meshcee train ...` sets one up from the environment.
+The idea: a span begins and ends with what a callback hears. Where spans go is for the program around: an SDK of the library,
+which for example `opentelemetry-instrument meshcee train ...` sets up from the environment. Without one there are none.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
 
-__all__ = ["Spans", "spans_where_installed"]
+__all__ = ["Spans", "spans_where_set_up"]
 
 LIBRARY = "opentelemetry.trace"
 
 
-def spans_where_installed(loggers: Collection[str] = ()) -> tuple[Callback, ...]:
-    """One callback where `opentelemetry-api` is installed and these do not name it already, else none."""
-    is_wanted = "opentelemetry" not in loggers and importlib.util.find_spec("opentelemetry") is not None
-    return (Spans(),) if is_wanted else ()
+def spans_where_set_up(loggers: Collection[str] = ()) -> tuple[Callback, ...]:
+    """One callback where the program around has set up where spans go, and these do not name it already; else none."""
+    if "opentelemetry" in loggers or importlib.util.find_spec("opentelemetry") is None:
+        return ()
+    trace: Any = importlib.import_module(LIBRARY)
+    is_set_up = not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    return (Spans(),) if is_set_up else ()
 
 
 class Spans(Callback):

@@ -110,13 +110,13 @@ def report(data: dict[str, Any]) -> RenderableType:
     found: list[RenderableType] = [_peers(data, names)]
     for p in data["peers"]:
         if p["outside"]:
-            found.append(f'{p["name"]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
+            found.append(f'{names[p["peer"]]} runs {p["outside"]}: jobs use it only with Job(mix="versions")')
     apart: dict[str, list[str]] = {}
     for p in data["peers"]:
         if p["device"]:
             behind = ", ".join(p["guards"] or ("no guard that is known yet",))
             where = "in the process that holds the keys" if p["guards"] is None else f"apart, behind {behind}"
-            apart.setdefault(where, []).append(p["name"])
+            apart.setdefault(where, []).append(names[p["peer"]])
     found += [f"graphs of others are checked {where}: {', '.join(checking)}" for where, checking in apart.items()]
     coordinator = data["coordinator"]
     if coordinator:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from meshcee.callbacks import Callback, called
-from meshcee.callbacks.spans import spans_where_installed
+from meshcee.callbacks.spans import spans_where_set_up
 from meshcee.capture import Capture, capture
 from meshcee.errors import UsageError
 from meshcee.figures import remark
@@ -173,7 +173,7 @@ async def _train(
         naming(mesh.agent.names),
         page_of(mesh, home, view.note, wanted=options.ui) as page,
     ):
-        loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_installed(options.log))
+        loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_set_up(options.log))
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()

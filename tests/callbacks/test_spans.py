@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from meshcee.callbacks import Control
-from meshcee.callbacks.spans import Spans, spans_where_installed
+from meshcee.callbacks import Control, called
+from meshcee.callbacks.spans import Spans, spans_where_set_up
 from meshcee.errors import UsageError
 
 
@@ -67,11 +67,17 @@ def test_an_error_marks_the_epoch(exported: InMemorySpanExporter) -> None:
     assert epoch.status.description == "no peers are left"
 
 
-def test_it_is_there_where_the_library_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(spans_where_installed()) == 1
-    assert spans_where_installed(["opentelemetry"]) == (), "it was asked for by name already"
+def test_a_command_has_spans_where_somebody_has_set_up_a_place_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spans_where_set_up() == (), "nobody has"
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", TracerProvider)
+    assert len(spans_where_set_up()) == 1
+    assert spans_where_set_up(["opentelemetry"]) == (), "it was asked for by name already"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert spans_where_installed() == ()
+    assert spans_where_set_up() == ()
+
+
+def test_by_name_it_wants_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(called(["opentelemetry"])) == 1
     monkeypatch.setattr("meshcee.callbacks.spans.LIBRARY", "no.such.library")
     with pytest.raises(UsageError, match="pip install opentelemetry-api"):
-        Spans()
+        called(["opentelemetry"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -41,7 +42,8 @@ async def serving(where: tuple[str, int], answer: Callable[[str], Answer | None]
         try:
             server = await asyncio.start_server(connected, host, port, limit=REQUEST_BYTES)
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
+            number = getattr(error, "errno", None)
+            why = os.strerror(number).lower() if number and number > 0 else error
             raise UsageError(f"--metrics {host}:{port} cannot be had: {why}; name another address or port") from error
         try:
             found = server.sockets[0].getsockname()
