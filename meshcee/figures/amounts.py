@@ -7,11 +7,9 @@ from __future__ import annotations
 
 __all__ = ["amount", "size", "times_as_long"]
 
-ALIKE, DOUBLE, MANY = (
-    1.005,
-    2.0,
-    10.0,
-)  # times: up to ALIKE nobody sees a difference; from DOUBLE on nobody asks for percents
+ALIKE = 1.005  # times as long: up to here nobody sees a difference
+DOUBLE = 2.0  # from here on nobody asks for percents
+MANY = 10.0  # nor, from here on, for tenths
 
 
 def amount(number: float) -> str:

@@ -41,6 +41,12 @@ app.add_typer(peer_app, name="peer")
 checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
+
+def _runs() -> list[str]:
+    """With which the shell completes a run's name."""
+    return ["last", *(run.id for run in Home().runs())]
+
+
 Join = Annotated[
     str | None,
     typer.Option(
@@ -54,16 +60,14 @@ Join = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
 JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
 PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")]
-RunName = Annotated[
-    str, typer.Argument(help="A run's id, its beginning, or last.", autocompletion=lambda incomplete: _runs(incomplete))
-]
+RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.", autocompletion=_runs)]
 Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
 ShownRun = Annotated[
     str | None,
     typer.Argument(
         help="A run of this machine: its id, its beginning, or last.",
-        autocompletion=lambda incomplete: _runs(incomplete),
+        autocompletion=_runs,
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
@@ -114,11 +118,6 @@ DirectPort = Annotated[
         help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
     ),
 ]
-
-
-def _runs(incomplete: str) -> list[str]:
-    """For the shell, which completes a run's name with them."""
-    return [name for name in ("last", *(run.id for run in Home().runs())) if name.startswith(incomplete)]
 
 
 def _version(wanted: bool) -> None:
@@ -275,9 +274,7 @@ def peer_logs(
 
 @app.command(epilog="Example: meshcee init text job.py")
 def init(
-    kind: Annotated[
-        str, typer.Argument(help="text, images, huggingface or table.", autocompletion=lambda incomplete: KINDS)
-    ],
+    kind: Annotated[str, typer.Argument(help="text, images, huggingface or table.", autocompletion=lambda: KINDS)],
     file: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.py"),
 ) -> None:
     """Write a job file that runs as it is; put your own data and model in."""
@@ -634,7 +631,7 @@ def checkpoint_export(
         str,
         typer.Argument(
             help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.",
-            autocompletion=lambda incomplete: _runs(incomplete),
+            autocompletion=_runs,
         ),
     ],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,

@@ -27,7 +27,7 @@ NEWEST = 8  # runs of this machine that may be the one
 def run_top(wanted: str | None, token: str | None) -> None:
     if importlib.util.find_spec("textual") is None:
         raise UsageError("`meshcee top` needs a library that is not installed here: pip install 'meshcee[top]'")
-    if (wanted is None) == (token is None):
+    if wanted is None and token is None:
         raise UsageError("say what to show: --join TOKEN for a mesh, or RUN or last for a run of this machine")
     if not sys.stdout.isatty():
         raise UsageError("`meshcee top` draws on a terminal: use `meshcee status --watch` where there is none")
