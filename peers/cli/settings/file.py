@@ -27,14 +27,14 @@ def config_file(environment: Mapping[str, str]) -> Path:
 
 
 def subcommands(app: typer.Typer) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that is shown: its words, and what parses it."""
+    """Every command that is shown: its words, and what parses it. A group may be a command as well."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), typer.main.get_command(app))]
     while pending:
         words, command = pending.pop(0)
-        if hasattr(command, "commands"):
-            pending[:0] = [((*words, name), one) for name, one in command.commands.items() if not one.hidden]
-        else:
+        inner = getattr(command, "commands", {})
+        if words and (not inner or command.invoke_without_command):
             yield words, command
+        pending[:0] = [((*words, name), one) for name, one in inner.items() if not one.hidden]
 
 
 def defaults_of(app: typer.Typer, environment: Mapping[str, str]) -> dict[str, Any]:
