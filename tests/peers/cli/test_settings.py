@@ -39,7 +39,8 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dic
     with pytest.raises(SystemExit) as ended:
         main(["config", "--json", *arguments])
     assert ended.value.code == 0
-    return {line["name"]: line for line in map(loads, capsys.readouterr().out.splitlines())}
+    lines = [loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {line["name"]: line for line in sorted(lines, key=lambda line: bool(line["source"] == "file"))}
 
 
 def test_each_source_wins_over_the_next(
