@@ -16,11 +16,14 @@ import pytest
 
 from meshcee.files import Home
 from peers.cli.ui.page import self_contained
-from peers.cli.ui.server import Site, serving
 from peers.cli.ui.sources import FolderSource
 from peers.cli.ui.watching import page_of
 from tests.peers.cli.test_page import HOSTILE, hostile_picture
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
+
+pytest.importorskip("aiohttp", reason="the ui extra is not installed")
+
+from peers.cli.ui.server import Site, serving
 from tests.rig.browser import BROWSER, WHY_NOT, a_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
