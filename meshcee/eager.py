@@ -1,6 +1,6 @@
 """The plain loop of a job: what one machine without meshcee would run, for everybody to compare with.
 
-The idea: this page is the definition of "exactly". It is written against torch, `meshcee.seeded` and `meshcee.sampling.order`
+The idea: this page is the definition of "exactly". It is written against torch, `meshcee.seeded` and `meshcee.sampling`
 alone; nothing of the capture or of the mesh takes part in it. `python -m meshcee.eager JOB.py STEPS MICRO_BATCH FOLDER`
 runs it in a process of its own, writes FOLDER/eager.safetensors and prints {"losses": [...], "seconds": s}.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import Job, seeded
-from meshcee.sampling import draw, read
+from meshcee.sampling import collated, source_of
 
 __all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
 
@@ -83,12 +83,15 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
     masters = {name: nn.Parameter(full[name]) if full else p for name, p in live.items()}
     optimizer = job.optimizer.build(masters)
     schedule = job.schedule.build(optimizer) if job.schedule else None
+    source = source_of(job)
     for step in range(steps):
-        indices = draw(job.seed, len(job.data), job.batch_size, step)
         batches = []
         for start in range(0, job.batch_size, micro_batch):
-            samples = read(job.data, indices[start : start + micro_batch], job.seed, step)
-            batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
+            samples = source.samples(step, start, start + micro_batch)
+            if job.collate is not None:
+                batches.append(_tensors(collated(job.collate, samples, job.seed, step, start)))
+            else:
+                batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
         total, losses = 0.0, []
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
             with seeded(job.seed, step, micro):
@@ -137,6 +140,15 @@ def _collate(items: list[Any]) -> Any:
     if isinstance(first, tuple | list):
         return tuple(_collate(list(column)) for column in zip(*items))
     return None if first is None else torch.stack([torch.as_tensor(item) for item in items])
+
+
+def _tensors(tree: Any) -> Any:
+    """What a collate function returned, as plain dicts and tuples of tensors."""
+    if isinstance(tree, Mapping):
+        return {key: _tensors(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(map(_tensors, tree))
+    return None if tree is None else torch.as_tensor(tree)
 
 
 def _halved(x: Any) -> Any:

@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from meshcee.errors import UsageError
 from meshcee.figures import MIXES
@@ -184,6 +185,9 @@ class Job:
     loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
+               Or iterable: `iter(data)` gives samples, which are read in order; its end begins the next data epoch
+    collate    list of samples -> (x, y), each with one row a sample, as a DataLoader's collate_fn; a sample may then be anything
+    sampler    which samples, in which order: a torch Sampler, or (data epoch, seed) -> indices; None shuffles all of them
     optimizer  Optimizer(...) by name
     workers    processes of the owner that read samples of training ahead, by spawn: classes of `data` are at the top of a file;
                0 reads in the owner's own process
@@ -243,6 +247,13 @@ class Job:
     threads: int | None = None
     mix: str = "devices"
     workers: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
+    sampler: Sampler[int] | Callable[[int, int], Iterable[int]] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the data is iterable: read in order, without numbers."""
+        return isinstance(self.data, IterableDataset) or not _is_map(self.data)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -267,14 +278,51 @@ class Job:
             raise UsageError(f"mix must be one of {', '.join(MIXES)}, got {self.mix!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError("clip_norm must be positive")
-        if not hasattr(self.data, "__len__") or not hasattr(self.data, "__getitem__"):
-            raise UsageError("data must be map-style: it needs len(data) and data[i] -> (x, y)")
-        if len(self.data) < self.batch_size:
+        if self.streams:
+            self._check_stream()
+        elif len(self.data) < self.batch_size and self.sampler is None:
             raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}")
+        if self.eval_data is not None and not _is_map(self.eval_data):
+            raise UsageError("eval_data must be map-style: it needs len(eval_data) and eval_data[i]")
+        if self.sampler is not None:
+            _check_sampler(self.sampler)
         if self.checkpoint_every < 0:
             raise UsageError("checkpoint_every is a number of steps, or 0 for the default")
         if self.eval_every and self.eval_data is None:
             raise UsageError("eval_every needs eval_data")
+
+    def _check_stream(self) -> None:
+        if not hasattr(self.data, "__iter__") or hasattr(self.data, "__next__"):
+            raise UsageError(
+                "data must be map-style, with len(data) and data[i] -> (x, y), or iterable: an object whose iter() begins anew, "
+                "such as a torch IterableDataset, and no iterator, which can be read once"
+            )
+        if isinstance(self.data, DataLoader) and self.data.batch_size is not None:
+            raise UsageError("a DataLoader as data makes no batches: give it batch_size=None, and Job its collate_fn")
+        if self.sampler is not None:
+            raise UsageError("a sampler picks samples by their numbers, and this data is iterable: leave sampler out")
+        if self.workers:
+            raise UsageError(
+                "workers=N reads samples by their numbers, and this data is iterable, which one reader reads in order: leave "
+                "workers out, or give torchdata's StatefulDataLoader(data, batch_size=None, num_workers=N) as data"
+            )
+
+
+def _is_map(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+
+
+def _check_sampler(sampler: Any) -> None:
+    if isinstance(sampler, DistributedSampler):
+        raise UsageError("a DistributedSampler is not needed: the mesh splits every batch by itself; leave sampler out")
+    if isinstance(sampler, BatchSampler):
+        raise UsageError("a BatchSampler is not needed: batches have batch_size samples; give the sampler inside of it")
+    if not isinstance(sampler, Sampler) and not callable(sampler):
+        raise UsageError("sampler must be a torch.utils.data.Sampler, or a function (data epoch, seed) -> indices")
+    if getattr(sampler, "generator", None) is not None:
+        raise UsageError(
+            "leave `generator` out of the sampler: its order follows from Job.seed, also in a run that goes on"
+        )
 
 
 def seed_of(seed: int, step: int, micro: int) -> int:

@@ -59,7 +59,7 @@ from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import generators_put_back, read
+from meshcee.sampling import generators_put_back, inputs_of_one, probes
 from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture", "watch_sizes"]
@@ -210,8 +210,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         from meshcee.capture.recipes import from_checkpoint
 
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
-    example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
-    probed = read(job.data, (i * len(job.data) // _PROBED for i in range(_PROBED)), job.seed)
+    example = _example(job)
+    probed = [inputs_of_one(job, sample) for sample, _ in probes(job, _PROBED)]
     varying = data_rules.varying(probed)
     most = job.micro_batch_size or job.batch_size
     work = model if job.precision == "fp32" else _rounded(model)
@@ -224,7 +224,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         watch = _watched(train_wrap, job, example, names, _own_sizes(job))
         with asked_for_masks() as asked:
             exported = _export(train_wrap, example, names, varying, most)
-        refuse_idle(asked, [data_rules.inputs_of(data_rules.stack([sample])) for sample in probed])
+        refuse_idle(asked, probed)
         program, analysis = _cut(exported, job.cuts)
         before.put_back()
         _accepted(program)
@@ -277,13 +277,19 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
         model.train()
     work = model if job.precision == "fp32" else _rounded(model)
     before = Remembered(work, job.loss)
-    example = data_rules.stack(read(job.data, [0], job.seed) * EXAMPLES)
+    example = _example(job)
     try:
         _watched(_WithLoss(work, job, example, evaluate=False), job, example, _names(model)[0], sizes)(captured.train)
     finally:
         before.put_back()
         for module, mode in modes.items():
             module.training = mode
+
+
+def _example(job: Job) -> tuple[Any, Any]:
+    """A small micro-batch, of one sample several times."""
+    ((sample, _),) = probes(job, 1)
+    return data_rules.batched([sample] * EXAMPLES, job.seed, collate=job.collate)
 
 
 def _own_sizes(job: Job) -> list[int]:

@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch import nn
 
-from meshcee.capture import Capture, stack, watch_sizes
+from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import explain
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_ins, without_saving
 from meshcee.equality.lines import line_that
@@ -37,7 +37,7 @@ from meshcee.files import large_apart
 from meshcee.job import Job, Optimizer, seed_of
 from meshcee.plan import Plan
 from meshcee.role import rows_of
-from meshcee.sampling import GENERATORS, call_model, draw, read, rebuild
+from meshcee.sampling import GENERATORS, call_model, rebuild, source_of
 from meshcee.stage import Chain
 
 __all__ = ["Cut", "cuts_of", "examine", "sizes_of"]
@@ -113,6 +113,7 @@ class _Net:
         self.job, self.captured, self.cuts, self.budget_s, self.say = job, captured, cuts, budget_s, say
         self.compared: set[int] = set()  # sizes of which every sample was
         self.weights: Weights | None = None  # of a model that does not fit
+        self._source = source_of(job)
 
     def run(self, sizes: Sequence[int]) -> None:
         self._look(sizes)
@@ -236,9 +237,7 @@ class _Net:
     # -- one size ------------------------------------------------------------------------------------------------------
 
     def _draw(self, size: int, backward: bool) -> None:
-        job = self.job
-        drawn = draw(job.seed, len(job.data), job.batch_size, 0)[:size]
-        self.batch = stack(read(job.data, drawn, job.seed, 0))
+        self.batch = self._source.batch(0, 0, size)
         self.size, self.backward = size, backward
 
     def _compare(self, size: int, backward: bool) -> None:

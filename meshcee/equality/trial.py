@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from meshcee.capture import Capture, Program, StageSpec, stack, why_unsplit
+from meshcee.capture import Capture, Program, StageSpec, why_unsplit
 from meshcee.capture.graph import divided, whole_draws
 from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Piece, loss_shares, rows_of
-from meshcee.sampling import read
+from meshcee.sampling import batched, probes
 from meshcee.stage import Boundary, StageRunner
 
 __all__ = ["check_sharing", "why_not_shared"]
@@ -35,7 +35,7 @@ def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
         if widest == 1:
             continue
         samples = widest + 1
-        batch = stack(read(job.data, (i % len(job.data) for i in range(samples)), job.seed))
+        batch = batched([sample for sample, _ in probes(job, samples)], job.seed, collate=job.collate)
         tried = [_with_samples(stage, samples) for stage in pipeline.stages]
         for program in (captured.train, captured.evaluate):
             if program is not None:

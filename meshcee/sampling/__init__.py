@@ -1,28 +1,36 @@
 """Which samples a step sees and how each is read: the part of the promise that surrounds the model.
 
 The order of samples, the generators around each read, batches from samples, what was fed before, the optimizer's options of
-each step. The owner and the plain loop share this room; members never see a dataset. `readers` is imported by name.
+each step. The owner and the plain loop share this room; members never see a dataset. What few jobs need is imported by name.
 """
 
-from meshcee.sampling.data import batch_of, call_model, inputs_of, rebuild, stack
-from meshcee.sampling.fed import FED, Fed, repeats, unrepeatable
+from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule
-from meshcee.sampling.order import GENERATORS, NO_STEP, draw, generators_put_back, read
+from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
+from meshcee.sampling.repeats import FED, repeats, unrepeatable
+from meshcee.sampling.source import Source, indices_of, inputs_of_one, order_digest, probes, source_of
 
 __all__ = [
     "FED",
     "GENERATORS",
     "NO_STEP",
-    "Fed",
     "HyperSchedule",
+    "Source",
     "batch_of",
+    "batched",
     "call_model",
+    "collated",
     "draw",
     "generators_put_back",
+    "indices_of",
     "inputs_of",
+    "inputs_of_one",
+    "order_digest",
+    "probes",
     "read",
     "rebuild",
     "repeats",
+    "source_of",
     "stack",
     "unrepeatable",
 ]

@@ -7,33 +7,86 @@ The idea: x and y are small trees of tuples, lists and dicts whose leaves become
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.sampling.order import NO_STEP, read
+from meshcee.sampling.order import NO_STEP, collated, read
 
-__all__ = ["batch_of", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
+__all__ = ["batch_of", "batched", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
 
 
-def batch_of(data: Any, indices: Sequence[int], seed: int, step: int, *, name: str = "data") -> tuple[Any, Any]:
-    """Those samples as that step reads them, stacked. UsageError names them."""
+Collate = Callable[[list[Any]], Any]
+
+
+def batch_of(
+    data: Any,
+    indices: Sequence[int],
+    seed: int,
+    step: int,
+    first: int = 0,
+    *,
+    name: str = "data",
+    collate: Collate | None = None,
+) -> tuple[Any, Any]:
+    """Those samples as that step reads them, as one (x, y). `first` is their place in the step. UsageError names them."""
     found = read(data, indices, seed, step, name=name)
     try:
-        return stack(found)
+        return batched(found, seed, step, first, name=name, collate=collate)
     except UsageError as error:
         when = "" if step == NO_STEP else f" of step {step + 1}"
         raise UsageError(f"{name}[i]{when} for i in {list(indices)}: {error}") from error
+
+
+def batched(
+    samples: Sequence[Any],
+    seed: int,
+    step: int = NO_STEP,
+    first: int = 0,
+    *,
+    name: str = "data",
+    collate: Collate | None = None,
+) -> tuple[Any, Any]:
+    """These samples as one (x, y): stacked, or as the job's `collate` has it."""
+    if collate is None:
+        return stack(samples)
+    found = collated(collate, samples, seed, step, first, name=name)
+    x, y = _tensors(found[0], "x"), _tensors(found[1], "y")
+    for path, tensor in inputs_of((x, y)).items():
+        if tensor.shape[:1] != (len(samples),):
+            raise UsageError(
+                f"Job.collate makes of {len(samples)} samples {path} of shape {tuple(tensor.shape)}; its first dimension "
+                "must have one row for each sample"
+            )
+    return x, y
+
+
+def _tensors(tree: Any, path: str) -> Any:
+    """The same tree of plain dicts and tuples, with tensors at its leaves."""
+    if isinstance(tree, Mapping):
+        return {key: _tensors(value, f"{path}.{key}") for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(_tensors(value, f"{path}.{i}") for i, value in enumerate(tree))
+    try:
+        return None if tree is None else torch.as_tensor(tree)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"Job.collate returns {path} as a {type(tree).__name__}, which is no tensor: {error}"
+        ) from error
 
 
 def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Samples (x, y) -> one (x, y) whose tensors have a new first dimension."""
     if not samples:
         raise UsageError("a micro-batch needs at least one sample")
-    if any(not isinstance(s, tuple | list) or len(s) != 2 for s in samples):
-        raise UsageError("data[i] must be a pair (x, y)")
+    for sample in samples:
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            what = f"a dict of {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "something else"
+            raise UsageError(
+                f"data[i] must be a pair (x, y), and is {what:.200}; Job(collate=FUNCTION) makes (x, y) of a list of such samples"
+            )
     return _stack([s[0] for s in samples], "x"), _stack([s[1] for s in samples], "y")
 
 
@@ -71,9 +124,8 @@ def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
     return {**leaves(batch[0], "x"), **leaves(batch[1], "y")}
 
 
-def varying(samples: Sequence[tuple[Any, Any]]) -> frozenset[tuple[str, int]]:
-    """Sizes that differ between samples: (input, dimension of the stacked tensor)."""
-    rows = [inputs_of(stack([sample])) for sample in samples]
+def varying(rows: Sequence[Mapping[str, torch.Tensor]]) -> frozenset[tuple[str, int]]:
+    """Sizes that differ between batches of one sample: (input, dimension)."""
     found = set()
     for name, tensor in rows[0].items():
         if any(row.keys() != rows[0].keys() or row[name].dim() != tensor.dim() for row in rows):

@@ -1,8 +1,8 @@
 """What a run was fed, for data that is not the same when it is read again: steps that may be computed again see it again.
 
 The idea: most data can be read again, as its generators are seeded (order.py), and nothing is kept. What reads a clock,
-the network or a generator of its own is found out before the start. From then on a step's samples lie on the owner's disk
-before anybody computes on them, and stay until no checkpoint is left that training could go back to.
+the network or a generator of its own is found out before the start (repeats.py). From then on a step's samples lie on the
+owner's disk before anybody computes on them, and stay until no checkpoint is left that training could go back to.
 
     fed/step-00000040.safetensors     "0/x", "0/y", "1/x", ...: the raw inputs of each micro-batch
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,76 +21,22 @@ import safetensors.torch
 import structlog
 import torch
 
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import UsageError
 from meshcee.files import disk
-from meshcee.job import Job
-from meshcee.sampling import data as data_rules
-from meshcee.sampling.order import read
+from meshcee.sampling.repeats import MOST_BYTES
 
-__all__ = ["FED", "Fed", "repeats", "unrepeatable"]
+__all__ = ["Fed"]
 
 log = structlog.get_logger()
 
-FED = "fed"  # the folder, in a run's
-MOST_BYTES = 4 << 30
 MOST_STEPS = 10_000
 LOOK_FOR_ROOM = 16  # steps from one look at the checkpoints to the next
-LOOKED_AT = 16  # samples that are read twice
-AT_LEAST = 4  # of them, when they take longer than
-LOOK_S = 1.0
 BEGINNING = "step-"
 SUFFIX = ".safetensors"
 REFUSED = "what a step was fed could not be kept: if it must be computed again, the run ends"
 FORGOTTEN = "what early steps were fed is kept no longer: if they must be computed again, the run ends"
 
 Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
-
-
-def repeats(job: Job, *, keeps: bool) -> bool:
-    """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
-    has a folder.
-    """
-    index = unrepeatable(job)
-    if index is None:
-        return True
-    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, index).values())
-    cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
-    log.warning(
-        f"data[{index}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
-        f"generator only; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}"
-    )
-    return False
-
-
-def unrepeatable(job: Job) -> int | None:
-    """Of a few samples the index of one that is another one when it is read again, in another order; None if there is none."""
-    indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
-    first: dict[int, Raw] = {}
-    began_s = time.monotonic()
-    for i in indices:
-        first[i] = _sample(job, i)
-        if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
-            break
-    return next((i for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
-
-
-def _sample(job: Job, index: int) -> Raw:
-    try:
-        return data_rules.inputs_of(data_rules.stack(read(job.data, [index], job.seed)))
-    except MeshceeError:
-        raise
-    except Exception as error:
-        raise UsageError(f"data[{index}] failed: {type(error).__name__}: {error}") from error
-
-
-def _alike(one: Raw, other: Raw) -> bool:
-    """By bytes: what is not a number equals itself."""
-    return one.keys() == other.keys() and all(
-        a.dtype == (b := other[name]).dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-        for name, a in one.items()
-    )
 
 
 class Fed:

@@ -6,6 +6,8 @@ and by a plain loop that checks it:
 
     indices = draw(job.seed, len(job.data), job.batch_size, step)
     samples = read(job.data, indices, job.seed, step)
+
+What makes a batch of samples (`Job.collate`) draws by (seed, step, place of its first sample in the step).
 """
 
 from __future__ import annotations
@@ -14,22 +16,36 @@ import functools
 import hashlib
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from meshcee.errors import UsageError
 from meshcee.user_code import calling
 
-__all__ = ["GENERATORS", "NO_STEP", "draw", "generators_put_back", "read"]
+__all__ = ["GENERATORS", "NO_STEP", "Same", "collated", "draw", "generators_put_back", "read", "seed_generators"]
 
 NO_STEP = -1  # of reads that belong to no step of training: evaluation, and looks at what samples are like
 
 # Whoever seeds this process's generators, or draws from them, holds this meanwhile: the owner's samples are read beside the
 # stages that this process computes.
 GENERATORS = threading.RLock()
+
+
+class Same:
+    """Equal to itself alone, whatever the user's object says of equality: a key of what was made of it."""
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
 
 
 @functools.lru_cache(maxsize=2)
@@ -62,13 +78,31 @@ def read(data: Any, indices: Iterable[int], seed: int, step: int = NO_STEP, *, n
 
     with generators_put_back(), calling(asked):
         for i in indices:
-            _seed(seed, step, i)
+            seed_generators(seed, step, i)
             found.append(data[i])
     return found
 
 
-def _seed(seed: int, step: int, index: int) -> None:
-    digest = hashlib.sha256(f"meshcee sample:{seed}:{step}:{index}".encode()).digest()
+def collated(
+    collate: Callable[[list[Any]], Any], samples: Sequence[Any], seed: int, step: int, first: int, *, name: str = "data"
+) -> Any:
+    """What the user's `collate` makes of a micro-batch; `first` is the place of its first sample in the step, or evaluation."""
+
+    def asked() -> str:
+        when = "" if step == NO_STEP else f" of step {step + 1}"
+        return f"Job.collate of samples {first + 1} to {first + len(samples)}{when} of {name}"
+
+    with generators_put_back(), calling(asked):
+        seed_generators(seed, step, first, "batch")
+        found = collate(list(samples))
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise UsageError(f"{asked()} returned a {type(found).__name__}; it must return a pair (x, y)")
+    return found
+
+
+def seed_generators(seed: int, step: int, index: int, of: str = "sample") -> None:
+    """For who holds `generators_put_back`."""
+    digest = hashlib.sha256(f"meshcee {of}:{seed}:{step}:{index}".encode()).digest()
     random.seed(int.from_bytes(digest[:8], "big"))
     np.random.seed(int.from_bytes(digest[8:12], "big"))
     # Not torch.manual_seed, which visits every backend: that takes ten times as long as all of this.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
 from meshcee.sampling.data import batch_of
-from meshcee.sampling.order import draw
+from meshcee.sampling.source import indices_of
 from meshcee.user_code import JOB_FILE, import_job_file
 
 __all__ = ["Readers"]
@@ -64,7 +64,7 @@ class Readers:
     def _start(self) -> None:
         if self._loader is None:
             self._loader = DataLoader(
-                _Reads(self._job.data, self._job.seed),
+                _Reads(self._job.data, self._job.seed, self._job.collate),
                 batch_size=None,  # what is asked for is a micro-batch already
                 sampler=self._order,
                 collate_fn=_as_it_is,
@@ -80,7 +80,8 @@ class Readers:
         except Exception as error:  # whatever pickle raises
             raise UsageError(
                 f"workers={self._job.workers}: the data cannot be given to another process ({type(error).__name__}: {error}): "
-                "define its class at the top of the file, open files in it when they are first read, or leave workers out"
+                "define its class at the top of the file, and collate too, open files in it when they are first read, or leave "
+                "workers out"
             ) from error
 
     def close(self) -> None:
@@ -89,30 +90,30 @@ class Readers:
 
 
 class _Order(torch.utils.data.Sampler[Any]):
-    """(step, indices) of each micro-batch, from step `begin` to the end of the job."""
+    """(step, first, indices) of each micro-batch, from step `begin` to the end of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.begin, self.micro_batch = 0, job.batch_size
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
         for step in range(self.begin, self._job.steps):
-            drawn = draw(self._job.seed, len(self._job.data), self._job.batch_size, step)
+            drawn = indices_of(self._job, step)
             for first in range(0, len(drawn), self.micro_batch):
-                yield step, drawn[first : first + self.micro_batch]
+                yield step, first, drawn[first : first + self.micro_batch]
 
 
 class _Reads(Dataset[Any]):
     """The job's data, to be asked for micro-batches."""
 
-    def __init__(self, data: Any, seed: int) -> None:
+    def __init__(self, data: Any, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
         self._file = _File()  # first: it is there before the classes of what follows are looked for
-        self._data, self._seed = data, seed
+        self._data, self._seed, self._collate = data, seed, collate
 
     def __getitem__(self, asked: Any) -> Any:
-        step, indices = asked
+        step, first, indices = asked
         try:
-            return batch_of(self._data, indices, self._seed, step)
+            return batch_of(self._data, indices, self._seed, step, first, collate=self._collate)
         except MeshceeError as error:
             return _Failed(str(error))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from meshcee.capture import Capture, Value, stack
+from meshcee.capture import Capture, Value
 from meshcee.codec import Coder, accepted, noise_seed
 from meshcee.job import Job, Optimizer, seed_of
-from meshcee.sampling import HyperSchedule, draw, read
+from meshcee.sampling import HyperSchedule, source_of
 from meshcee.stage.runner import Rng, StageRunner, clip_coefficient
 from meshcee.stage.tensors import pack, unpack
 
@@ -75,6 +75,7 @@ class Chain:
         coded = [] if codec == "none" else range(len(self.ranges))
         self._coders = {(kind, i): Coder(codec) for kind in "FB" for i in coded}
         self._hyper = HyperSchedule(job.optimizer, job.schedule)
+        self._source = source_of(job)
         self.step = 0
         self.hear: Callable[[Mapping[str, torch.Tensor]], None] | None = None  # gradients, as they are applied
         self.rng: Rng = None  # of the newest micro-batch, after its forward pass
@@ -86,8 +87,7 @@ class Chain:
     def run_step(self, step: int) -> list[torch.Tensor]:
         job = self.job
         size = job.micro_batch_size or job.batch_size
-        drawn = draw(job.seed, len(job.data), job.batch_size, step)
-        batches = [stack(read(job.data, drawn[k : k + size], job.seed, step)) for k in range(0, len(drawn), size)]
+        batches = [self._source.batch(step, k, k + size) for k in range(0, job.batch_size, size)]
         weights = [float(job.weight(b[1])) if job.weight else float(size) for b in batches]
         shares = [w / sum(weights) if job.reduction == "mean" else 1.0 for w in weights]
         self.begin(step)

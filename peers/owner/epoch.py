@@ -321,7 +321,10 @@ class Owner:
     async def _feed(self, feed: Feed) -> None:
         next_step, rounds = feed.start, feed.rounds()
         fed: deque[Answers] = deque(maxlen=2)
-        while (round := await self.in_users_thread(next, rounds, None)) is not None:
+        while True:
+            round, took_s = await self.in_users_thread(_timed, next, rounds, None)
+            if round is None:
+                break
             if not round.forward_only:
                 if self.stopped and round.step >= self._kept.least:
                     break
@@ -338,9 +341,8 @@ class Owner:
             if self._shares is not None and len(fed) == 2:
                 await fed[0].complete.wait()  # a sum parts the steps anyway, and shares follow what a step has shown
             counts = self._shares.counts if self._shares is not None else ()
-            answers = Answers(
-                round, len(self._links), await self.in_users_thread(feed.portions, round, self.plan, counts)
-            )
+            portions, shared_s = await self.in_users_thread(_timed, feed.portions, round, self.plan, counts)
+            answers = Answers(round, len(self._links), portions, data_s=took_s + shared_s)  # targets may have been read
             self._answers[round.number] = answers
             fed.append(answers)
             await self._order.put(answers)

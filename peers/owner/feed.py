@@ -1,7 +1,7 @@
 """What the owner feeds: the rounds of a job in order, and the raw inputs of each micro-batch.
 
-The idea: every step can be drawn again at any time from (seed, step), so nothing is kept but the current batch. Of data that is
-not the same when it is read again, what was fed is (meshcee/sampling/fed.py).
+The idea: every step can be drawn again at any time, by (seed, step) or from where a stream was marked, so nothing is kept but the
+current batch. Of data that is not the same when it is read again, what was fed is (meshcee/sampling/fed.py).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from meshcee.callbacks import Callback, Control, Listeners
-from meshcee.capture import Capture, stack
+from meshcee.capture import Capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
-from meshcee.sampling import NO_STEP, Fed, HyperSchedule, batch_of, draw, inputs_of, read, rebuild
+from meshcee.sampling import NO_STEP, HyperSchedule, batch_of, batched, inputs_of, probes, rebuild, source_of
 from meshcee.user_code import calling, under_way
 from peers.wire import Round
 
 if TYPE_CHECKING:
+    from meshcee.sampling.fed import Fed
     from meshcee.sampling.readers import Readers
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
@@ -47,11 +48,18 @@ class Steering:
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
         self.control = Control(job.name, metrics=metrics, saves=saves)
         self.listeners = Listeners(callbacks, self.control)
+        self.source = source_of(job)
         self.readers: Readers | None = None
         if job.workers:
             from meshcee.sampling.readers import Readers
 
             self.readers = Readers(job)
+
+    def close(self) -> None:
+        """Nothing is read any more. Takes up to some seconds."""
+        self.source.close()
+        if self.readers is not None:
+            self.readers.close()
 
     def options(self, step: int) -> tuple[dict[str, Any], ...]:
         """Of each parameter group. What is asked of the run from now on counts for later steps."""
@@ -82,6 +90,7 @@ class Feed:
         self._micro_batch = micro_batch
         self.start = start
         self._fed = fed
+        self._reads_whole = fed is not None or job.workers > 0 or job.streams or job.collate is not None
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self.steering = steering or Steering(job)
         self._reported = -1  # the last step that was
@@ -130,46 +139,42 @@ class Feed:
 
     def samples(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
         """The stacked (x, y) of one micro-batch, or of some of its rows."""
-        if round.forward_only or (self._fed is None and self.steering.readers is None):
-            return self._read(round, micro, rows)
+        if round.forward_only:
+            return self._evaluated(micro, rows)
+        first, size = micro * self._micro_batch, self._micro_batch
+        if not self._reads_whole:
+            begin, end = rows or (0, size)
+            return self.steering.source.batch(round.step, first + begin, first + end)
         if round.step not in self._whole:
             self._whole = {s: kept for s, kept in self._whole.items() if s >= round.step - MOST_FED}
             self._whole[round.step] = self._read_once(round.step)
-        batch = self._whole[round.step][micro]
-        if rows is None:
-            return batch
-        part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
-        return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
+        return _rows_of(self._whole[round.step][micro], rows)
 
     def _read_once(self, step: int) -> list[tuple[Any, Any]]:
         """All micro-batches of a step, by other processes or here; of samples that must not be read twice, what was fed."""
 
-        def read_now() -> list[tuple[Any, Any]]:
-            found = readers.take(step, self._micro_batch) if readers is not None else None
-            round = Round(0, step, (1.0,) * (self._job.batch_size // self._micro_batch))
-            return [self._read(round, m) for m in range(round.num_micro)] if found is None else found
+        readers, source, size = self.steering.readers, self.steering.source, self._micro_batch
 
-        readers = self.steering.readers
+        def read_now() -> list[tuple[Any, Any]]:
+            found = readers.take(step, size) if readers is not None else None
+            if found is None:
+                found = [source.batch(step, k, k + size) for k in range(0, self._job.batch_size, size)]
+            return found
+
         if self._fed is None:
             return read_now()
         fed = self._fed.batches(step, lambda: [inputs_of(batch) for batch in read_now()])
-        x, y = stack(read(self._job.data, [0], self._job.seed))  # whose structure all samples have
+        ((sample, _),) = probes(self._job, 1)
+        x, y = batched([sample], self._job.seed, collate=self._job.collate)  # whose structure all samples have
         return [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in fed]
 
-    def _read(self, round: Round, micro: int, rows: tuple[int, int] | None = None) -> tuple[Any, Any]:
-        size = self._micro_batch
-        if round.forward_only:
-            data: Any = self._job.eval_data
-            indices: Sequence[int] = range(micro * size, min((micro + 1) * size, len(data)))
-        else:
-            data = self._job.data
-            indices = draw(self._job.seed, len(data), self._job.batch_size, round.step)[
-                micro * size : (micro + 1) * size
-            ]
-        if rows is not None:
-            indices = indices[rows[0] : rows[1]]
-        name, step = ("eval_data", NO_STEP) if round.forward_only else ("data", round.step)
-        return batch_of(data, indices, self._job.seed, step, name=name)
+    def _evaluated(self, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
+        job, first = self._job, micro * self._micro_batch
+        indices: Sequence[int] = range(first, min(first + self._micro_batch, len(job.eval_data)))
+        if rows is not None and job.collate is None:
+            indices, rows = indices[rows[0] : rows[1]], None
+        batch = batch_of(job.eval_data, indices, job.seed, NO_STEP, first, name="eval_data", collate=job.collate)
+        return _rows_of(batch, rows)
 
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""
@@ -214,6 +219,13 @@ class Feed:
         if not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
         return tuple(w / total for w in own)
+
+
+def _rows_of(batch: tuple[Any, Any], rows: tuple[int, int] | None) -> tuple[Any, Any]:
+    if rows is None:
+        return batch
+    part = {name: tensor[rows[0] : rows[1]] for name, tensor in inputs_of(batch).items()}
+    return rebuild(batch[0], "x", part), rebuild(batch[1], "y", part)
 
 
 T = TypeVar("T")

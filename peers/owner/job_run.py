@@ -26,7 +26,7 @@ from meshcee.figures import BlockTimes, DeviceProfile
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
-from meshcee.sampling import FED, Fed, repeats
+from meshcee.sampling import FED, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers
@@ -54,6 +54,7 @@ from peers.state import (
 from peers.wire import Failures, Suspects, unless_late
 
 if TYPE_CHECKING:
+    from meshcee.sampling.fed import Fed
     from peers.measure import Trace
     from peers.owner.adaptation import Adaptation, Newcomers
 
@@ -232,8 +233,7 @@ class Training:
                 self._newcomers.close()
             await self._journal.end()
             await self._turn.end()
-            if self._steering.readers is not None:
-                await asyncio.to_thread(self._steering.readers.close)
+            await asyncio.to_thread(self._steering.close)
         await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
 
     def _ended(self, state: str, **more: Any) -> None:
@@ -285,6 +285,7 @@ class Training:
                 f"`meshcee checkpoint export {run.id}`"
             )
         base.verify()
+        self._steering.source.go_on(base.next_step, base.manifest.get("data", {}))
         self.base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = replace(captured, state=base.weights(captured.state))
@@ -651,7 +652,7 @@ class Training:
             self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
-            self._store.spares = self._steering.control.spares
+            self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state
             if begins and self.base is not None:
                 self._store.forget_after(self.base.next_step)
         except OSError as error:
@@ -659,6 +660,8 @@ class Training:
                 f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
             ) from error
         if self._fed is None and (not self._repeats or (run.folder / FED).exists()):
+            from meshcee.sampling.fed import Fed
+
             self._fed = Fed(run.folder / FED, self._numbers.losses.__contains__, self._floor)
         return self._store
 

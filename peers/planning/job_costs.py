@@ -24,7 +24,7 @@ from meshcee.fields import unpack
 from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run, fitting
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import read
+from meshcee.sampling import probes
 from meshcee.stage import why_one_pipeline
 from peers.device import versions
 from peers.mesh_view import MeshView
@@ -183,11 +183,11 @@ def look(job: Job, captured: Capture) -> tuple[dict[str, int], float]:
     """
     found: dict[str, int] = {}
     seconds = []
-    for i in range(SAMPLES):
+    for sample, took_s in probes(job, SAMPLES):
         began_s = time.perf_counter()
-        (sample,) = read(job.data, [i * len(job.data) // SAMPLES], job.seed)
-        seconds.append(time.perf_counter() - began_s)
-        for name, tensor in captured.inputs_of(data_rules.stack([sample])).items():
+        batch = data_rules.batched([sample], job.seed, collate=job.collate)
+        seconds.append(took_s + time.perf_counter() - began_s)
+        for name, tensor in captured.inputs_of(batch).items():
             if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
                 found[name] = max(found.get(name, 0), int(tensor.max()))
     return found, statistics.median(seconds)

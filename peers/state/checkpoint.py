@@ -32,6 +32,7 @@ from meshcee.fields import Count, read
 from meshcee.files import disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
+from meshcee.sampling import order_digest
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
 
@@ -50,7 +51,8 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "optimizer": job.optimizer.to_json(),
         "schedule": None if job.schedule is None else [job.schedule.name, job.schedule.words],
         "batch_size": job.batch_size,
-        "samples": len(job.data),
+        "samples": None if job.streams else len(job.data),
+        "sampler": order_digest(job),
         "seed": job.seed,
         "clip_norm": job.clip_norm,
         "reduction": job.reduction,
@@ -85,6 +87,7 @@ class _Manifest:
     persistent: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[tuple[Any, ...], ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,7 @@ class Draft:
         if frozen:
             self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
+        data["data"] = self._store.place(self.next_step)
         self._store.rely()
         disk.write_whole(self.folder / MANIFEST, dumps(data, indent=1).encode())  # and the names of the files before it
         place = self._store.folder / f"step-{self.next_step:08d}"
@@ -310,6 +314,7 @@ class CheckpointStore:
         self.about = dict(about or {})
         self.rely = rely
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
+        self.place: Callable[[int], Mapping[str, Any]] = lambda step: {}  # of the data before a step
         self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
     @classmethod

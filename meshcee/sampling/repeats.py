@@ -1,0 +1,95 @@
+"""Whether data is the same when it is read again: looked at before the start, on a few samples.
+
+The idea: most data can be read again, as its generators are seeded (order.py), and nothing is kept. What reads a clock, the network
+or a generator of its own is found out here, and what a run feeds of it is kept (fed.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import structlog
+import torch
+
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.job import Job
+from meshcee.sampling.order import read
+from meshcee.sampling.source import inputs_of_one
+
+__all__ = ["FED", "MOST_BYTES", "repeats", "unrepeatable"]
+
+log = structlog.get_logger()
+
+FED = "fed"  # the folder, in a run's
+MOST_BYTES = 4 << 30
+LOOKED_AT = 16  # samples that are read twice
+AT_LEAST = 4  # of them, when they take longer than
+LOOK_S = 1.0
+
+Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
+
+
+def repeats(job: Job, *, keeps: bool) -> bool:
+    """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
+    has a folder.
+    """
+    index = unrepeatable(job)
+    if index is None:
+        return True
+    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, index).values())
+    cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
+    log.warning(
+        f"data[{index}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
+        f"generator only; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}"
+    )
+    return False
+
+
+def unrepeatable(job: Job) -> int | None:
+    """Of a few samples the index of one that is another one when it is read again, in another order; None if there is none.
+
+    UsageError for a sampler whose order does not repeat.
+    """
+    if job.sampler is not None:
+        from meshcee.sampling.sampler import check_repeats
+
+        check_repeats(job)
+    if job.streams:
+        from meshcee.sampling.stream import first_of, read_first
+
+        for i, samples in enumerate(zip(first_of(job), read_first(job.data, job.seed))):
+            if not _alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
+                return i
+        return None
+    indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
+    first: dict[int, Raw] = {}
+    began_s = time.monotonic()
+    for i in indices:
+        first[i] = _sample(job, i)
+        if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
+            break
+    return next((i for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
+
+
+def _sample(job: Job, index: int) -> Raw:
+    if job.streams:
+        from meshcee.sampling.stream import first_of
+
+        return inputs_of_one(job, first_of(job)[index][0])
+    try:
+        return inputs_of_one(job, read(job.data, [index], job.seed)[0])
+    except MeshceeError:
+        raise
+    except Exception as error:
+        raise UsageError(f"data[{index}] failed: {type(error).__name__}: {error}") from error
+
+
+def _alike(one: Raw, other: Raw) -> bool:
+    """By bytes: what is not a number equals itself."""
+    return one.keys() == other.keys() and all(
+        a.dtype == (b := other[name]).dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        for name, a in one.items()
+    )

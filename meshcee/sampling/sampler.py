@@ -1,0 +1,76 @@
+"""Orders that a user's sampler gives: `Job(sampler=...)`, a torch Sampler or a function of (data epoch, seed).
+
+The idea: an order is a function of (seed, data epoch), so any step can be drawn again. A Sampler of torch draws from torch's own
+generator, which is seeded around the draw. An order takes 4 bytes a sample, and is made once a data epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.sampling.order import Same, generators_put_back, seed_generators
+from meshcee.user_code import calling
+
+__all__ = ["check_repeats", "digest_of", "sampled"]
+
+
+def sampled(sampler: Any, seed: int, length: int, batch_size: int, step: int) -> list[int]:
+    """Indices of the step's samples, the incomplete last batch of a data epoch dropped."""
+    count = len(_order(Same(sampler), seed, length, 0))
+    if count < batch_size:
+        raise UsageError(f"the sampler gives {count} samples in a data epoch, fewer than batch_size={batch_size}")
+    data_epoch, position = divmod(step, count // batch_size)
+    order = _order(Same(sampler), seed, length, data_epoch)
+    if len(order) != count:
+        raise UsageError(
+            f"the sampler gives {len(order)} samples in data epoch {data_epoch + 1} and gave {count} in the first: every one must "
+            "have as many, so that a step can be found again"
+        )
+    drawn: list[int] = order[position * batch_size : (position + 1) * batch_size].tolist()
+    return drawn
+
+
+def digest_of(sampler: Any, seed: int, length: int) -> str:
+    """Of the first data epoch's order."""
+    order = _order(Same(sampler), seed, length, 0)
+    return hashlib.sha256(order.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+def check_repeats(job: Job) -> None:
+    """UsageError for a sampler that gives another order when it is asked again."""
+    first = _order(Same(job.sampler), job.seed, len(job.data), 0)
+    if not torch.equal(first, _drawn(job.sampler, job.seed, len(job.data), 0)):
+        raise UsageError(
+            "the sampler gives another order when it is asked again, and a run could not go on where it stopped: let it draw from "
+            "`random`, `numpy.random` or torch's own generator, or make it a function (data epoch, seed) -> indices"
+        )
+
+
+@functools.lru_cache(maxsize=3)  # the first data epoch's, this one's, and the one's of who looks back
+def _order(sampler: Same, seed: int, length: int, data_epoch: int) -> torch.Tensor:
+    return _drawn(sampler.it, seed, length, data_epoch)
+
+
+def _drawn(sampler: Any, seed: int, length: int, data_epoch: int) -> torch.Tensor:
+    with generators_put_back(), calling(f"the sampler, in data epoch {data_epoch + 1},"):
+        seed_generators(seed, data_epoch, 0, "order")
+        if isinstance(sampler, Sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(data_epoch)
+            found = iter(sampler)
+        else:
+            found = iter(sampler(data_epoch, seed))
+        order = np.fromiter(map(operator.index, found), np.int64)
+    if len(order) and not (order.min() >= 0 and order.max() < length):
+        wrong = order[(order < 0) | (order >= length)][0]
+        raise UsageError(f"the sampler gives index {wrong}, and data has {length} samples, from 0 to {length - 1}")
+    return torch.from_numpy(order.astype(np.int32) if length < 1 << 31 else order)

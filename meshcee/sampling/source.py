@@ -1,0 +1,104 @@
+"""What a job's samples come from, by step: data that has numbers (here), or a stream (stream.py).
+
+The idea: whoever trains asks for samples by their place in a step, and knows nothing of numbers, orders and streams. The plain
+loop, the checks and the owner ask alike, each with a source of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from meshcee.job import Job
+from meshcee.sampling.data import batch_of, batched, inputs_of
+from meshcee.sampling.order import draw, read
+
+__all__ = ["Source", "indices_of", "inputs_of_one", "order_digest", "probes", "source_of"]
+
+
+class Source(Protocol):
+    """`first` and `end` are places in the step. May be called by several threads, one after the other."""
+
+    def samples(self, step: int, first: int, end: int) -> list[Any]: ...
+    def batch(self, step: int, first: int, end: int) -> tuple[Any, Any]:
+        """The same samples as one (x, y)."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        """For a checkpoint before this step: what `go_on` needs to give the same samples in another process."""
+        ...
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def source_of(job: Job) -> Source:
+    if job.streams:
+        from meshcee.sampling.stream import Stream
+
+        return Stream(job)
+    return _Numbered(job)
+
+
+class _Numbered:
+    """Samples of data[i]: any of them can be had at any time, so there is nothing to remember."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def samples(self, step: int, first: int, end: int) -> list[Any]:
+        return read(self._job.data, indices_of(self._job, step)[first:end], self._job.seed, step)
+
+    def batch(self, step: int, first: int, end: int) -> tuple[Any, Any]:
+        job = self._job
+        return batch_of(job.data, indices_of(job, step)[first:end], job.seed, step, first, collate=job.collate)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def indices_of(job: Job, step: int) -> list[int]:
+    """Of the samples of a step, in order."""
+    if job.sampler is None:
+        return draw(job.seed, len(job.data), job.batch_size, step)
+    from meshcee.sampling.sampler import sampled
+
+    return sampled(job.sampler, job.seed, len(job.data), job.batch_size, step)
+
+
+def order_digest(job: Job) -> str | None:
+    """Of the order that a sampler gives, for who compares two runs."""
+    if job.sampler is None:
+        return None
+    from meshcee.sampling.sampler import digest_of
+
+    return digest_of(job.sampler, job.seed, len(job.data))
+
+
+def probes(job: Job, count: int) -> list[tuple[Any, float]]:
+    """So many samples to look at, and the seconds that each took to read: all over the data, or the first of a stream."""
+    if job.streams:
+        from meshcee.sampling.stream import first_of
+
+        first = first_of(job)
+        return [first[i % len(first)] for i in range(count)]
+    found = []
+    for i in range(count):
+        began_s = time.perf_counter()
+        (sample,) = read(job.data, [i * len(job.data) // count], job.seed)
+        found.append((sample, time.perf_counter() - began_s))
+    return found
+
+
+def inputs_of_one(job: Job, sample: Any) -> dict[str, torch.Tensor]:
+    """The raw inputs of a micro-batch of this sample alone."""
+    return inputs_of(batched([sample], job.seed, collate=job.collate))

@@ -1,0 +1,293 @@
+"""Samples of an iterable set: a torch IterableDataset, a stream of `datasets`, torchdata's StatefulDataLoader, any iterable.
+
+The idea: a step has the next `batch_size` samples, and the set's end begins the next data epoch (an incomplete batch is dropped).
+Sample k of data epoch e is read under generators seeded by (seed, e, k). Where each step began is marked: by the set's own state if
+it has one that is plain data and brings it back, else by a count. So a step that is over can be read again, here or by
+another process that a checkpoint gave its mark; a mark also knows its first sample by a hash, and tells when it is another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from meshcee.errors import UsageError
+from meshcee.fields import Count, ShortText, read
+from meshcee.job import Job
+from meshcee.sampling.data import batched
+from meshcee.sampling.order import Same, generators_put_back, seed_generators
+from meshcee.user_code import calling
+
+__all__ = ["Stream", "first_of", "read_first"]
+
+log = structlog.get_logger()
+
+LOOKED_AT = 16  # samples, before the start
+RECENT = 8  # steps whose samples are in memory
+MOST_MARKS = 1024
+MOST_STATE_CHARACTERS = 1 << 18
+CLOSE_S = 2.0
+_END = object()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a step begins: after `position` samples of a data epoch. `check` is the hash of its first sample, once it is read."""
+
+    data_epoch: Count
+    position: Count
+    state: str = ""  # of the set there, as JSON; "" where it begins anew and samples are counted
+    check: ShortText = ""
+
+
+class Stream:
+    """Of one run. One thread at a time reads; whoever comes meanwhile waits, and finds what was read."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._lock = threading.Lock()
+        self._marks: dict[int, Mark] = {0: Mark(0, 0)}  # by step, in order
+        self._recent: dict[int, list[Any]] = {}
+        self._restores: bool | None = None  # whether the set's own state brings it back; not known before it is tried
+        self._data: Any = None  # a copy of the set, being read
+        self._samples: Iterator[Any] | None = None
+        self._next = self._data_epoch = self._position = 0  # the step whose samples come next, and where they are
+        self._opened = Mark(0, 0)  # where this reading of the set began
+
+    def samples(self, step: int, first: int, end: int) -> list[Any]:
+        with self._lock:
+            if step not in self._recent:
+                with generators_put_back():
+                    self._go_to(step)
+                    self._recent[step] = self._read_step(needed=True)
+                for old in list(self._recent)[:-RECENT]:
+                    del self._recent[old]
+            return self._recent[step][first:end]
+
+    def batch(self, step: int, first: int, end: int) -> tuple[Any, Any]:
+        found, job = self.samples(step, first, end), self._job
+        try:
+            return batched(found, job.seed, step, first, collate=job.collate)
+        except UsageError as error:
+            raise UsageError(f"data, samples {first + 1} to {end} of step {step + 1}: {error}") from error
+
+    def state(self, step: int) -> dict[str, Any]:
+        mark = self._marks.get(step)
+        return {} if mark is None else asdict(mark)
+
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None:
+        if state:
+            self._marks[step] = read(dict(state), Mark, "the place in the data", defaults=True)
+
+    def close(self) -> None:
+        """Lets go of the set, unless a read of it does not return."""
+        if self._lock.acquire(timeout=CLOSE_S):
+            self._samples = self._data = None
+            self._lock.release()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _go_to(self, step: int) -> None:
+        """To where this step begins, from the nearest mark before it."""
+        if self._restores is None:
+            self._restores = _restores(self._job)
+        known = max(at for at in self._marks if at <= step)
+        ahead = known > self._next and self._marks[known].state  # there at once; else as near from here
+        if self._samples is None or step < self._next or ahead:
+            self._next = known
+            self._open(self._marks[known])
+        while self._next < step:
+            self._read_step(needed=False)
+
+    def _open(self, mark: Mark) -> None:
+        state = mark.state if self._restores else ""
+        self._data = _fresh(self._job.data)
+        self._opened = mark if state else Mark(mark.data_epoch, 0)
+        self._data_epoch, self._position = mark.data_epoch, self._opened.position
+        with calling(f"data, in data epoch {mark.data_epoch + 1},"):
+            if hasattr(self._data, "set_epoch"):
+                self._data.set_epoch(mark.data_epoch)
+            if state:
+                self._data.load_state_dict(json.loads(state))
+            self._samples = iter(self._data)
+        if self._position < mark.position:
+            began_s = time.monotonic()
+            for _ in range(self._position, mark.position):
+                if self._sample() is _END:
+                    raise UsageError(
+                        f"data has ended after {self._position} samples, and {mark.position} of them were read before: give the "
+                        "set that the run was started with"
+                    )
+            log.warning(
+                f"{mark.position:,} samples of data were read again, from its beginning, in {time.monotonic() - began_s:.1f} s: "
+                "state_dict() and load_state_dict() of a set save this"
+            )
+
+    def _sample(self) -> Any:
+        seed_generators(self._job.seed, self._data_epoch, self._position)
+        assert self._samples is not None
+        with calling(lambda: f"data, sample {self._position + 1} of data epoch {self._data_epoch + 1},"):
+            found = next(self._samples, _END)
+        self._position += found is not _END
+        return found
+
+    def _read_step(self, *, needed: bool) -> list[Any]:
+        """The samples of the next step. Those that were others before are an error where they are needed."""
+        step, before = self._next, self._marks.get(self._next)
+        mark = before or Mark(self._data_epoch, self._position, self._state())
+        found = self._batch()
+        if mark.check and mark.check != _fingerprint(found[0]):
+            if self._opened.state:
+                self._restores = False
+                log.warning(
+                    f"the state of data does not bring back the samples of step {step + 1}: it is read from its beginning"
+                )
+                self._open(mark)
+                return self._read_step(needed=needed)
+            if needed:
+                raise UsageError(
+                    f"data does not give the samples of step {step + 1} again: give the set that the run was started with, in an "
+                    "order that repeats"
+                )
+        self._marks[step] = Mark(mark.data_epoch, mark.position, mark.state, mark.check or _fingerprint(found[0]))
+        for old in list(itertools.islice(self._marks, 1, max(1, len(self._marks) - MOST_MARKS))):
+            del self._marks[old]
+        self._next += 1
+        self._marks.setdefault(self._next, Mark(self._data_epoch, self._position, self._state()))
+        return found
+
+    def _batch(self) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < self._job.batch_size:
+            if (sample := self._sample()) is not _END:
+                found.append(sample)
+                continue
+            if self._position < self._job.batch_size:
+                raise UsageError(
+                    f"data has ended after {self._position} samples in data epoch {self._data_epoch + 1}, fewer than "
+                    f"batch_size={self._job.batch_size}: make iter(data) begin anew each time, or take a smaller batch"
+                )
+            found.clear()  # the last batch is incomplete
+            self._open(Mark(self._data_epoch + 1, 0))
+        return found
+
+    def _state(self) -> str:
+        """Of the set, where it is now; "" where it has none that can be kept."""
+        if not self._restores or not self._position:
+            return ""
+        if self._position == self._opened.position:
+            return self._opened.state
+        return _state_of(self._data)
+
+
+def _fresh(data: Any) -> Any:
+    """A copy that is read in its place, so that the user's object stays where it was; its parts are shared."""
+    try:
+        return copy.copy(data)
+    except Exception:  # whatever a class of the user's raises
+        return data
+
+
+def _state_of(data: Any) -> str:
+    """As JSON, if that gives it back as it is."""
+    with calling("data.state_dict()"):
+        state = data.state_dict()
+    try:
+        text = json.dumps(state, allow_nan=False)
+        same = len(text) <= MOST_STATE_CHARACTERS and json.loads(text) == state
+    except (TypeError, ValueError, RecursionError):
+        return ""
+    return text if same and state is not None else ""
+
+
+def _restores(job: Job) -> bool:
+    """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
+    if not hasattr(job.data, "state_dict") or not hasattr(job.data, "load_state_dict"):
+        return False
+    half = len(first_of(job)) // 2
+    data, others = _fresh(job.data), _fresh(job.data)
+    list(itertools.islice(_read(data, job.seed), half))
+    text = _state_of(data)
+    why = "is no plain data of JSON"
+    if text:
+        expected = [_fingerprint(sample) for sample, _ in first_of(job)[half:]]
+        with calling("data.load_state_dict()"):
+            others.load_state_dict(json.loads(text))
+        found = [_fingerprint(sample) for sample, _ in itertools.islice(_read(others, job.seed, half), len(expected))]
+        why = "" if found == expected else "does not bring back the next samples, as of a set that shuffles in a buffer"
+    if why:
+        log.warning(f"data.state_dict() {why}: a run that goes on reads data again from its beginning")
+    return not why
+
+
+def read_first(data: Any, seed: int) -> list[tuple[Any, float]]:
+    """The first samples of the stream as training reads them, and the seconds that each took."""
+    with generators_put_back():
+        found = list(itertools.islice(_read(_fresh(data), seed), LOOKED_AT))
+    if not found:
+        raise UsageError("data gives no samples: make iter(data) begin anew each time")
+    return found
+
+
+def _read(data: Any, seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:
+    """For who holds the generators."""
+    with calling("data, in data epoch 1,"):
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(0)
+        samples = iter(data)
+    for position in itertools.count(begin):
+        began_s = time.perf_counter()
+        seed_generators(seed, 0, position)
+        with calling(f"data, sample {position + 1} of data epoch 1,"):
+            sample = next(samples, _END)
+        if sample is _END:
+            return
+        yield sample, time.perf_counter() - began_s
+
+
+def first_of(job: Job) -> list[tuple[Any, float]]:
+    """The same, read once a job: looking at samples must not disturb who reads them."""
+    return _first_of(Same(job.data), job.seed)
+
+
+@functools.lru_cache(maxsize=1)
+def _first_of(data: Same, seed: int) -> list[tuple[Any, float]]:
+    return read_first(data.it, seed)
+
+
+def _fingerprint(sample: Any) -> str:
+    """Of what a sample holds, as far as it is plain: tensors, arrays, texts, numbers, and what holds them."""
+    digest = hashlib.sha256()
+    _feed(digest.update, sample)
+    return digest.hexdigest()[:16]
+
+
+def _feed(update: Any, value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, tuple | list):
+        update(f"[{len(value)}".encode())
+        for one in value:
+            _feed(update, one)
+    elif isinstance(value, torch.Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        _feed(update, value.tolist())
+    elif isinstance(value, str | bytes | int | float | None):
+        update(repr(value).encode())
+    else:
+        update(type(value).__name__.encode())
+        update(value.tobytes() if hasattr(value, "tobytes") else b"")  # an array, an image
