@@ -155,7 +155,10 @@ class Answers:
         for peer in plan.peers:
             seconds = self.applied[peer].get("seconds", {})
             total = float(seconds.get("total", 0)) or 1.0
-            found.append((1 - float(seconds.get("wait", 0)) / total, peer))
+            ran_s = total - float(seconds.get("wait", 0))
+            found.append(
+                (ran_s / max(total, step_s), peer)
+            )  # before a step begins it waits for the owner, and does not say so
         busy, peer = max(found, key=lambda one: one[0])
         label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
         if busy >= BUSY:

@@ -1,0 +1,77 @@
+"""Iterable sets as people write them, and as `datasets` and torchdata do: with a state, with one that loses samples, with none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+__all__ = ["Counted", "Plain", "Shuffled", "sample_of"]
+
+
+def sample_of(number: int) -> dict[str, Any]:
+    """A row as `datasets` gives one, augmented by chance."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(8, generator=generator) + torch.randn(8) * 0.1
+    return {"x": x.tolist(), "text": f"number {number}", "label": (number + random.randrange(2)) % 5}
+
+
+class Plain(IterableDataset[Any]):
+    """Begins anew whenever it is iterated. `reads` are the numbers of the samples that anybody has read."""
+
+    def __init__(self, count: int = 50) -> None:
+        self.count, self.epoch, self.reads = count, 0, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def begin(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(self.count))
+        random.Random(self.epoch).shuffle(order)
+        for number in order[self.begin() :]:
+            self.reads.append(number)
+            yield sample_of(number)
+
+
+class Counted(Plain):
+    """Knows where it is, as a stream of `datasets`: state_dict() is that of the last iterator."""
+
+    def __init__(self, count: int = 50) -> None:
+        super().__init__(count)
+        self._starting: Mapping[str, Any] | None = None
+        self._state: dict[str, Any] = {"place": {"read": 0}, "epoch": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._state, "place": dict(self._state["place"])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._starting = state
+
+    def begin(self) -> int:
+        begins = self._starting is not None and self._starting["epoch"] == self.epoch
+        read = self._starting["place"]["read"] if begins and self._starting is not None else 0
+        self._state = {"place": {"read": read}, "epoch": self.epoch}
+        return int(read)
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            self._state["place"]["read"] += 1
+            yield sample
+
+
+class Shuffled(Counted):
+    """Shuffles in a buffer, whose samples its state does not hold."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[Any] = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) > 10:
+                yield buffer.pop(random.randrange(10))
+        yield from buffer

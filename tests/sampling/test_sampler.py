@@ -1,0 +1,147 @@
+"""Orders of a user's own: torch's samplers and functions, the same from whatever step on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer
+from meshcee.sampling import indices_of, order_digest, repeats
+from meshcee.sampling.order import generators_put_back, seed_generators
+
+ROWS = [(torch.full((4,), float(i)), float(i)) for i in range(40)]
+WEIGHTS = torch.linspace(0.1, 3.0, 40)
+
+
+def job_of(sampler: Any, **changes: Any) -> Job:
+    settings: dict[str, Any] = {"data": ROWS, "batch_size": 8, "steps": 100, "seed": 3}
+    made = {"model": nn.Linear(4, 1), "loss": nn.functional.mse_loss, "optimizer": Optimizer("SGD", lr=0.01)}
+    return Job(sampler=sampler, **{**made, **settings, **changes})
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler(WEIGHTS, 40),
+        WeightedRandomSampler(WEIGHTS, 30, replacement=False),
+        SubsetRandomSampler(list(range(10, 31))),
+        RandomSampler(ROWS),
+        SequentialSampler(ROWS),
+    ],
+)
+def test_a_sampler_of_torch_draws_as_it_does_and_each_data_epoch_anew(sampler: Sampler[int]) -> None:
+    job = job_of(sampler)
+    per_epoch = len(sampler) // 8  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    expected = []
+    for epoch in range(3):
+        with generators_put_back():
+            seed_generators(job.seed, epoch, 0, "order")
+            expected.append(list(sampler)[: per_epoch * 8])
+    found = [[i for s in range(per_epoch) for i in indices_of(job, s + per_epoch * e)] for e in range(3)]
+    assert found == expected
+    assert (found[0] != found[1]) == (not isinstance(sampler, SequentialSampler))
+    assert indices_of(job, 1) == expected[0][8:16], "any step again, and from whatever step on"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(type(i) is int for i in found[0])
+
+
+def test_a_weighted_sampler_favours_what_weighs_more() -> None:
+    weights = torch.ones(40)
+    weights[7] = 40.0
+    drawn = [i for step in range(100) for i in indices_of(job_of(WeightedRandomSampler(weights, 40)), step)]
+    assert 0.4 < drawn.count(7) / len(drawn) < 0.6
+
+
+def test_a_function_gives_the_order_of_each_data_epoch() -> None:
+    asked = []
+
+    def order(epoch: int, seed: int) -> Iterator[int]:
+        asked.append((epoch, seed))
+        return iter(np.random.default_rng([seed, epoch]).permutation(40)[:16])
+
+    job = job_of(order)
+    found = [indices_of(job, step) for step in range(4)]
+    assert found[2] + found[3] == np.random.default_rng([3, 1]).permutation(40)[:16].tolist()
+    assert asked == [(0, 3), (1, 3)], "once a data epoch"
+
+
+def test_set_epoch_is_called_where_there_is_one() -> None:
+    class Shifted(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([(i + self.epoch) % 40 for i in range(8)])
+
+    job = job_of(Shifted())
+    assert [indices_of(job, step)[0] for step in (0, 5, 2, 0)] == [0, 5, 2, 0]
+
+
+class Restless(Sampler[int]):
+    """Draws from a generator that goes on."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.chance.randrange(40) for _ in range(16)])
+
+
+def broken(epoch: int, seed: int) -> list[int]:
+    raise ValueError("no order today")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "says"),
+    [
+        (
+            DistributedSampler(ROWS, num_replicas=2, rank=0),
+            "DistributedSampler is not needed: the mesh splits every batch",
+        ),
+        (BatchSampler(SequentialSampler(ROWS), 8, True), "BatchSampler is not needed"),
+        (RandomSampler(ROWS, generator=torch.Generator()), "leave `generator` out"),
+        ([1, 2, 3], r"must be a torch.utils.data.Sampler, or a function"),
+        (Restless(), "another order when it is asked again"),
+        (lambda epoch, seed: range(5), "gives 5 samples in a data epoch, fewer than batch_size=8"),
+        (lambda epoch, seed: range(41), "gives index 40, and data has 40 samples"),
+        (lambda epoch, seed: [-1] * 8, "gives index -1"),
+        (lambda epoch, seed: range(16 + epoch), "gives 17 samples in data epoch 2 and gave 16 in the first"),
+        (lambda epoch, seed: [1.5] * 8, "the sampler, in data epoch 1, failed.*TypeError"),
+        (broken, r"the sampler, in data epoch 1, failed at .*test_sampler.py:\d+: ValueError: no order today"),
+    ],
+)
+def test_what_no_sampler_may_do_is_refused_with_what_to_do(sampler: Any, says: str) -> None:
+    def run() -> None:
+        job = job_of(sampler)
+        repeats(job, keeps=False)
+        indices_of(job, 3)
+
+    with pytest.raises(UsageError, match=says):
+        run()
+
+
+def test_an_order_that_a_run_did_not_have_is_told_by_its_digest() -> None:
+    digests = [
+        order_digest(job_of(sampler)) for sampler in (None, SequentialSampler(ROWS), SequentialSampler(ROWS[:39]))
+    ]
+    assert digests[0] is None
+    assert len({*digests}) == 3

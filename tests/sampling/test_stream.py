@@ -1,0 +1,214 @@
+"""Iterable sets: a step has the next samples of the stream, whoever asks, and however often."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshcee.errors import UsageError
+from meshcee.job import Job, Optimizer
+from meshcee.sampling import repeats, source_of
+from meshcee.sampling.order import generators_put_back, seed_generators
+from meshcee.sampling.stream import LOOKED_AT, RECENT
+from tests.rig.streams import Counted, Plain, Shuffled, sample_of
+
+BATCH, STEPS = 8, 40
+
+
+def collate(rows: list[Any]) -> Any:
+    return torch.tensor([row["x"] for row in rows]), torch.tensor([row["label"] for row in rows])
+
+
+def job_of(data: Any, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "model": nn.Linear(8, 5),
+        "loss": nn.functional.cross_entropy,
+        "optimizer": Optimizer("SGD", lr=0.01),
+        "collate": collate,
+        "batch_size": BATCH,
+        "steps": STEPS,
+        "seed": 3,
+    }
+    return Job(data=data, **{**settings, **changes})
+
+
+def expected(job: Job, steps: int) -> list[list[Any]]:
+    """By the definition: samples in order under generators of their own, the incomplete last batch of a data epoch dropped."""
+    found: list[list[Any]] = []
+    with generators_put_back():
+        for epoch in itertools.count():
+            order = list(range(job.data.count))
+            random.Random(epoch).shuffle(order)
+            whole = len(order) // BATCH * BATCH
+            for position in range(0, whole, BATCH):
+                if len(found) == steps:
+                    return found
+                found.append([])
+                for k in range(position, position + BATCH):
+                    seed_generators(job.seed, epoch, k)
+                    found[-1].append(sample_of(order[k]))
+    raise AssertionError
+
+
+def read_all(job: Job, steps: range) -> list[list[Any]]:
+    source = source_of(job)
+    return [source.samples(step, 0, BATCH) for step in steps]
+
+
+@pytest.mark.parametrize("kind", [Plain, Counted])
+def test_steps_have_the_samples_in_order_and_the_end_begins_the_next_data_epoch(kind: type[Plain]) -> None:
+    job = job_of(kind())
+    before = random.getstate(), torch.get_rng_state()
+    assert read_all(job, range(STEPS)) == expected(job, STEPS)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert job.data.epoch == 0, "the user's own object was left alone"
+
+
+@pytest.mark.parametrize("kind", [Plain, Counted, Shuffled])
+def test_a_step_that_is_over_is_read_again_from_where_it_began(kind: type[Plain]) -> None:
+    job, source = job_of(kind()), None
+    with capture_logs():
+        source = source_of(job)
+        first = [source.samples(step, 0, BATCH) for step in range(30)]
+        for step in (29, 3, 4, 17, 0, 29):
+            assert source.samples(step, 0, BATCH) == first[step], step
+        assert source.samples(17, 2, 5) == first[17][2:5]
+        assert source_of(job).samples(20, 0, BATCH) == first[20], "steps between are left out"
+
+
+@pytest.mark.parametrize("kind", [Plain, Counted, Shuffled])
+def test_another_process_goes_on_by_the_state_of_a_checkpoint(kind: type[Plain]) -> None:
+    with capture_logs() as logged:
+        job = job_of(kind())
+        source = source_of(job)
+        first = [source.samples(step, 0, BATCH) for step in range(15)]
+        state = json.loads(json.dumps(source.state(9)))
+        later = job_of(kind())
+        other = source_of(later)
+        other.go_on(9, state)
+        assert [other.samples(step, 0, BATCH) for step in range(9, 15)] == first[9:]
+        assert other.samples(4, 0, BATCH) == first[4], "also what was before"
+    told = " ".join(entry["event"] for entry in logged)
+    assert ("read again" in told) == (kind is not Counted)
+    assert ("shuffles in a buffer" in told) == (kind is Shuffled)
+
+
+def test_a_set_with_a_state_goes_there_at_once_and_its_samples_are_not_read_again() -> None:
+    reads = []
+    for kind in (Plain, Counted):
+        job = job_of(kind(1000))
+        source = source_of(job)
+        for step in range(RECENT + 100):
+            source.samples(step, 0, BATCH)
+        state = source.state(100)
+        later = job_of(kind(1000))
+        other = source_of(later)
+        other.go_on(100, state)
+        other.samples(100, 0, BATCH)
+        reads.append(len(later.data.reads))
+    assert reads[0] == 100 * BATCH + BATCH
+    assert reads[1] <= 2 * LOOKED_AT + BATCH
+
+
+def test_a_state_that_is_no_plain_data_is_not_kept() -> None:
+    class Odd(Counted):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "tensor": torch.zeros(1)}
+
+    job = job_of(Odd())
+    with capture_logs() as logged:
+        source = source_of(job)
+        source.samples(2, 0, BATCH)
+    assert source.state(2)["state"] == ""
+    assert source.state(2)["position"] == 2 * BATCH
+    assert any("no plain data" in entry["event"] for entry in logged)
+
+
+def test_a_set_that_is_another_one_when_a_run_goes_on_is_refused() -> None:
+    source = source_of(job_of(Plain(50)))
+    source.samples(4, 0, BATCH)
+    for count, says in (
+        (47, "does not give the samples of step 5 again"),
+        (20, "ended after 20 samples, and 32 of them"),
+    ):
+        other = source_of(job_of(Plain(count)))
+        other.go_on(4, source.state(4))
+        with capture_logs(), pytest.raises(UsageError, match=says):
+            other.samples(4, 0, BATCH)
+
+
+def test_whoever_reads_beside_finds_the_same_samples() -> None:
+    job = job_of(Plain())
+    source = source_of(job)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda step: source.samples(step, 0, BATCH), [k // 4 for k in range(4 * 20)]))
+    first = expected(job, 20)
+    assert all(samples == first[k // 4] for k, samples in enumerate(found))
+
+
+def test_what_a_read_raises_is_told_with_its_sample_and_line() -> None:
+    class Broken(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            yield from itertools.islice(super().__iter__(), 30)
+            raise ValueError("this one is broken")
+
+    source = source_of(job_of(Broken()))
+    with pytest.raises(
+        UsageError, match=r"data, sample 31 of data epoch 1, failed at .*test_stream.py:\d+: ValueError: this one"
+    ):
+        source.samples(3, 0, BATCH)
+
+
+def test_sets_that_are_too_short_or_empty_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"ended after 5 samples in data epoch 1, fewer than batch_size=8"):
+        source_of(job_of(Plain(5))).samples(0, 0, BATCH)
+    with pytest.raises(UsageError, match="gives no samples"):
+        repeats(job_of(Plain(0)), keeps=False)
+
+
+def test_a_stream_that_is_never_the_same_is_found_before_the_start() -> None:
+    class Unseeded(IterableDataset[Any]):
+        chance = random.Random(5)
+
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield {"x": [self.chance.random()] * 8, "label": 0}
+
+    with capture_logs() as logged:
+        assert repeats(job_of(Plain()), keeps=True)
+        assert logged == []
+        assert not repeats(job_of(Unseeded()), keeps=True)
+    assert "is kept on the disk" in logged[0]["event"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data": iter([])}, "no iterator, which can be read once"),
+        ({"data": (x for x in ())}, "no iterator, which can be read once"),
+        ({"data": 3}, "map-style"),
+        ({"sampler": torch.utils.data.SequentialSampler([1])}, "leave sampler out"),
+        ({"workers": 2}, "StatefulDataLoader"),
+        ({"data": DataLoader(Plain(), batch_size=4)}, "batch_size=None"),
+        ({"eval_data": Plain()}, "eval_data must be map-style"),
+    ],
+)
+def test_what_a_stream_cannot_have_is_refused_with_what_to_do(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        job_of(**{"data": Plain(), **changes})
+
+
+def test_a_dataloader_without_batches_is_a_stream() -> None:
+    job = job_of(DataLoader(Plain(), batch_size=None, collate_fn=dict))
+    assert len(source_of(job).samples(1, 0, BATCH)) == BATCH
