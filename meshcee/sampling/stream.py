@@ -3,25 +3,26 @@
 The idea: a step has the next `batch_size` samples, and the set's end begins the next data epoch (an incomplete batch is dropped).
 Sample k of data epoch e is read under generators seeded by (seed, e, k). Where each step began is marked: by the set's own state if
 it has one that is plain data and brings it back, else by a count. So a step that is over can be read again, here or by
-another process that a checkpoint gave its mark; a mark also knows its first sample by a hash, and tells when it is another one.
+another process that a checkpoint gave its mark. A mark also knows the step's samples by a hash: where a state brings back
+others, as that of a shuffle buffer does, the set is read from its beginning.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import structlog
 import torch
+import xxhash
 
 from meshcee.errors import UsageError
 from meshcee.fields import Count, ShortText, read
@@ -44,11 +45,11 @@ _END = object()
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a step begins: after `position` samples of a data epoch. `check` is the hash of its first sample, once it is read."""
+    """Where a step begins: after `position` samples of a data epoch. `check` is the hash of its samples, once they are read."""
 
     data_epoch: Count
     position: Count
-    state: str = ""  # of the set there, as JSON; "" where it begins anew and samples are counted
+    state: str = ""  # of the set there, as JSON; "" where samples are counted from its beginning
     check: ShortText = ""
 
 
@@ -84,8 +85,15 @@ class Stream:
             raise UsageError(f"data, samples {first + 1} to {end} of step {step + 1}: {error}") from error
 
     def state(self, step: int) -> dict[str, Any]:
-        mark = self._marks.get(step)
-        return {} if mark is None else asdict(mark)
+        if not (0 <= step < self._job.steps) or step not in self._marks:
+            return {}
+        if not self._marks[
+            step
+        ].check:  # a run that was stopped: what it would have read next tells whether the state is right
+            with contextlib.suppress(UsageError):
+                self.samples(step, 0, 1)
+        mark = self._marks[step]
+        return asdict(mark if mark.check else replace(mark, state=""))
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> None:
         if state:
@@ -113,15 +121,9 @@ class Stream:
 
     def _open(self, mark: Mark) -> None:
         state = mark.state if self._restores else ""
-        self._data = _fresh(self._job.data)
+        self._data, self._samples = _begin(self._job.data, mark.data_epoch, state)
         self._opened = mark if state else Mark(mark.data_epoch, 0)
         self._data_epoch, self._position = mark.data_epoch, self._opened.position
-        with calling(f"data, in data epoch {mark.data_epoch + 1},"):
-            if hasattr(self._data, "set_epoch"):
-                self._data.set_epoch(mark.data_epoch)
-            if state:
-                self._data.load_state_dict(json.loads(state))
-            self._samples = iter(self._data)
         if self._position < mark.position:
             began_s = time.monotonic()
             for _ in range(self._position, mark.position):
@@ -148,7 +150,8 @@ class Stream:
         step, before = self._next, self._marks.get(self._next)
         mark = before or Mark(self._data_epoch, self._position, self._state())
         found = self._batch()
-        if mark.check and mark.check != _fingerprint(found[0]):
+        check = _fingerprint(found)
+        if mark.check and mark.check != check:
             if self._opened.state:
                 self._restores = False
                 log.warning(
@@ -161,7 +164,7 @@ class Stream:
                     f"data does not give the samples of step {step + 1} again: give the set that the run was started with, in an "
                     "order that repeats"
                 )
-        self._marks[step] = Mark(mark.data_epoch, mark.position, mark.state, mark.check or _fingerprint(found[0]))
+        self._marks[step] = replace(mark, check=mark.check or check)
         for old in list(itertools.islice(self._marks, 1, max(1, len(self._marks) - MOST_MARKS))):
             del self._marks[old]
         self._next += 1
@@ -192,12 +195,38 @@ class Stream:
         return _state_of(self._data)
 
 
-def _fresh(data: Any) -> Any:
-    """A copy that is read in its place, so that the user's object stays where it was; its parts are shared."""
+def _begin(data: Any, data_epoch: int, state: str = "") -> tuple[Any, Iterator[Any]]:
+    """A copy of the set that is read from the beginning of a data epoch, or from this state of its own; and its samples.
+
+    The copy shares its parts with others, which may have been put somewhere else. So it is put to the beginning too.
+    """
+    found = _copied(data)
+    with calling(f"data, in data epoch {data_epoch + 1},"):
+        if not state and (initial := _initial(Same(data))):
+            found.load_state_dict(json.loads(initial))
+        if hasattr(found, "set_epoch"):
+            found.set_epoch(data_epoch)
+        if state:
+            found.load_state_dict(json.loads(state))
+        return found, iter(found)
+
+
+def _copied(data: Any) -> Any:
+    """So that the user's object stays where it was."""
     try:
-        return copy.copy(data)
-    except Exception:  # whatever a class of the user's raises
+        found = object.__new__(type(data))  # not copy.copy, by which streams of `datasets` share all that they have
+        vars(found).update(vars(data))
+    except TypeError:
         return data
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _initial(data: Same) -> str:
+    """Its state before anybody has read, as JSON; "" where it has none, or none that can be kept."""
+    if not hasattr(data.it, "state_dict") or not hasattr(data.it, "load_state_dict"):
+        return ""
+    return _state_of(_copied(data.it))
 
 
 def _state_of(data: Any) -> str:
@@ -214,39 +243,45 @@ def _state_of(data: Any) -> str:
 
 def _restores(job: Job) -> bool:
     """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
-    if not hasattr(job.data, "state_dict") or not hasattr(job.data, "load_state_dict"):
+    if not hasattr(job.data, "load_state_dict"):
         return False
-    half = len(first_of(job)) // 2
-    data, others = _fresh(job.data), _fresh(job.data)
-    list(itertools.islice(_read(data, job.seed), half))
-    text = _state_of(data)
-    why = "is no plain data of JSON"
-    if text:
-        expected = [_fingerprint(sample) for sample, _ in first_of(job)[half:]]
-        with calling("data.load_state_dict()"):
-            others.load_state_dict(json.loads(text))
-        found = [_fingerprint(sample) for sample, _ in itertools.islice(_read(others, job.seed, half), len(expected))]
-        why = "" if found == expected else "does not bring back the next samples, as of a set that shuffles in a buffer"
+    first = [_fingerprint(sample) for sample, _ in first_of(job)]
+    half, why = len(first) // 2, "is no plain data of JSON"
+    data, samples = _begin(job.data, 0)
+    _marked(samples, job.seed, 0, half)
+    if _initial(Same(job.data)) and (text := _state_of(data)):
+        there = _marked(_begin(job.data, 0, text)[1], job.seed, half, len(first))
+        if _marked(_begin(job.data, 0)[1], job.seed, 0, half) != first[:half]:
+            raise UsageError(
+                "data does not begin anew once load_state_dict() was called: let state_dict() say, before the first sample, how to "
+                "get there, or leave the two out"
+            )
+        why = (
+            ""
+            if there == first[half:]
+            else "does not bring back the next samples, as of a set that shuffles in a buffer"
+        )
     if why:
         log.warning(f"data.state_dict() {why}: a run that goes on reads data again from its beginning")
     return not why
 
 
+def _marked(samples: Iterator[Any], seed: int, begin: int, end: int) -> list[str]:
+    """The hashes of samples of the first data epoch. For who holds the generators."""
+    return [_fingerprint(sample) for sample, _ in itertools.islice(_read(samples, seed, begin), end - begin)]
+
+
 def read_first(data: Any, seed: int) -> list[tuple[Any, float]]:
     """The first samples of the stream as training reads them, and the seconds that each took."""
     with generators_put_back():
-        found = list(itertools.islice(_read(_fresh(data), seed), LOOKED_AT))
+        found = list(itertools.islice(_read(_begin(data, 0)[1], seed), LOOKED_AT))
     if not found:
         raise UsageError("data gives no samples: make iter(data) begin anew each time")
     return found
 
 
-def _read(data: Any, seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:
+def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:
     """For who holds the generators."""
-    with calling("data, in data epoch 1,"):
-        if hasattr(data, "set_epoch"):
-            data.set_epoch(0)
-        samples = iter(data)
     for position in itertools.count(begin):
         began_s = time.perf_counter()
         seed_generators(seed, 0, position)
@@ -269,9 +304,9 @@ def _first_of(data: Same, seed: int) -> list[tuple[Any, float]]:
 
 def _fingerprint(sample: Any) -> str:
     """Of what a sample holds, as far as it is plain: tensors, arrays, texts, numbers, and what holds them."""
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     _feed(digest.update, sample)
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _feed(update: Any, value: Any) -> None:

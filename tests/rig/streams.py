@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,11 +20,18 @@ def sample_of(number: int) -> dict[str, Any]:
     return {"x": x.tolist(), "text": f"number {number}", "label": (number + random.randrange(2)) % 5}
 
 
+class Reads(list[int]):
+    """One for a set and all its copies."""
+
+    def __deepcopy__(self, memo: Any) -> Reads:
+        return self
+
+
 class Plain(IterableDataset[Any]):
     """Begins anew whenever it is iterated. `reads` are the numbers of the samples that anybody has read."""
 
     def __init__(self, count: int = 50) -> None:
-        self.count, self.epoch, self.reads = count, 0, list[int]()
+        self.count, self.epoch, self.reads = count, 0, Reads()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -47,6 +55,12 @@ class Counted(Plain):
         self._starting: Mapping[str, Any] | None = None
         self._state: dict[str, Any] = {"place": {"read": 0}, "epoch": 0}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state  # so copy.copy makes no copy
+
     def state_dict(self) -> dict[str, Any]:
         return {**self._state, "place": dict(self._state["place"])}
 
@@ -61,17 +75,20 @@ class Counted(Plain):
 
     def __iter__(self) -> Iterator[Any]:
         for sample in super().__iter__():
-            self._state["place"]["read"] += 1
+            self.advance()
             yield sample
+
+    def advance(self) -> None:
+        self._state["place"]["read"] += 1
 
 
 class Shuffled(Counted):
-    """Shuffles in a buffer, whose samples its state does not hold."""
+    """Shuffles in a buffer, whose samples its state does not hold: it goes on with the next ones."""
+
+    size = 10
 
     def __iter__(self) -> Iterator[Any]:
-        buffer: list[Any] = []
-        for sample in super().__iter__():
-            buffer.append(sample)
-            if len(buffer) > 10:
-                yield buffer.pop(random.randrange(10))
-        yield from buffer
+        samples = super().__iter__()
+        while buffer := list(itertools.islice(samples, self.size)):
+            random.shuffle(buffer)
+            yield from buffer
