@@ -210,9 +210,12 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         from meshcee.capture.recipes import from_checkpoint
 
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
-    example = _example(job)
-    probed = [inputs_of_one(job, sample) for sample, _ in probes(job, _PROBED)]
+    samples = [sample for sample, _ in probes(job, _PROBED)]
+    probed = [inputs_of_one(job, sample) for sample in samples]
     varying = data_rules.varying(probed)
+    # What blocks cost is priced by the example: of several sizes the largest, since memory must hold it.
+    sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
+    example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
     most = job.micro_batch_size or job.batch_size
     work = model if job.precision == "fp32" else _rounded(model)
     if not model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
@@ -277,7 +280,7 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
         model.train()
     work = model if job.precision == "fp32" else _rounded(model)
     before = Remembered(work, job.loss)
-    example = _example(job)
+    example = _example(job, probes(job, 1)[0][0])
     try:
         _watched(_WithLoss(work, job, example, evaluate=False), job, example, _names(model)[0], sizes)(captured.train)
     finally:
@@ -286,9 +289,8 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
             module.training = mode
 
 
-def _example(job: Job) -> tuple[Any, Any]:
+def _example(job: Job, sample: Any) -> tuple[Any, Any]:
     """A small micro-batch, of one sample several times."""
-    ((sample, _),) = probes(job, 1)
     return data_rules.batched([sample] * EXAMPLES, job.seed, collate=job.collate)
 
 

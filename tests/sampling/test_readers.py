@@ -19,7 +19,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
-from meshcee.sampling import batch_of, draw
+from meshcee.sampling import draw, inputs_of, source_of
 from meshcee.sampling.readers import Readers
 from meshcee.user_code import JOB_FILE, import_job_file
 
@@ -42,6 +42,15 @@ class Augmented:
             os._exit(3)
         x = torch.randn(6) + i + random.random() + np.random.normal()
         return x, x.sum(0, keepdim=True)
+
+
+def together(rows: list[Any]) -> Any:
+    x = torch.stack([x for x, _ in rows]) + torch.rand(len(rows), 1)
+    return {"x": x, "scale": random.random() * torch.ones(len(rows))}, torch.stack([y for _, y in rows])
+
+
+def backwards(epoch: int, seed: int) -> Any:
+    return reversed(range(48))
 
 
 def job_of(data: Any, **changes: Any) -> Job:
@@ -68,18 +77,16 @@ def readers_of(job: Job) -> Iterator[Readers]:
 
 
 def read_here(job: Job, step: int) -> list[Any]:
-    drawn = draw(job.seed, len(job.data), job.batch_size, step)
-    return [batch_of(job.data, drawn[i : i + MICRO], job.seed, step) for i in range(0, len(drawn), MICRO)]
+    return [source_of(job).batch(step, i, i + MICRO) for i in range(0, job.batch_size, MICRO)]
 
 
 def same(found: Any, expected: Any) -> bool:
-    return len(found) == len(expected) and all(
-        torch.equal(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
-    )
+    pairs = [(inputs_of(one), inputs_of(other)) for one, other in zip(found, expected, strict=True)]
+    return all(one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs)
 
 
 def test_samples_are_those_that_this_process_would_read_from_whatever_step_on() -> None:
-    job = job_of(Augmented())
+    job = job_of(Augmented(), collate=together, sampler=backwards)
     before = torch.get_rng_state()
     with readers_of(job) as readers:
         for step in (4, 5, 6):

@@ -23,7 +23,8 @@ from meshcee.events import Event
 from meshcee.files import disk
 from meshcee.files.home import Home
 from meshcee.job import Job
-from meshcee.sampling.fed import FED, FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed, repeats
+from meshcee.sampling import FED, repeats
+from meshcee.sampling.fed import FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed
 from meshcee.sampling.order import draw
 from peers.node.assemble import JoinOptions, join
 from peers.owner.epoch import Report
