@@ -4,10 +4,10 @@ The order of samples, the generators around each read, batches from samples, wha
 each step. The owner and the plain loop share this room; members never see a dataset. What few jobs need is imported by name.
 """
 
+from meshcee.sampling.again import FED, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
-from meshcee.sampling.repeats import FED, repeats, unrepeatable
 from meshcee.sampling.source import Source, indices_of, inputs_of_one, order_digest, probes, source_of
 
 __all__ = [

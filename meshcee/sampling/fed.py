@@ -1,7 +1,7 @@
 """What a run was fed, for data that is not the same when it is read again: steps that may be computed again see it again.
 
 The idea: most data can be read again, as its generators are seeded (order.py), and nothing is kept. What reads a clock,
-the network or a generator of its own is found out before the start (repeats.py). From then on a step's samples lie on the
+the network or a generator of its own is found out before the start (again.py). From then on a step's samples lie on the
 owner's disk before anybody computes on them, and stay until no checkpoint is left that training could go back to.
 
     fed/step-00000040.safetensors     "0/x", "0/y", "1/x", ...: the raw inputs of each micro-batch
@@ -23,7 +23,7 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.files import disk
-from meshcee.sampling.repeats import MOST_BYTES
+from meshcee.sampling.again import MOST_BYTES
 
 __all__ = ["Fed"]
 

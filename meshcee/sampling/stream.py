@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -26,12 +25,13 @@ import xxhash
 
 from meshcee.errors import UsageError
 from meshcee.fields import Count, ShortText, read
+from meshcee.files import dumps, loads
 from meshcee.job import Job
 from meshcee.sampling.data import batched
 from meshcee.sampling.order import Same, generators_put_back, seed_generators
 from meshcee.user_code import calling
 
-__all__ = ["Stream", "first_of", "read_first"]
+__all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "read_first"]
 
 log = structlog.get_logger()
 
@@ -40,6 +40,11 @@ RECENT = 8  # steps whose samples are in memory
 MOST_MARKS = 1024
 MOST_STATE_CHARACTERS = 1 << 18
 CLOSE_S = 2.0
+READ_AGAIN = (
+    "samples of data were read again, from its beginning; state_dict() and load_state_dict() of a set save this"
+)
+OTHERS = "the state of data brings back other samples than before: it is read from its beginning"
+UNUSED = "the state of data is not used: a run that goes on reads it again from its beginning"
 _END = object()
 
 
@@ -132,10 +137,7 @@ class Stream:
                         f"data has ended after {self._position} samples, and {mark.position} of them were read before: give the "
                         "set that the run was started with"
                     )
-            log.warning(
-                f"{mark.position:,} samples of data were read again, from its beginning, in {time.monotonic() - began_s:.1f} s: "
-                "state_dict() and load_state_dict() of a set save this"
-            )
+            log.warning(READ_AGAIN, samples=mark.position, seconds=round(time.monotonic() - began_s, 1))
 
     def _sample(self) -> Any:
         seed_generators(self._job.seed, self._data_epoch, self._position)
@@ -154,9 +156,7 @@ class Stream:
         if mark.check and mark.check != check:
             if self._opened.state:
                 self._restores = False
-                log.warning(
-                    f"the state of data does not bring back the samples of step {step + 1}: it is read from its beginning"
-                )
+                log.warning(OTHERS, step=step)
                 self._open(mark)
                 return self._read_step(needed=needed)
             if needed:
@@ -203,11 +203,11 @@ def _begin(data: Any, data_epoch: int, state: str = "") -> tuple[Any, Iterator[A
     found = _copied(data)
     with calling(f"data, in data epoch {data_epoch + 1},"):
         if not state and (initial := _initial(Same(data))):
-            found.load_state_dict(json.loads(initial))
+            found.load_state_dict(loads(initial))
         if hasattr(found, "set_epoch"):
             found.set_epoch(data_epoch)
         if state:
-            found.load_state_dict(json.loads(state))
+            found.load_state_dict(loads(state))
         return found, iter(found)
 
 
@@ -234,8 +234,8 @@ def _state_of(data: Any) -> str:
     with calling("data.state_dict()"):
         state = data.state_dict()
     try:
-        text = json.dumps(state, allow_nan=False)
-        same = len(text) <= MOST_STATE_CHARACTERS and json.loads(text) == state
+        text = dumps(state)
+        same = len(text) <= MOST_STATE_CHARACTERS and loads(text) == state
     except (TypeError, ValueError, RecursionError):
         return ""
     return text if same and state is not None else ""
@@ -246,7 +246,7 @@ def _restores(job: Job) -> bool:
     if not hasattr(job.data, "load_state_dict"):
         return False
     first = [_fingerprint(sample) for sample, _ in first_of(job)]
-    half, why = len(first) // 2, "is no plain data of JSON"
+    half, why = len(first) // 2, "state_dict() is no plain data of JSON"
     data, samples = _begin(job.data, 0)
     _marked(samples, job.seed, 0, half)
     if _initial(Same(job.data)) and (text := _state_of(data)):
@@ -259,10 +259,10 @@ def _restores(job: Job) -> bool:
         why = (
             ""
             if there == first[half:]
-            else "does not bring back the next samples, as of a set that shuffles in a buffer"
+            else "it does not bring back the next samples, as of a set that shuffles in a buffer"
         )
     if why:
-        log.warning(f"data.state_dict() {why}: a run that goes on reads data again from its beginning")
+        log.warning(UNUSED, why=why)
     return not why
 
 

@@ -21,6 +21,7 @@ from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.sampling import FED
+from meshcee.sampling.stream import READ_AGAIN
 from peers.node.assemble import JoinOptions, join
 from peers.owner.epoch import Report
 from peers.owner.result import Result
@@ -156,8 +157,8 @@ async def test_a_run_over_a_stream_goes_on_where_its_owner_died(tmp_path: Path, 
     data = kind(1000)
     with capture_logs() as logged:
         assert_is(await run(home, job_of(data=data), resume="last"), job_of(data=kind(1000)))
-    told = [entry["event"] for entry in logged if "read again" in entry["event"]]
-    assert len(told) == (kind is Plain), "a state saves this, and where there is none it is said"
+    told = [entry["event"] for entry in logged].count(READ_AGAIN)
+    assert told == (kind is Plain), "a state saves this, and where there is none it is said"
     assert (len(data.reads) < STEPS * BATCH) == (kind is Counted)
 
 
