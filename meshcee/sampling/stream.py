@@ -115,7 +115,7 @@ class Stream:
     def _go_to(self, step: int) -> None:
         """To where this step begins, from the nearest mark before it."""
         if self._restores is None:
-            self._restores = _restores(self._job)
+            self._restores = _restores(Same(self._job.data), self._job.seed)
         known = max(at for at in self._marks if at <= step)
         ahead = known > self._next and self._marks[known].state  # there at once; else as near from here
         if self._samples is None or step < self._next or ahead:
@@ -126,7 +126,7 @@ class Stream:
 
     def _open(self, mark: Mark) -> None:
         state = mark.state if self._restores else ""
-        self._data, self._samples = _begin(self._job.data, mark.data_epoch, state)
+        self._data, self._samples = _begin(self._job.data, self._job.seed, mark.data_epoch, state)
         self._opened = mark if state else Mark(mark.data_epoch, 0)
         self._data_epoch, self._position = mark.data_epoch, self._opened.position
         if self._position < mark.position:
@@ -195,19 +195,21 @@ class Stream:
         return _state_of(self._data)
 
 
-def _begin(data: Any, data_epoch: int, state: str = "") -> tuple[Any, Iterator[Any]]:
+def _begin(data: Any, seed: int, data_epoch: int, state: str = "") -> tuple[Any, Iterator[Any]]:
     """A copy of the set that is read from the beginning of a data epoch, or from this state of its own; and its samples.
 
     The copy shares its parts with others, which may have been put somewhere else. So it is put to the beginning too.
+    For who holds the generators: what iter() itself draws follows from (seed, data epoch).
     """
     found = _copied(data)
     with calling(f"data, in data epoch {data_epoch + 1},"):
-        if not state and (initial := _initial(Same(data))):
+        if not state and (initial := _initial(Same(data), seed)):
             found.load_state_dict(loads(initial))
         if hasattr(found, "set_epoch"):
             found.set_epoch(data_epoch)
         if state:
             found.load_state_dict(loads(state))
+        seed_generators(seed, data_epoch, 0, "set")
         return found, iter(found)
 
 
@@ -222,10 +224,11 @@ def _copied(data: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _initial(data: Same) -> str:
+def _initial(data: Same, seed: int) -> str:
     """Its state before anybody has read, as JSON; "" where it has none, or none that can be kept."""
     if not hasattr(data.it, "state_dict") or not hasattr(data.it, "load_state_dict"):
         return ""
+    seed_generators(seed, 0, 0, "set")
     return _state_of(_copied(data.it))
 
 
@@ -241,26 +244,24 @@ def _state_of(data: Any) -> str:
     return text if same and state is not None else ""
 
 
-def _restores(job: Job) -> bool:
+@functools.lru_cache(maxsize=4)
+def _restores(same: Same, seed: int) -> bool:
     """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
-    if not hasattr(job.data, "load_state_dict"):
+    if not hasattr(same.it, "load_state_dict"):
         return False
-    first = [_fingerprint(sample) for sample, _ in first_of(job)]
+    first = [_fingerprint(sample) for sample, _ in _first_of(same, seed)]
     half, why = len(first) // 2, "state_dict() is no plain data of JSON"
-    data, samples = _begin(job.data, 0)
-    _marked(samples, job.seed, 0, half)
-    if _initial(Same(job.data)) and (text := _state_of(data)):
-        there = _marked(_begin(job.data, 0, text)[1], job.seed, half, len(first))
-        if _marked(_begin(job.data, 0)[1], job.seed, 0, half) != first[:half]:
+    data, samples = _begin(same.it, seed, 0)
+    _marked(samples, seed, 0, half)
+    if _initial(same, seed) and (text := _state_of(data)):
+        there = _marked(_begin(same.it, seed, 0, text)[1], seed, half, len(first))
+        if _marked(_begin(same.it, seed, 0)[1], seed, 0, half) != first[:half]:
             raise UsageError(
                 "data does not begin anew once load_state_dict() was called: let state_dict() say, before the first sample, how to "
                 "get there, or leave the two out"
             )
-        why = (
-            ""
-            if there == first[half:]
-            else "it does not bring back the next samples, as of a set that shuffles in a buffer"
-        )
+        lost = "it does not bring back the next samples, as of a set that shuffles in a buffer"
+        why = "" if there == first[half:] else lost
     if why:
         log.warning(UNUSED, why=why)
     return not why
@@ -274,7 +275,7 @@ def _marked(samples: Iterator[Any], seed: int, begin: int, end: int) -> list[str
 def read_first(data: Any, seed: int) -> list[tuple[Any, float]]:
     """The first samples of the stream as training reads them, and the seconds that each took."""
     with generators_put_back():
-        found = list(itertools.islice(_read(_begin(data, 0)[1], seed), LOOKED_AT))
+        found = list(itertools.islice(_read(_begin(data, seed, 0)[1], seed), LOOKED_AT))
     if not found:
         raise UsageError("data gives no samples: make iter(data) begin anew each time")
     return found

@@ -103,6 +103,20 @@ def test_another_process_goes_on_by_the_state_of_a_checkpoint(kind: type[Plain])
     assert told == {Plain: {READ_AGAIN}, Counted: set(), Shuffled: {READ_AGAIN, UNUSED}}[kind]
 
 
+def test_what_iter_draws_itself_follows_from_the_seed_and_the_data_epoch() -> None:
+    class Based(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            base = (
+                random.randrange(1 << 40),
+                int(torch.randint(1 << 40, ())),
+            )  # as a DataLoader draws seeds of its processes
+            return iter([(*base, i) for i in range(20)])
+
+    found = [read_all(job_of(Based(), seed=seed), range(4)) for seed in (3, 3, 4)]
+    assert found[0] == found[1]
+    assert len({step[0][:2] for read in found for step in read}) == 4, "two data epochs of each of two seeds"
+
+
 def test_a_set_with_a_state_goes_there_at_once_and_its_samples_are_not_read_again() -> None:
     reads = []
     for kind in (Plain, Counted):
