@@ -156,9 +156,8 @@ class Answers:
             seconds = self.applied[peer].get("seconds", {})
             total = float(seconds.get("total", 0)) or 1.0
             ran_s = total - float(seconds.get("wait", 0))
-            found.append(
-                (ran_s / max(total, step_s), peer)
-            )  # before a step begins it waits for the owner, and does not say so
+            # Where a step is long for others, it waits before its own part of it begins, and does not say so.
+            found.append((ran_s / max(total, step_s), peer))
         busy, peer = max(found, key=lambda one: one[0])
         label, name = plan.label(*plan.where(peer)), names.get(peer) or peer[-6:]
         if busy >= BUSY:
