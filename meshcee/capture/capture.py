@@ -441,7 +441,7 @@ def _work(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) ->
     flops = sum(analysis.flops) or 1.0
     parameters = [0.0] * len(nodes)
     for number, entry in enumerate(inputs):
-        if entry.kind == "parameter":
+        if entry.kind in ("parameter", "buffer"):
             for position in analysis.users[number]:
                 parameters[position] += entry.value.nbytes(1)
     total = sum(parameters) or 1.0
@@ -489,7 +489,7 @@ def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
         inside = [i for i, n in enumerate(program.nodes) if n.block == b]
         own = []
         for number in dict.fromkeys(r for i in inside for r in program.nodes[i].refs):
-            if number < base and program.inputs[number].kind == "parameter" and number not in seen:
+            if number < base and program.inputs[number].kind in ("parameter", "buffer") and number not in seen:
                 seen.add(number)
                 own.append(program.inputs[number])
         costs.append(

@@ -98,7 +98,7 @@ class BlockCost:
 
     name: str  # the modules it covers, e.g. "h.0" or "wte..h.0"
     flops: NotNegative  # forward, per sample
-    parameter_bytes: Count  # at full precision, trainable and frozen
+    parameter_bytes: Count  # at full precision, trainable and frozen; and of buffers
     trainable_bytes: Count
     activation_bytes: Count
     boundary_bytes: Count

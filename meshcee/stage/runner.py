@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph import StageSpec, Value, copied
+from meshcee.capture.graph import StageSpec, Value, copied, unfolded
 from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
 from meshcee.sampling import GENERATORS
@@ -103,11 +103,17 @@ class StageRunner:
         self.trainable = self.weights.trainable
         self.optimizer = self.weights.optimizer
         self._partial = draws is not None
-        draws = draws or {}
+        draws = dict(draws or {})
+        watched: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
+        if unfolded(train.inputs, train.nodes):
+            from meshcee.stage.remade import Remade
+
+            remade = Remade(train, self.weights, self.device)
+            draws, watched = draws | remade.calls, remade.around
         self._deferral = Deferral(train, self.device, frozenset(draws))
-        self._run = train.build(self.device, draws)
-        calls = {**draws, **self._deferral.calls}
-        self._run_split = train.build(self.device, calls) if self._deferral.calls else self._run
+        self._run = watched(train.build(self.device, draws))
+        calls = draws | self._deferral.calls
+        self._run_split = watched(train.build(self.device, calls)) if self._deferral.calls else self._run
         self._run_eval = evaluate.build(self.device) if evaluate else None
         self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}

@@ -4,7 +4,7 @@ Slices become stages, bytes become programs and are checked before anybody belie
 capture and no other, so no code of the user's can reach them.
 """
 
-from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve
+from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve, unfolded
 from meshcee.capture.graph.draws import whole_draws
 from meshcee.capture.graph.guards import teach_shapes
 from meshcee.capture.graph.operators import Operator, find_operator, operator_name, without_out
@@ -47,6 +47,7 @@ __all__ = [
     "teach_shapes",
     "tied",
     "unexpanded",
+    "unfolded",
     "whole_draws",
     "without_out",
 ]

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshcee.capture.graph.program import Input, Node, Ref, Value, is_random
 
-__all__ = ["Analysis", "analyse", "find_recomputed", "quiet", "resolve"]
+__all__ = ["Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
 
 _HINT = 2  # samples in the fake pass; figures are divided by it
 _SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
@@ -88,6 +88,7 @@ def _fake_pass(
     now = [0.0]
     seen: set[int] = set()
     kept: list[torch.Tensor] = []  # keeps storages alive, so that their addresses stay unique
+    remade = unfolded(enumerate(inputs), enumerate(nodes, len(inputs)))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -116,8 +117,11 @@ def _fake_pass(
                         *(resolve(a, values) for a in node.args),
                         **{k: resolve(v, values) for k, v in node.kwargs.items()},
                     )
-                values.append(out)
                 tensors = _tensors(out)
+                if len(values) in remade:  # a stage makes it again (meshcee/stage/remade.py)
+                    kept += tensors
+                    seen.update(t.untyped_storage()._cdata for t in tensors)
+                values.append(out)
                 counted = counter.get_total_flops() - before
                 elementwise = 0 if node.operator.aliases else sum(t.numel() for t in tensors)
                 flops.append(max(counted, elementwise) / _HINT)
@@ -169,6 +173,30 @@ def _aliases(
         for storage in storages:
             parent[root(number)] = root(first.setdefault(storage, number))
     return [root(number) for number in range(len(parent))], written
+
+
+def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Node]]) -> dict[int, tuple[int, ...]]:
+    """Weights that lie packed: each value of frozen weights alone that is larger than they are -> the nodes that make it, in order.
+
+    Autograd would keep it from F to W. As a step changes nothing that it comes from, a stage makes it again where a gradient
+    asks for it (meshcee/stage/remade.py).
+    """
+    held = {
+        number: entry.value.nbytes(1)
+        for number, entry in inputs
+        if entry.kind != "raw" and not (entry.trainable or entry.mutated)
+    }
+    sources: dict[int, frozenset[int]] = {number: frozenset({number}) for number in held}
+    made: dict[int, frozenset[int]] = {number: frozenset() for number in held}
+    found: dict[int, tuple[int, ...]] = {}
+    for number, node in nodes:
+        if not node.refs or is_random(node) or node.operator.mutates or any(r not in sources for r in node.refs):
+            continue
+        sources[number] = frozenset().union(*(sources[r] for r in node.refs))
+        made[number] = frozenset({number}).union(*(made[r] for r in node.refs))
+        if node.value.is_tensor and node.value.nbytes(1) > sum(held[source] for source in sources[number]):
+            found[number] = tuple(sorted(made[number]))
+    return found
 
 
 def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) -> frozenset[int]:

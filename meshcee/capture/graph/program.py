@@ -165,6 +165,11 @@ class Node:
         collect_refs(tuple(self.kwargs.values()), found)
         return tuple(found)
 
+    def run(self, values: Mapping[int, Any], device: torch.device) -> Any:
+        """The call, with these values by number."""
+        kwargs = {k: _linked(v, values, device) for k, v in self.kwargs.items()}
+        return self.operator.call(*(_linked(a, values, device) for a in self.args), **kwargs)
+
 
 @dataclass(frozen=True)
 class Program:
