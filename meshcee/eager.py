@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
@@ -34,6 +35,7 @@ class Plain(NamedTuple):
     norms: list[float]  # one a step: of all gradients, before clipping
     module: nn.Module  # the trained copy of the model; the job's own is as it was
     state_dict: dict[str, torch.Tensor]  # in bf16 with the fp32 masters of what was trained
+    ema: dict[str, torch.Tensor]  # the same with the average of what was trained, if the job wants one
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class PlainStep:
     grads: Mapping[str, torch.Tensor]  # by the name of the parameter, after clipping
     module: nn.Module
     state_dict: dict[str, torch.Tensor]
+    ema: dict[str, torch.Tensor]
 
 
 def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Plain:
@@ -63,7 +66,7 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)
         norms.append(done.norm)
-    return Plain(losses, norms, done.module, done.state_dict)
+    return Plain(losses, norms, done.module, done.state_dict, done.ema)
 
 
 def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Iterator[PlainStep]:
@@ -84,6 +87,10 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
     optimizer = job.optimizer.build(masters)
     schedule = job.schedule.build(optimizer) if job.schedule else None
     source = source_of(job)
+    average = None
+    if job.ema is not None:
+        towards = get_ema_multi_avg_fn(job.ema)  # type: ignore[no-untyped-call]
+        average = AveragedModel(nn.ParameterList(masters.values()), multi_avg_fn=towards)
     for step in range(steps):
         batches = []
         for start in range(0, job.batch_size, micro_batch):
@@ -115,7 +122,12 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
             with torch.no_grad():
                 for name, master in masters.items():
                     live[name].copy_(master)
-        yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full))
+        ema = {}
+        if average is not None:
+            average.update_parameters(nn.ParameterList(masters.values()))
+            averages = {name: p.detach() for name, p in zip(masters, average.module.parameters(), strict=True)}
+            ema = _state_dict(model, full | averages)
+        yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full), ema)
         optimizer.zero_grad()
         model.zero_grad()
 

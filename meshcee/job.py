@@ -30,7 +30,16 @@ CODEC_CHOICES = ("none", "lossless", "bf16", "int8", "int4", "auto")  # what a j
 # torch.optim classes whose update of a parameter reads that parameter and its own state only.
 PER_PARAMETER = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
+    | {"Adafactor", "Muon"}
 )
+# Why others are refused, where people ask.
+REFUSED = {
+    "LBFGS": "its update reads all parameters at once",
+    "SparseAdam": "it takes sparse gradients alone",
+    "AdamW8bit": "libraries keep 8-bit moments in kernels or tensor classes of their own: Adafactor's are a row and a column",
+    "AdamWScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
+    "SGDScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
+}
 
 
 class Optimizer:
@@ -38,52 +47,95 @@ class Optimizer:
 
     >>> Optimizer("AdamW", lr=3e-4, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
 
-    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group.
+    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A group
+    may have a class of its own, with options of its own alone:
+
+    >>> Optimizer("Muon", lr=0.02, groups={"*embed*|*.bias": {"class": "AdamW", "lr": 3e-4}})
     """
 
     def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
-        if name not in PER_PARAMETER:
-            raise UsageError(
-                f"optimizer {name!r:.80} cannot be split over stages; use one of {', '.join(sorted(PER_PARAMETER))}"
-            )
+        for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
+            if kind not in PER_PARAMETER:
+                why = f", as {REFUSED[kind]}" if kind in REFUSED else ""
+                use = "" if kind in REFUSED else f"; use one of {', '.join(sorted(PER_PARAMETER))}"
+                raise UsageError(f"optimizer {kind!r:.80} cannot be split over stages{why}{use}")
         for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
-            pair = isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value)
-            if not (value is None or isinstance(value, bool | int | float) or pair):
-                raise UsageError(
-                    f"optimizer option {key:.80}={value!r:.80} must be a number, a flag or a pair of numbers"
-                )
+            numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
+            known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
+            if not (value is None or isinstance(value, bool | int | float) or numbers or known):
+                raise UsageError(f"optimizer option {key:.80}={value!r:.80} must be a number, a flag or a few numbers")
         self.name = name
         self.options = dict(options)
         self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
+        self.ema: float | None = None  # a stage keeps an average of what it updates: what a Job says
+
+    def averaging(self, ema: float | None) -> Optimizer:
+        """The same, with this decay of an average of the weights."""
+        found = Optimizer(self.name, groups=self.groups, **self.options)
+        found.ema = ema
+        return found
 
     def group_of(self, parameter: str) -> int:
         """Index of the group that holds this parameter; the group without a pattern is the last."""
         for i, pattern in enumerate(self.groups):
-            if fnmatch.fnmatchcase(parameter, pattern):
+            if any(fnmatch.fnmatchcase(parameter, one) for one in pattern.split("|")):
                 return i
         return len(self.groups)
 
     def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""
-        groups: list[dict[str, Any]] = [{"params": [], **extra} for extra in [*self.groups.values(), {}]]
+        groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"params": []}, extra) for extra in [*self.groups.values(), {}]
+        ]
         for name, parameter in named.items():
-            groups[self.group_of(name)]["params"].append(parameter)
+            groups[self.group_of(name)][0]["params"].append(parameter)
+        parts: dict[str, list[dict[str, Any]]] = {}  # by class
+        for group, extra in groups:
+            group |= {key: value for key, value in extra.items() if key != "class"}
+            parts.setdefault(extra.get("class", self.name), []).append(group)
+        built = [self._built(kind, own) for kind, own in parts.items()]
+        return built[0] if len(built) == 1 else _Several(built, [group for group, _ in groups])
+
+    def _built(self, kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Of one class. A group that is named for another class has its own options only."""
         try:
-            built: torch.optim.Optimizer = getattr(torch.optim, self.name)(groups, **self.options)
+            built: torch.optim.Optimizer = getattr(torch.optim, kind)(
+                groups, **(self.options if kind == self.name else {})
+            )
         except (TypeError, ValueError) as error:
-            raise UsageError(f"torch.optim.{self.name}: {error}") from error
+            more = '; give others a class: groups={"PATTERN": {"class": "AdamW"}}' if kind == "Muon" else ""
+            raise UsageError(f"torch.optim.{kind}: {error}{more}") from error
         return built
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "options": self.options, "groups": [[p, g] for p, g in self.groups.items()]}
+        found = {"name": self.name, "options": self.options, "groups": [[p, g] for p, g in self.groups.items()]}
+        return found if self.ema is None else found | {"ema": self.ema}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Optimizer:
         try:
             groups = {str(pattern): dict(extra) for pattern, extra in data["groups"]}
-            return cls(str(data["name"]), groups=groups, **dict(data["options"]))
+            found = cls(str(data["name"]), groups=groups, **dict(data["options"]))
+            return found if data.get("ema") is None else found.averaging(float(data["ema"]))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not an optimizer: {error!r}") from error
+
+
+class _Several(torch.optim.Optimizer):
+    """Optimizers of several classes as one: the same groups, in the order of their patterns, and the same state."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"parts": self.parts}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
 
 
 class Schedule:
@@ -196,6 +248,7 @@ class Job:
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
+    ema        also keep an average of the weights, with this decay: torch's AveragedModel with get_ema_multi_avg_fn(ema)
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
     checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
                writes one.
@@ -254,6 +307,7 @@ class Job:
     def streams(self) -> bool:
         """Whether the data is iterable: read in order, without numbers."""
         return isinstance(self.data, IterableDataset) or not _is_map(self.data)
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:
@@ -272,6 +326,10 @@ class Job:
             raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads must be at least 1")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UsageError(f"ema is the decay of an average, between 0 and 1, got {self.ema!r}")
+        if self.ema != self.optimizer.ema:
+            object.__setattr__(self, "optimizer", self.optimizer.averaging(self.ema))
         if self.workers < 0:
             raise UsageError("workers is a number of processes, or 0")
         if self.mix not in MIXES:

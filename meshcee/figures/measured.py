@@ -61,6 +61,7 @@ class JobCosts:
     threads: Cores = 0
     feeds: Annotated[tuple[tuple[_Sample, tuple[Count, ...]], ...], Meta(max_length=MAX_BLOCKS)] = ()
     data_s: NotNegative = 0.0
+    averages: bool = False  # of the weights, beside the optimizer's moments
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""

@@ -107,7 +107,14 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
             if kind not in known or _whole_s(found) > _whole_s(known[kind]):
                 known[kind] = found
     work = workload_of(
-        devices, kinds, job.blocks, job.batch_size, job.micro_batch, times=known, element_bytes=job.element_bytes
+        devices,
+        kinds,
+        job.blocks,
+        job.batch_size,
+        job.micro_batch,
+        times=known,
+        element_bytes=job.element_bytes,
+        averages=job.averages,
     )
     if tiers and all(device.kind == "cpu" for device in mesh.devices.values()):
         factor = 1 + copies_factor(tiers)
@@ -311,6 +318,7 @@ def workload_of(
     *,
     times: Mapping[str, KindTimes] | None = None,
     element_bytes: int = 4,
+    averages: bool = False,
 ) -> Workload:
     """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
 
@@ -334,9 +342,9 @@ def workload_of(
         names=tuple(c.name for c in costs),
         global_batch=batch_size,
         times=found,
-        # 16 bytes a trainable parameter, whatever it computes in
+        # 16 bytes a trainable parameter, whatever it computes in; 4 more for an average
         state_bytes=tuple(
-            STATE_FACTOR * 4 // element_bytes * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes)
+            (STATE_FACTOR + averages) * 4 // element_bytes * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes)
             for c in costs
         ),
         gradient_bytes=tuple(c.trainable_bytes for c in costs),

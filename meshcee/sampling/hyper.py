@@ -30,7 +30,7 @@ class HyperSchedule:
     """One for a run. `at(step)` may be called by several threads; it is slow where the steps before it were not asked for."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | None) -> None:
-        names = {f"{i}": torch.nn.Parameter(torch.zeros(1)) for i in range(len(optimizer.groups) + 1)}
+        names = {f"{i}": torch.nn.Parameter(torch.zeros(1, 1)) for i in range(len(optimizer.groups) + 1)}
         by_index = Optimizer(
             optimizer.name, groups={str(i): g for i, g in enumerate(optimizer.groups.values())}, **optimizer.options
         )

@@ -8,9 +8,10 @@ from meshcee.stage.boundary import Boundaries, Boundary
 from meshcee.stage.chain import Chain, split_blocks
 from meshcee.stage.plan_checks import check_generators, check_pipelines, why_one_pipeline
 from meshcee.stage.runner import StageRunner
-from meshcee.stage.weights import optimizer_layout
+from meshcee.stage.weights import AVERAGE, optimizer_layout
 
 __all__ = [
+    "AVERAGE",
     "Boundaries",
     "Boundary",
     "Chain",

@@ -104,16 +104,17 @@ class StageRunner:
         self.optimizer = self.weights.optimizer
         self._partial = draws is not None
         draws = dict(draws or {})
-        watched: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
+        remade = None
         if unfolded(train.inputs, train.nodes):
             from meshcee.stage.remade import Remade
 
             remade = Remade(train, self.weights, self.device)
-            draws, watched = draws | remade.calls, remade.around
+            draws |= remade.calls
         self._deferral = Deferral(train, self.device, frozenset(draws))
-        self._run = watched(train.build(self.device, draws))
-        calls = draws | self._deferral.calls
-        self._run_split = watched(train.build(self.device, calls)) if self._deferral.calls else self._run
+        self._run = train.build(self.device, draws)
+        self._run_split = train.build(self.device, draws | self._deferral.calls) if self._deferral.calls else self._run
+        if remade is not None:
+            self._run, self._run_split = remade.around(self._run), remade.around(self._run_split)
         self._run_eval = evaluate.build(self.device) if evaluate else None
         self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}

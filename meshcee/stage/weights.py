@@ -14,7 +14,9 @@ from meshcee.capture.graph import copied
 from meshcee.files.tensor_files import Layout
 from meshcee.job import Optimizer
 
-__all__ = ["Weights", "optimizer_layout"]
+__all__ = ["AVERAGE", "Weights", "optimizer_layout"]
+
+AVERAGE = "ema"  # the key of a parameter's average beside its moments
 
 
 class Weights:
@@ -55,6 +57,8 @@ class Weights:
                 self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(copied(full))
         self.trainable = {n: self.parameters[n] for n in trainable}
         self.optimizer = optimizer.build(self.masters)
+        self.ema = optimizer.ema or 0.0
+        self.averages: dict[str, torch.Tensor] = {}  # of the masters, from the end of the first step on
 
     @staticmethod
     def _compute(tensor: torch.Tensor, precision: str, device: torch.device) -> torch.Tensor:
@@ -100,15 +104,27 @@ class Weights:
             for name, master in self.masters.items():
                 if master is not self.trainable[name]:
                     self.trainable[name].copy_(master)
+            self._average()
         self.drop_grads()
+
+    def _average(self) -> None:
+        """As torch's AveragedModel: the weights after the first step, then a part of the way to those after each."""
+        for name, master in self.masters.items() if self.ema else ():
+            if name in self.averages:
+                self.averages[name].lerp_(master, 1 - self.ema)
+            else:
+                self.averages[name] = master.detach().clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters (masters where there are any) and buffers by original name; not copies."""
         return {**{n: self.masters.get(n, p).detach() for n, p in self.parameters.items()}, **self.buffers}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Moments, step counts and the like by parameter name; not copies."""
-        return {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
+        """Moments, step counts, the average and the like by parameter name; not copies."""
+        found = {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
+        for name, average in self.averages.items():
+            found[name][AVERAGE] = average
+        return found
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `optimizer_state` returned it, from any device; moments get the strides with which the optimizer makes them.
@@ -117,9 +133,11 @@ class Weights:
         """
         for name, parameter in self.masters.items():
             if state.get(name):
-                self.optimizer.state[parameter] = {
-                    k: _kept(v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
-                }
+                found = {k: _kept(v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()}
+                if AVERAGE in found:
+                    self.averages[name] = found.pop(AVERAGE)
+                if found:
+                    self.optimizer.state[parameter] = found
 
 
 def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -131,14 +149,18 @@ def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
-    tiny = {name: torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype)) for name, (dtype, _) in masters.items()}
+    tiny = {n: torch.nn.Parameter(torch.zeros([2] * len(shape), dtype=dtype)) for n, (dtype, shape) in masters.items()}
     built = optimizer.build(tiny)
     for parameter in tiny.values():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    averaged = masters if optimizer.ema is not None else {}
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        f"{name}/{AVERAGE}": known for name, known in averaged.items()
+    }
     for name, parameter in tiny.items():
         for key, value in built.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                found[f"{name}/{key}"] = (value.dtype, masters[name][1] if value.shape == parameter.shape else ())
+                whole = masters[name][1] if value.dim() == parameter.dim() else ()  # of a factor a dimension is 1
+                found[f"{name}/{key}"] = (value.dtype, tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape)))
     return found

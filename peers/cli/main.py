@@ -636,12 +636,13 @@ def checkpoint_export(
     ],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write one .safetensors file of the model's own names.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the average of the weights, of a job with ema=.")] = False,
     as_json: Json = False,
 ) -> None:
     """Take the weights out of a run."""
     from peers.cli.runs import export
 
-    export(run, hf, out, as_json=as_json)
+    export(run, hf, out, ema=ema, as_json=as_json)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -93,7 +93,7 @@ def find(wanted: str) -> Checkpoint:
     return CheckpointStore(run.checkpoints).find(step, run.id)
 
 
-def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> None:
+def export(wanted: str, hf: Path | None, out: Path | None, *, ema: bool = False, as_json: bool) -> None:
     if (hf is None) == (out is None):
         raise UsageError("say what to write: --out FILE.safetensors, or --hf DIR for Hugging Face's from_pretrained")
     if out is not None and out.suffix != ".safetensors":
@@ -102,6 +102,13 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, as_json: bool) -> 
     checkpoint.verify()
     manifest = checkpoint.manifest
     state = checkpoint.weights(manifest["persistent"])
+    if ema:
+        if not (averages := checkpoint.averages):
+            raise UsageError(
+                "the run keeps no average of its weights: train the job with ema=0.999, or leave --ema out"
+            )
+        weights = state
+        state = OnDemand(weights, lambda name: averages[name] if name in averages else weights[name])
     if hf is not None:
         kind, count = hugging_face.write(hf, manifest, state, checkpoint.changed)
         how = f", for {kind}.from_pretrained"

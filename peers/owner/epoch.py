@@ -548,3 +548,8 @@ class Owner:
         check_replicas(self._links, self._describe)
         found = await asyncio.to_thread(keeping.weights)
         return self._capture.state_dict(ChainMap({}, found, self._capture.state))  # type: ignore[arg-type]
+
+    def averages(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """This state, which `train` has returned, with the average of what was trained; nothing where the job has none."""
+        found = self._keeping.averages() if self._keeping is not None else {}
+        return self._capture.state_dict(ChainMap({}, found, state)) if found else {}  # type: ignore[arg-type]

@@ -622,6 +622,7 @@ class Training:
         self.result.state = await self.owner.train(
             Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering), hear
         )
+        self.result.averages = await asyncio.to_thread(self.owner.averages, self.result.state)
         await self._listen(self._saved(self.owner))
         self.result.stopped = going.stopping and self.owner.stopped
 

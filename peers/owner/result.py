@@ -29,6 +29,7 @@ class Result:
     losses: list[float] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
+    averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `ema`, likewise
     plan: Plan | None = None
     names: dict[str, str] = field(default_factory=dict)
     stopped: bool = False  # ended early, at the user's wish, with everything up to the last step saved
@@ -57,6 +58,13 @@ class Result:
         if not isinstance(self.state, dict):
             self.state = dict(self.state)
         return self.state
+
+    @property
+    def ema(self) -> dict[str, torch.Tensor]:
+        """The same with the average of what was trained, where the job has one."""
+        if not isinstance(self.averages, dict):
+            self.averages = dict(self.averages)
+        return self.averages
 
     @property
     def micro_batch_size(self) -> int:

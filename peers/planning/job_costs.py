@@ -68,6 +68,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         versions=versions(),
         threads=job.threads or 0,
         feeds=_feeds(captured),
+        averages=job.ema is not None,
     )
 
 

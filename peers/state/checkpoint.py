@@ -33,6 +33,7 @@ from meshcee.files import disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest
+from meshcee.stage import AVERAGE
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
 
@@ -177,6 +178,13 @@ class Checkpoint:
         """What the optimizer keeps for these parameters, as "<parameter>/<key>"; read as `weights` are."""
         wanted = set(parameters)
         return self._read(self._optimizer_files, (n for n in self._optimizer_files if n.rpartition("/")[0] in wanted))
+
+    @property
+    def averages(self) -> Mapping[str, torch.Tensor]:
+        """Of the weights, by their names; empty where the job had none. Read as `weights` are."""
+        names = {n.rpartition("/")[0]: n for n in self._optimizer_files if n.endswith(f"/{AVERAGE}")}
+        found = self._read(self._optimizer_files, names.values())
+        return OnDemand(names, lambda name: found[names[name]])
 
     def _read(self, files: Mapping[str, str], names: Iterable[str]) -> Mapping[str, torch.Tensor]:
         wanted = list(names)

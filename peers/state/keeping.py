@@ -147,6 +147,10 @@ class Keeping:
         on_disk = self.latest.weights(self.latest.names) if self.latest is not None else {}
         return ChainMap(self.saving.weights, on_disk)  # type: ignore[arg-type]
 
+    def averages(self) -> Mapping[str, torch.Tensor]:
+        """Of the trained ones among them, as far as the job has any."""
+        return self.saving.averages or (self.latest.averages if self.latest is not None else {})
+
 
 def _largest_payload_bytes(offer: Offer) -> int:
     """The largest that a member may send of its copies: names with digests."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshcee.files import Trouble, disk, dumps, loads
+from meshcee.stage import AVERAGE
 from peers.mesh_view import MeshView
 from peers.state.policy import Cadence, FarCadence
 from peers.state.shelf import COPIES
@@ -34,6 +35,11 @@ class StageCopy:
     weights: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
     holders: set[str] = field(default_factory=set)
+
+    @property
+    def averages(self) -> dict[str, str]:
+        """Of the weights, among what the optimizer keeps."""
+        return {name: digest for name, digest in self.optimizer.items() if name.endswith(f"/{AVERAGE}")}
 
     def clashes(self, weights: Mapping[str, str], optimizer: Mapping[str, str]) -> bool:
         """Whether it is other bits of what these are too."""

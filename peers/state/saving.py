@@ -111,6 +111,7 @@ class Saving:
         self.settled.set()
         self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
         self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store
+        self.averages: dict[str, torch.Tensor] = {}  # and of them
         self.done = -1  # the step that was saved last
 
     @property
@@ -224,8 +225,9 @@ class Saving:
         fetches = []
         async with asyncio.TaskGroup() as group:
             for link in self._links:
-                stage, (layout, _) = copied.stages[link.place.number], layouts_of(link.offer)
+                stage, (layout, kept) = copied.stages[link.place.number], layouts_of(link.offer)
                 wanted = {digest: layout[name] for name, digest in stage.weights.items()}
+                wanted |= {digest: kept[name] for name, digest in stage.averages.items()}
                 fetches.append((link, stage, fetch := Fetch(wanted, self._reader)))
                 group.create_task(self.read(link, stage, fetch))
         if any(fetch.missing for _, _, fetch in fetches):
@@ -233,6 +235,8 @@ class Saving:
         for link, stage, fetch in fetches:
             for name, digest in stage.weights.items():  # equal tensors have come once
                 self.weights[name] = fetch.found[digest].to(link.offer.changed_state[name][0], copy=True)
+            for name, digest in stage.averages.items():
+                self.averages[name.rpartition("/")[0]] = fetch.found[digest].clone()
         return True
 
     async def read(self, link: Link, stage: StageCopy, fetch: Fetch) -> bool:
