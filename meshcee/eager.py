@@ -28,14 +28,17 @@ from meshcee.sampling import collated, source_of
 __all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
 
 
-class Plain(NamedTuple):
-    """What the plain loop leaves, under the names of what `meshcee.train` returns."""
-
+class _Plain(NamedTuple):
     losses: list[float]  # one a step: the weighted sum over its micro-batches
     norms: list[float]  # one a step: of all gradients, before clipping
     module: nn.Module  # the trained copy of the model; the job's own is as it was
     state_dict: dict[str, torch.Tensor]  # in bf16 with the fp32 masters of what was trained
-    ema: dict[str, torch.Tensor]  # the same with the average of what was trained, if the job wants one
+
+
+class Plain(_Plain):
+    """What the plain loop leaves, under the names of what `meshcee.train` returns."""
+
+    ema: dict[str, torch.Tensor]  # as state_dict, with the average of what was trained, if the job wants one
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)
         norms.append(done.norm)
-    return Plain(losses, norms, done.module, done.state_dict, done.ema)
+    found = Plain(losses, norms, done.module, done.state_dict)
+    found.ema = done.ema
+    return found
 
 
 def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Iterator[PlainStep]:

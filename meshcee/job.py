@@ -57,8 +57,8 @@ class Optimizer:
         for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
             if kind not in PER_PARAMETER:
                 why = f", as {REFUSED[kind]}" if kind in REFUSED else ""
-                use = "" if kind in REFUSED else f"; use one of {', '.join(sorted(PER_PARAMETER))}"
-                raise UsageError(f"optimizer {kind!r:.80} cannot be split over stages{why}{use}")
+                use = ", ".join(sorted(PER_PARAMETER))
+                raise UsageError(f"optimizer {kind!r:.80} cannot be split over stages{why}; use one of {use}")
         for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
             numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
             known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
@@ -320,6 +320,11 @@ class Job:
             )
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.precision == "fp16":
+            raise UsageError(
+                "precision 'fp16' needs a loss scale that follows what overflows, so steps would be left out; use 'bf16', whose "
+                "range is that of fp32"
+            )
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
         if self.codec not in CODEC_CHOICES:

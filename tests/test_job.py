@@ -37,7 +37,7 @@ def make(**changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "Muon"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamW8bit", "AdamWScheduleFree"])
 def test_an_optimizer_that_cannot_be_split_is_refused_by_name(name: str) -> None:
     with pytest.raises(UsageError, match=rf"{name}.*AdamW"):
         Optimizer(name, lr=0.1)
@@ -60,6 +60,46 @@ def test_groups_go_by_the_first_pattern_that_matches() -> None:
     assert Optimizer.from_json(optimizer.to_json()).to_json() == optimizer.to_json()
 
 
+def test_muon_takes_matrices_and_says_what_to_do_with_others() -> None:
+    named = {"body.weight": nn.Parameter(torch.ones(3, 2)), "body.bias": nn.Parameter(torch.ones(3))}
+    with pytest.raises(UsageError, match='"class": "AdamW"'):
+        Optimizer("Muon", lr=0.1).build(named)
+    with pytest.raises(UsageError, match="LBFGS"):
+        Optimizer("Muon", groups={"*.bias": {"class": "LBFGS"}})
+
+
+def test_two_classes_update_as_two_optimizers_of_torch() -> None:
+    """Patterns may be several; each class has its own options, and a schedule drives both."""
+    optimizer = Optimizer("Muon", lr=0.1, momentum=0.8, groups={"*.bias|norm.*": {"class": "AdamW", "lr": 0.01}})
+    optimizer = Optimizer.from_json(optimizer.to_json())
+
+    def made() -> dict[str, nn.Parameter]:
+        torch.manual_seed(0)
+        sizes = {"norm.weight": (3,), "body.weight": (3, 2), "body.bias": (3,)}
+        return {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+
+    ours, theirs = made(), made()
+    built = optimizer.build(ours)
+    muon = torch.optim.Muon([theirs["body.weight"]], lr=0.1, momentum=0.8)
+    adamw = torch.optim.AdamW([theirs["norm.weight"], theirs["body.bias"]], lr=0.01)
+    schedule = Schedule("ExponentialLR", gamma=0.5).build(built)
+    for _ in range(3):
+        for name in ours:
+            ours[name].grad = theirs[name].grad = torch.randn_like(ours[name])
+        built.step()
+        muon.step()
+        adamw.step()
+        schedule.step()
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] *= 0.5
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert [set(built.state[ours[n]]) for n in ("body.weight", "body.bias")] == [
+        {"momentum_buffer"},
+        {"step", "exp_avg", "exp_avg_sq"},
+    ]
+
+
 @pytest.mark.parametrize("data", [{}, {"name": "SGD"}, {"name": "SGD", "options": 3, "groups": []}, {"name": 1}])
 def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -74,6 +114,8 @@ def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> No
         ({"micro_batch_size": 3}, "multiple of micro_batch_size"),
         ({"reduction": "median"}, "'mean' or 'sum'"),
         ({"precision": "fp8"}, "'fp32' or 'bf16'"),
+        ({"precision": "fp16"}, "use 'bf16'"),
+        ({"ema": 1.0}, "between 0 and 1"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"data": iter([])}, "map-style"),
         ({"eval_every": 2}, "eval_data"),
