@@ -117,8 +117,9 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         averages=job.averages,
     )
     if tiers and all(device.kind == "cpu" for device in mesh.devices.values()):
-        factor = 1 + copies_factor(tiers)
-        work = replace(work, state_bytes=tuple(round(factor * size) for size in work.state_bytes))
+        frozen = [c.parameter_bytes - c.trainable_bytes for c in job.blocks]  # of which nobody makes copies
+        more = [round(copies_factor(tiers) * (size - own)) for size, own in zip(work.state_bytes, frozen)]
+        work = replace(work, state_bytes=tuple(map(sum, zip(work.state_bytes, more))))
     return cluster, replace(
         work,
         message_bytes=job.message_bytes,

@@ -1,0 +1,201 @@
+"""A Llama of 7B in 4 bits: whether it fits on small peers, and what a peer holds of it, planned and measured.
+
+The idea: the model is a function, and its weights are drawn as codes, so it never exists whole. The first part captures all 32
+layers and asks the planner for four peers of 4 GiB; nothing is computed. The second part trains a few layers of the same width
+for two steps on real peers of this machine. It holds the growth of each peer's resident memory, from idle to its peak, against
+what the plan says that its stage needs.
+
+    python benchmarks/qlora.py [--plan-layers 32] [--layers 2] [--peers 2] [--length 64] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from bigger import environment, start_peer
+from measure import machine, row
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from meshcee.capture import capture  # noqa: E402
+from meshcee.figures import DeviceProfile, LinkProfile, Measured  # noqa: E402
+from meshcee.job import Job  # noqa: E402
+from meshcee.planner.live import choose  # noqa: E402
+from meshcee.planner.rules import needs  # noqa: E402
+from peers.planning.job_costs import costs_of  # noqa: E402
+
+PEERS, MEMORY_BYTES = 4, 4 << 30
+STEPS = 2
+SPEED_FLOPS_PER_S = 5e10  # of a core or two
+LINK = LinkProfile(0.001, 1e8)
+# A codec matters nothing here; verify would build the model once more on the machine that also runs the peers.
+JOB = """
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
+
+import meshcee
+from meshcee.nn import QuantizedEmbedding, QuantizedLinear
+from meshcee.nn.blocks import BLOCK, pairs
+
+LAYERS, LENGTH = {layers}, {length}
+
+
+def model():
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=LAYERS, num_attention_heads=32)
+    with no_init_weights():
+        llama = LlamaForCausalLM(config)
+    llama = get_peft_model(llama, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    table = pairs()
+    for name, module in list(llama.named_modules()):
+        above, _, last = name.rpartition(".")
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.requires_grad:
+            count = module.weight.numel()
+            scales = torch.full((count // BLOCK,), 0.02).view(torch.int32)
+            codes = dict(codes=torch.randint(0, 256, (count // 2,), dtype=torch.uint8), scales=scales)
+            kind = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedEmbedding
+            setattr(llama.get_submodule(above), last, kind(module, codes, table))
+        elif "norm" in last:
+            module.weight = nn.Parameter(torch.ones(config.hidden_size), requires_grad=False)
+    return llama.train()
+
+
+def loss(output, y):
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), y.flatten())
+
+
+ids = torch.randint(0, 32000, (4, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+job = meshcee.Job(
+    name="qlora",
+    model=model,
+    loss=loss,
+    data=[(dict(input_ids=row[:-1]), row[1:]) for row in ids],
+    optimizer=meshcee.Optimizer("AdamW", lr=1e-4),
+    batch_size=2,
+    micro_batch_size=1,
+    steps={steps},
+    codec="none",
+    verify=False,
+)
+"""
+
+
+def job_of(layers: int, length: int) -> Job:
+    found: dict[str, Any] = {}
+    exec(JOB.format(layers=layers, length=length, steps=STEPS), found)
+    job: Job = found["job"]
+    return job
+
+
+def planned(layers: int, length: int) -> dict[str, Any]:
+    """Seconds of the capture, bytes of the state, and of each stage what the planner counts."""
+    job = job_of(layers, length)
+    captured = capture(job)
+    devices = {f"peer-{i}": DeviceProfile("cpu", "small", MEMORY_BYTES, SPEED_FLOPS_PER_S) for i in range(PEERS)}
+    links = {(a, b): LINK for a in devices for b in devices if a != b}
+    began_s = time.perf_counter()
+    choice, cluster, workload = choose(Measured(devices, links, {}, {}), costs_of(job, captured), PEERS)
+    plan = choice.best
+    return {
+        "layers": layers,
+        "capture_s": round(captured.took_s, 1),
+        "plan_s": round(time.perf_counter() - began_s, 1),
+        "state_bytes": captured.state_bytes,
+        "blocks": captured.train.num_blocks,
+        "stages": [[stage.first, stage.end] for stage in plan.pipelines[0].stages],
+        "needed_bytes": needs(plan, cluster, workload),
+        "memory_bytes": MEMORY_BYTES,
+    }
+
+
+def memory_of(pid: int, field: str) -> int:
+    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def measured(layers: int, length: int, count: int) -> dict[str, Any]:
+    """The growth of each peer over two steps, beside what the plan of this run counts for its stage."""
+    with tempfile.TemporaryDirectory(prefix="meshcee-qlora-") as folder:
+        home = Path(folder)
+        file = home / "job.py"
+        file.write_text(JOB.format(layers=layers, length=length, steps=STEPS))
+        processes: list[subprocess.Popen[str]] = []
+        token = ""
+        try:
+            for i in range(count):
+                process, line = start_peer(home, f"peer-{i}", "4GiB", token)
+                processes.append(process)
+                token = token or line
+            idle = [memory_of(process.pid, "VmRSS") for process in processes]
+            command = [
+                sys.executable,
+                "-m",
+                "meshcee",
+                "train",
+                str(file),
+                "--join",
+                token,
+                "--stages",
+                str(count),
+                "--json",
+            ]
+            began_s = time.perf_counter()
+            done = subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False)
+            seconds = time.perf_counter() - began_s
+            peaks = [memory_of(process.pid, "VmHWM") for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+        if done.returncode:
+            raise SystemExit(f"training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        return {
+            "layers": layers,
+            "peers": count,
+            "seconds": round(seconds, 1),
+            "losses": [event["report"]["loss"] for event in events if "report" in event],
+            "growth_bytes": [peak - before for peak, before in zip(peaks, idle)],
+            "plan": next((event["plan"] for event in events if "plan" in event), None),
+            "names": next((event["names"] for event in events if "names" in event), None),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan-layers", type=int, default=32, help="of the model that is planned; 0: none")
+    parser.add_argument("--layers", type=int, default=2, help="of the model that is trained; 0: none")
+    parser.add_argument("--peers", type=int, default=2, help="that train it")
+    parser.add_argument("--length", type=int, default=64, help="of a sample, in tokens")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for what has another name now
+    found: dict[str, Any] = {"machine": machine()}
+    if options.plan_layers:
+        found["planned"] = planned(options.plan_layers, options.length)
+    if options.layers:
+        found["measured"] = measured(options.layers, options.length, options.peers)
+    if options.json:
+        print(json.dumps(found))
+        return
+    mib = 1 << 20
+    for name, part in found.items():
+        print(row(name, *(f"{key} {value}" for key, value in part.items())))
+    if "planned" in found:
+        print(row(*(f"{peer}: {size / mib:.0f} MiB" for peer, size in found["planned"]["needed_bytes"].items())))
+
+
+if __name__ == "__main__":
+    main()
