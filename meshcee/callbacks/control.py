@@ -101,7 +101,7 @@ class Control:
     def _check_saves(self) -> None:
         if not self._saves:
             raise UsageError(
-                "a callback asks for a checkpoint, and this run has no folder: join a mesh, or use the command line"
+                "a checkpoint is asked for, and this run has no folder: join a mesh, use the command line, or say keeps=True"
             )
 
     # -- for the owner

@@ -59,6 +59,22 @@ class Mesh:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
         return self.training is not None and self.training.stop()
 
+    async def state(self) -> dict[str, torch.Tensor]:
+        """The weights while `train` runs, as `load_state_dict` takes them: after all steps that it has yielded, or a few more.
+
+        They come from a checkpoint that is made for it, so the run needs a folder: with `join(local=N)` that is `keeps=True`.
+
+        >>> async for report in mesh.train(job):
+        ...     if report.loss < 1.0:
+        ...         weights = await mesh.state()
+        ...         break
+        """
+        if self.training is None:
+            raise UsageError(
+                "nothing trains on this mesh yet: ask for the weights inside of `async for report in mesh.train(job)`"
+            )
+        return dict(await self.training.state())
+
     async def plan(self, job: Job, captured: Capture, stages: int | None = None, given: Plan | None = None) -> Planned:
         """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given.
 

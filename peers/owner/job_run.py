@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import torch
 
 from meshcee.callbacks import Callback
 from meshcee.capture import Capture, capture
@@ -201,6 +203,22 @@ class Training:
     def request(self) -> PlanRequest:
         """What plans are asked for with, once the job was profiled."""
         return self._request
+    async def state(self) -> Mapping[str, torch.Tensor]:
+        """Of the model, after all steps that have been reported or some more: from a checkpoint, or what the run has left.
+
+        Raises UsageError where the run has no folder.
+        """
+        done, asked = len(self.result.losses), False
+        while not self.result.state:
+            found = await asyncio.to_thread(self._store.complete) if self._store is not None else []
+            if found and found[0].next_step >= done and self._captured is not None:
+                on_disk = found[0].weights(found[0].names)
+                return self._captured.state_dict(ChainMap({}, on_disk, self._captured.state))  # type: ignore[arg-type]
+            if not asked:
+                self._steering.control.checkpoint()
+                asked = True
+            await asyncio.sleep(0.05)
+        return self.result.state
 
     async def run(self) -> None:
         failure: MeshceeError | None = None

@@ -1,0 +1,43 @@
+"""Weights while a run goes on are those of the plain loop after so many steps, and leaving the loop keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshcee.eager import plain
+from meshcee.errors import UsageError
+from meshcee.files.home import Home
+from peers.node.assemble import JoinOptions, join
+from peers.state.checkpoint import CheckpointStore
+from tests.peers.member.test_training import make_job
+from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
+
+
+async def test_a_break_keeps_the_weights_that_were_asked_for(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    async with a_mesh(home, 2) as (_, mesh):
+        with pytest.raises(UsageError, match="async for"):
+            await mesh.state()
+        async for report in mesh.train(job_of(checkpoint_every=1000), captured=captured_job(), stages=2):
+            if report.step == 4:
+                found = await mesh.state()
+                break
+    steps = CheckpointStore(home.run("last").checkpoints).complete()[0].next_step
+    assert steps >= 5
+    expected = plain(job_of(), steps, 6).state_dict
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+async def test_after_the_end_they_are_the_results_and_without_a_folder_a_run_says_what_to_do() -> None:
+    job = make_job(micro_batch_size=6, steps=3)
+    async with join(JoinOptions(local=1)) as mesh:
+        async for report in mesh.train(job, stages=1):
+            if not report.step:
+                with pytest.raises(UsageError, match="keeps=True"):
+                    await mesh.state()
+        assert (await mesh.state()).keys() == mesh.result.state_dict.keys()
