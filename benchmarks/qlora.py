@@ -63,7 +63,7 @@ def model():
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.requires_grad:
             count = module.weight.numel()
             scales = torch.full((count // BLOCK,), 0.02).view(torch.int32)
-            codes = dict(codes=torch.randint(0, 256, (count // 2,), dtype=torch.uint8), scales=scales)
+            codes = dict(codes=torch.empty(count // 2, dtype=torch.uint8).random_(0, 256), scales=scales)
             kind = QuantizedLinear if isinstance(module, nn.Linear) else QuantizedEmbedding
             setattr(llama.get_submodule(above), last, kind(module, codes, table))
         elif "norm" in last:

@@ -23,7 +23,7 @@ MAX_LINES = 700
 PRODUCT = ("meshcee", "dht", "peers")
 # It has one thread and no key, runs no event loop, and has read nothing of others when it copies itself.
 FORKS = ROOT / "peers" / "device" / "worker" / "child.py"
-EXAMPLES = ("gpt", "digits", "hf_gpt2")
+EXAMPLES = ("gpt", "digits", "hf_gpt2", "subspace", "tabular", "images_augmented")
 
 
 def sources(*folders: str) -> list[Path]:
