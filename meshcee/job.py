@@ -124,18 +124,18 @@ class Optimizer:
 class _Several(torch.optim.Optimizer):
     """Optimizers of several classes as one: the same groups, in the order of their patterns, and the same state."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
+    def __init__(self, classes: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
-        self.parts = parts
-        for part in parts:
-            part.state = self.state
+        self.classes = classes
+        for one in classes:
+            one.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"parts": self.parts}
+        return super().__getstate__() | {"classes": self.classes}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
+        for one in self.classes:
+            one.step()
 
 
 class Schedule:

@@ -17,6 +17,7 @@ import torch
 from meshcee.capture import Capture
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import OnDemand
+from meshcee.stage import AVERAGE
 from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.copying import Copying
 from peers.state.fetch import Reader
@@ -149,7 +150,8 @@ class Keeping:
 
     def averages(self) -> Mapping[str, torch.Tensor]:
         """Of the trained ones among them, as far as the job has any."""
-        return self.saving.averages or (self.latest.averages if self.latest is not None else {})
+        here = {n.rpartition("/")[0]: t for n, t in self.saving.weights.items() if n.endswith(f"/{AVERAGE}")}
+        return here or (self.latest.averages if self.latest is not None else {})
 
 
 def _largest_payload_bytes(offer: Offer) -> int:

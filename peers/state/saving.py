@@ -110,8 +110,7 @@ class Saving:
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
         self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
-        self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store
-        self.averages: dict[str, torch.Tensor] = {}  # and of them
+        self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store; and averages of them
         self.done = -1  # the step that was saved last
 
     @property
@@ -236,7 +235,7 @@ class Saving:
             for name, digest in stage.weights.items():  # equal tensors have come once
                 self.weights[name] = fetch.found[digest].to(link.offer.changed_state[name][0], copy=True)
             for name, digest in stage.averages.items():
-                self.averages[name.rpartition("/")[0]] = fetch.found[digest].clone()
+                self.weights[name] = fetch.found[digest].clone()
         return True
 
     async def read(self, link: Link, stage: StageCopy, fetch: Fetch) -> bool:
