@@ -203,6 +203,7 @@ class Training:
     def request(self) -> PlanRequest:
         """What plans are asked for with, once the job was profiled."""
         return self._request
+
     async def state(self) -> Mapping[str, torch.Tensor]:
         """Of the model, after all steps that have been reported or some more: from a checkpoint, or what the run has left.
 
