@@ -302,12 +302,12 @@ class Job:
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     sampler: Sampler[int] | Callable[[int, int], Iterable[int]] | None = None
+    ema: float | None = None
 
     @property
     def streams(self) -> bool:
         """Whether the data is iterable: read in order, without numbers."""
         return isinstance(self.data, IterableDataset) or not _is_map(self.data)
-    ema: float | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.steps < 1:

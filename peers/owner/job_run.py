@@ -205,19 +205,15 @@ class Training:
         return self._request
 
     async def state(self) -> Mapping[str, torch.Tensor]:
-        """Of the model, after all steps that have been reported or some more: from a checkpoint, or what the run has left.
-
-        Raises UsageError where the run has no folder.
-        """
-        done, asked = len(self.result.losses), False
+        """After all reported steps or some more, from a checkpoint or at the end; UsageError where the run has no folder."""
+        done = len(self.result.losses)
+        if not self.result.state:
+            self._steering.control.checkpoint()
         while not self.result.state:
             found = await asyncio.to_thread(self._store.complete) if self._store is not None else []
             if found and found[0].next_step >= done and self._captured is not None:
                 on_disk = found[0].weights(found[0].names)
                 return self._captured.state_dict(ChainMap({}, on_disk, self._captured.state))  # type: ignore[arg-type]
-            if not asked:
-                self._steering.control.checkpoint()
-                asked = True
             await asyncio.sleep(0.05)
         return self.result.state
 
