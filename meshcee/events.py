@@ -19,6 +19,7 @@ class Event(StrEnum):
     PLAN_CHANGED = "since the plan changed"
     PLAN_STAYS = "the plan stays"
     PLAN_STAYS_TO_THE_END = "the plan stays: the job ends before a change would pay"
+    TAKEN_BACK = "steps are taken back: a member has lied, or left while it was audited"
     MEMBER_LOST = "a member was lost"
     STATE_FOUND = "the state to go on from"
     RUN_GOES_ON = "the run goes on"

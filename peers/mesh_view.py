@@ -81,6 +81,8 @@ class MeshView:
         self._cut_off: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
         # Peers that answer and fail: until when, how often they have, and which process of theirs it was.
         self._shunned: dict[str, tuple[float, int, str]] = {}
+        self._liars: set[str] = set()
+        self.judge: Any = None  # computes a member's step again (peers/member/audit); None: this peer cannot
 
     @property
     def peer_id(self) -> str:
@@ -152,19 +154,24 @@ class MeshView:
             until_s = self.monotonic() + min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
             self._shunned[peer] = until_s, times + 1, self._instance(peer)
 
+    def distrust(self, peers: Iterable[str]) -> None:
+        """Plan nothing with these as long as this process lives: they have lied."""
+        self._liars.update(peers)
+
     def shunned(self) -> set[str]:
-        return {peer for peer in self.failed() if self._shunned[peer][0] > self.monotonic()}
+        return {p for p in self.failed() if p in self._liars or self._shunned[p][0] > self.monotonic()}
 
     def failed(self) -> set[str]:
         """Those who were shunned, however long ago, and not forgiven or started anew since: a run tries others first."""
-        return {p for p, (until_s, _, instance) in self._shunned.items() if until_s and instance == self._instance(p)}
+        found = {p for p, (until_s, _, instance) in self._shunned.items() if until_s and instance == self._instance(p)}
+        return found | self._liars
 
     def _instance(self, peer: str) -> str:
         return self.directory.peers[peer].instance if peer in self.directory.peers else ""
 
     def forgive(self) -> bool:
         """There is no plan without those who have failed: whether there are any. The next time counts as one more."""
-        found = self.failed()
+        found = self.failed() - self._liars
         self._shunned |= {peer: (0.0, *self._shunned[peer][1:]) for peer in found}
         return bool(found)
 

@@ -36,6 +36,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     epoch         Ended     with a plan to go over to: find the newest state; else the run is over   finding, over
     epoch         Failed    stale: wait for the newer term, plan again; the fourth in a row fails    planning, finding, over
     epoch         Failed    lost, or one member's own: call the roll, after a pause if in vain       calling
+    epoch         Failed    a member has lied: take back what was told since its first step, then as for lost  calling
     epoch         Failed    taken: wait for our turn; after a recovery, as for lost                  turn, calling
     epoch         Failed    the sixth in vain, or a fault that peers share, or any other: the end    over
     calling       Called    leave out who is missed or got no copies, shun who failed, part who lost each other  finding
@@ -110,6 +111,7 @@ from meshcee.epochs.moves import (
     Stepped,
     Stop,
     Stopped,
+    TakeBack,
     TakeTurn,
     Tell,
     TellLeaving,
@@ -478,23 +480,27 @@ class Course:
         assert self.plan is not None
         self._counts.recoveries += 1
         self._setback = Setback(lost, losses)
+        back: list[Command] = []
+        if losses.wrong_from is not None:
+            self.done = min(self.done, losses.wrong_from)
+            back = [TakeBack(losses.wrong_from)]
         try:
             failed = losses.stuck | frozenset(self._blame(losses.faults))
         except (PeerLostError, PlanError, JoinError) as error:
-            return self._give_up(error)
+            return [*back, *self._give_up(error)]
         except MeshceeError as error:
-            return self._fail(error)
+            return [*back, *self._fail(error)]
         # Who is left out from now on: that leads somewhere, as often as there are peers.
         is_news = bool(failed - self.missing.failed)
         self.missing.failed |= failed
         in_vain = self._counts.lost(self.done, is_news=is_news)
         if in_vain >= FRUITLESS:
-            return self._give_up(lost)
+            return [*back, *self._give_up(lost)]
         self.state, self._setback.failed = State.CALLING, failed
         pause = [Pause(min(0.5 * 2**in_vain, LONGEST_PAUSE_S))] if in_vain > 1 else []
         # Who has no part in the plan may hold copies that the next one begins with: whether that peer still answers counts, too.
         asked = tuple(sorted({*self.plan.members, *self.missing.answering}))
-        return [Notice(losses.noticed_s), *pause, CallRoll(asked)]
+        return [*back, Notice(losses.noticed_s), *pause, CallRoll(asked)]
 
     def _called(self, event: Called) -> list[Command]:
         match self.state:

@@ -41,6 +41,7 @@ class Losses:
     parted: Pairs = frozenset()  # links that nothing crosses any more, both ways
     blamed: str | None = None  # who was lost by most others
     apart: frozenset[str] = frozenset()  # members that did not get copies, and members that hold these
+    wrong_from: int | None = None  # the first step of one that has lied: what was told since is not to be believed
 
 
 # -- what happens to the machine. `at` is the time by the clock of records
@@ -323,6 +324,13 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class TakeBack:
+    """What was told of this step and of all later ones: a member that computed them has lied."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Pause:
     """Before the next command."""
 
@@ -421,6 +429,7 @@ class GiveUp:
 
 Doing = (
     Notice
+    | TakeBack
     | Mark
     | Pause
     | CutOff

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshcee.capture import StageSpec, Value
-from meshcee.errors import NonFiniteLossError
+from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.job import seed_of
 from meshcee.role import Piece, Place, StageFlops
 from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
 from peers.device import Compute
 from peers.member.coding import Coding
-from peers.member.inbox import End, Inbox, TakeCopy
+from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
 from peers.member.settlement import Settlement
 from peers.state import CopyStore
 from peers.transport import Frame
@@ -38,6 +38,7 @@ from peers.wire import (
     Round,
     Spans,
     messages,
+    need,
 )
 
 if TYPE_CHECKING:
@@ -119,6 +120,35 @@ class Executor:
             else:
                 await self._train(round)
 
+    async def take(self, peer: str, frame: Frame) -> None:
+        """One frame from another member: its origin decides what it may be."""
+        place, inbox, header = self.place, self._inbox, frame.header
+        if frame.kind in messages.SUMS:
+            self.settlement.take(peer, frame)
+            return
+        round, apart = need(header, "round", int), place.apart(peer)
+        if self.links.witness is not None:
+            self.links.witness.received(peer, frame)
+        if frame.kind == messages.COMMIT and peer == place.above:
+            clip = header.get("clip")
+            await self.settlement.commit(round, None if clip is None else need(header, "clip", float))
+            return
+        values = await self.coding.values(frame)
+        if frame.kind == messages.F and apart == -1:
+            if not values or isinstance(values[-1], float):
+                raise ProtocolError("an activation frame ends with the generator's state")
+            inbox.put_forward(round, need(header, "micro", int), peer, values)
+        elif frame.kind == messages.B and apart == 1:
+            inbox.put_back(round, need(header, "micro", int), peer, tensors_of(values))
+        elif frame.kind == messages.NORMS and peer in place.below:
+            inbox.put_norms(round, peer, norms_of(values, len(place.norm_order)))
+        elif frame.kind == messages.SHARED and apart > 0:
+            inbox.put_shared(round, need(header, "micro", int), peer, named_tensors(header, values))
+        elif frame.kind == messages.TOTAL and apart < 0:
+            inbox.put_totals(round, named_tensors(header, values))
+        else:
+            raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
+
     async def _until_whole(self) -> None:
         """What the optimizer has kept has a time-out of its own."""
         with self._waiting(lambda: (OWNER,)):
@@ -139,6 +169,8 @@ class Executor:
         began_s = loop.time()
         self.spans.start(round.trace)
         runner.begin(round.step)
+        if self.links.witness is not None:
+            self.links.witness.begin(round)
         with contextlib.ExitStack() as summing:
             async with self.settlement.summing(round) as self._finished:
                 await self.take_actions(round)
@@ -177,7 +209,11 @@ class Executor:
                 f"the gradient of {name!r} in step {round.step + 1} is not finite, though its loss is; the step does not count. "
                 "Lower the learning rate, set clip_norm, or look at this batch"
             )
+        if (witness := self.links.witness) is not None:
+            witness.before(self._runner)
         self._runner.apply(clip, round.hyper)
+        if witness is not None:
+            witness.after(round, self._runner)
 
     async def take_actions(self, round: Round) -> None:
         """Every F, B and W of a step."""

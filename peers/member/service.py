@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -21,7 +22,7 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostE
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.member.executor import Executor
-from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
+from peers.member.inbox import End, Inbox, TakeCopy
 from peers.state import Arrivals, Keeper, Lender, Moments, by_parameter, restore
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import (
@@ -39,6 +40,9 @@ from peers.wire import (
     while_alive,
     while_moving,
 )
+
+if TYPE_CHECKING:
+    from peers.member.audit import StepWitness
 
 __all__ = ["Member", "Session"]
 
@@ -68,6 +72,7 @@ class Session:
         bandwidth: Bandwidth,
         moments: Moments,
         ready: Frame,
+        sign: Callable[[bytes], bytes],
     ) -> None:
         """`ready` is told first once it runs: the owner lets neighbours attach then, who may be quick."""
         self.offer = offer
@@ -95,6 +100,12 @@ class Session:
             crossed=crossed,
             bandwidth=bandwidth,
         )
+        self._witness: StepWitness | None = None
+        if offer.terms.audited:
+            from dht import verify
+            from peers.member.audit import StepWitness
+
+            self._witness = self._executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
         self._executor.complete.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
@@ -116,6 +127,8 @@ class Session:
                 group.create_task(self._watch_owner())
                 group.create_task(self._keeper.run(self._owner))
                 group.create_task(self._complete())
+                if self._witness is not None:
+                    group.create_task(self._witness.run(self._owner))
         except* _OwnerDone:
             pass
         except* StreamClosed as closed:
@@ -185,6 +198,9 @@ class Session:
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
             elif frame.kind == messages.KEEP:
                 self._keeper.ask(frame)
+            elif frame.kind == messages.AUDIT and self._witness is not None:
+                shown = await asyncio.to_thread(self._witness.show, need(frame.header, "round", int))
+                self._owner.post(shown)
             elif frame.kind == messages.END:
                 self.ending = True
                 await self._inbox.rounds.put(End())
@@ -248,7 +264,7 @@ class Session:
                     continue
                 now_s = time.perf_counter()
                 self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
-                await self._take(peer, frame)
+                await self._executor.take(peer, frame)
             except StreamClosed:
                 raise
             except Exception as error:  # ours, or of who has sent it
@@ -259,33 +275,6 @@ class Session:
         lost = PeerLostError(f"stage {self._place.label_of(peer)} on peer {peer} is gone: {error}")
         lost.add_note(peer)
         return lost
-
-    async def _take(self, peer: str, frame: Frame) -> None:
-        """One frame from another member: its origin decides what it may be."""
-        place, inbox, header = self._place, self._inbox, frame.header
-        if frame.kind in messages.SUMS:
-            self._executor.settlement.take(peer, frame)
-            return
-        round, apart = need(header, "round", int), place.apart(peer)
-        if frame.kind == messages.COMMIT and peer == place.above:
-            clip = header.get("clip")
-            await self._executor.settlement.commit(round, None if clip is None else need(header, "clip", float))
-            return
-        values = await self._executor.coding.values(frame)
-        if frame.kind == messages.F and apart == -1:
-            if not values or isinstance(values[-1], float):
-                raise ProtocolError("an activation frame ends with the generator's state")
-            inbox.put_forward(round, need(header, "micro", int), peer, values)
-        elif frame.kind == messages.B and apart == 1:
-            inbox.put_back(round, need(header, "micro", int), peer, tensors_of(values))
-        elif frame.kind == messages.NORMS and peer in place.below:
-            inbox.put_norms(round, peer, norms_of(values, len(place.norm_order)))
-        elif frame.kind == messages.SHARED and apart > 0:
-            inbox.put_shared(round, need(header, "micro", int), peer, named_tensors(header, values))
-        elif frame.kind == messages.TOTAL and apart < 0:
-            inbox.put_totals(round, named_tensors(header, values))
-        else:
-            raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
 
 
 class Member:
@@ -302,9 +291,11 @@ class Member:
         accept: Callable[[str, Offer], Awaitable[None]],
         begun: Callable[[], Crossed] = lambda: lambda rates, depths: None,
         bandwidth: Bandwidth = lambda peer: math.inf,
+        sign: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self._transport = transport
         self._compute = compute
+        self._sign = sign  # as this peer: what it sends in an audited run
         self._memory_bytes = memory_bytes
         self._timeouts = timeouts
         self._graphs = graphs  # which reads those of others
@@ -479,6 +470,8 @@ class Member:
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
         await self.accept(stream.peer_id, offer)
+        if offer.terms.audited and self._sign is None:
+            raise PlanError("this peer's device is a process without keys, which cannot sign its steps for an audit")
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing / 2**30:.3g} GiB more than this peer offers")
@@ -493,7 +486,7 @@ class Member:
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         ready = Frame(messages.READY, header)
-        return Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments, ready)
+        return Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments, ready, self._sign or bytes)
 
     async def serve_stage(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0  # until it has said which stage it is

@@ -92,6 +92,7 @@ class Agent(MeshView):
             members=members,
         )
         self.options = options
+        self.judge = _judge
         self.mesh_key = mesh_key
         self.compute = device if isinstance(device, Compute) else None
         self._process = None if isinstance(device, Compute) else device
@@ -165,6 +166,7 @@ class Agent(MeshView):
             timeouts=self.timeouts,
             graphs=self._graphs,
             accept=self._accept,
+            sign=self.sign,
             **(measuring.for_member() if measuring is not None else {}),
         )
         if measuring is not None:
@@ -220,6 +222,15 @@ class Agent(MeshView):
             await member.busy_changed.wait()
             member.busy_changed.clear()
             await self._announce()
+
+
+async def _judge(offer: Offer, *case: Any) -> Any:
+    """A member's step again, on this machine's processor."""
+    from peers.member.audit import again
+
+    async with Compute() as compute:
+        await compute.use_threads(offer.plan.threads)
+        return await again(offer, *case, compute)
 
 
 async def _greeted(stream: Stream) -> None:

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Losses:
-    """A mapping from steps to finite losses that only grows."""
+    """A mapping from steps to finite losses that grows, unless steps are taken back."""
 
     def __init__(self) -> None:
         self._losses = array("d")  # NaN where nothing was told
@@ -43,6 +43,12 @@ class Losses:
     def __setitem__(self, step: int, loss: float) -> None:
         self._losses.extend([math.nan] * (step + 1 - len(self._losses)))
         self._losses[step] = loss
+
+    def take_back(self, step: int) -> list[int]:
+        """This one and later ones were not told of; which they are."""
+        told = [s for s in range(step, len(self._losses)) if s in self]
+        del self._losses[step:]
+        return told
 
 
 class Numbers:

@@ -22,7 +22,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError, UnequalError
 from meshcee.events import Event
 from meshcee.files import large_apart
 from meshcee.job import Job
@@ -57,6 +57,7 @@ from peers.wire import (
 if TYPE_CHECKING:
     from meshcee.adapt import Shares
     from peers.measure import Trace
+    from peers.owner.audit import Auditing
 
 __all__ = ["Owner", "Report"]
 
@@ -134,6 +135,7 @@ class Owner:
             from meshcee.adapt import Shares
 
             self._shares = Shares(plan, most)
+        self.audit: Auditing | None = None  # of a job that is audited
         self.failures = Failures()
         self.ready_s: float | None = None  # when all members had answered READY, by the loop's clock
         self.leaving: set[str] = set()  # members that have asked to be left out
@@ -161,6 +163,8 @@ class Owner:
         async def body() -> None:
             nonlocal state
             await self._report_all(feed, report)
+            if self.audit is not None:
+                await self.audit.over()
             state = await self._collect(wanted=not self.handed_over)
 
         await self._run(feed, body, trains=True)
@@ -201,6 +205,8 @@ class Owner:
                 self.ready_s = asyncio.get_running_loop().time()
                 if self._keeping is not None:
                     beside.append(group.create_task(self._keeping.saving.run()))
+                if self.audit is not None:
+                    beside.append(group.create_task(self.audit.run()))
                 group.create_task(self._feed(feed))
                 await body()
                 for link in self._links:
@@ -240,6 +246,19 @@ class Owner:
         self.failures.faults.append(Fault(peer_id, error, text, (stage.first, stage.end), step, suspects))
         self.failures.add(0, error)
 
+    def convict(self, peer: str, step: int, why: str) -> None:
+        """An audit has found that this member lied."""
+        text = f"{self._describe(peer)} has lied about step {step + 1}: {why}"
+        self.failures.liars.add(peer)
+        self._own_fault(peer, text, UnequalError(f"peer {text}. It has no further part in this run"), step)
+
+    def doubt(self, peer: str, step: int) -> None:
+        """A member does not show what an audit asks for: it is lost, and its steps are in doubt."""
+        self.failures.doubted.add(peer)
+        self.failures.stuck.add(peer)
+        text = f"peer {self._describe(peer)} does not show what it had for step {step + 1}, as an audit asks"
+        self.failures.add(LOST_HERE, PeerLostError(text))
+
     # -- offering ------------------------------------------------------------------------------------------------------
 
     async def _offer_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -267,6 +286,8 @@ class Owner:
         if self._start is not None:
             reader = Reader(self._transport, self._run_name, self._addresses, self._timeouts)
             self._keeping = Keeping(self._kept, self._links, self._capture, self._start, reader)
+            if self.audit is not None:
+                self.audit.begin(self._links, self, reader, self._capture, self._kept.base)
         return beats
 
     def _received_bytes(self) -> int:
@@ -344,6 +365,8 @@ class Owner:
             portions, shared_s = await self.in_users_thread(_timed, feed.portions, round, self.plan, counts)
             answers = Answers(round, len(self._links), portions, data_s=took_s + shared_s)  # targets may have been read
             self._answers[round.number] = answers
+            if self.audit is not None and not round.forward_only:
+                await self.audit.fed(answers)
             fed.append(answers)
             await self._order.put(answers)
             async with asyncio.TaskGroup() as group:
@@ -365,7 +388,10 @@ class Owner:
         kind = messages.EVALUATE if round.forward_only else messages.STEP
         for link in links:
             member = link.place.member if link.place.is_last else 0
-            await link.outbox.put(Frame(kind, replace(portion.round, weights=portion.shares[member]).header()))
+            told = replace(portion.round, weights=portion.shares[member])
+            if self.audit is not None:
+                self.audit.told(link, told)
+            await link.outbox.put(Frame(kind, told.header()))
         for own in range(portion.round.num_micro):
             await ahead.acquire()
             micro = portion.round.first + own
@@ -375,7 +401,10 @@ class Owner:
                 names = link.offer.raw_inputs(forward_only=round.forward_only)
                 first, end = link.place.rows(feed.size(round, micro))
                 if names and first < end:
-                    meta, payloads = tensors.pack([inputs[name][first:end] for name in names])
+                    own_inputs = {name: inputs[name][first:end] for name in names}
+                    if self.audit is not None:
+                        self.audit.gave(link, round.number, own, own_inputs)
+                    meta, payloads = tensors.pack(list(own_inputs.values()))
                     header = {"round": round.number, "micro": own, "names": list(names), "tensors": meta}
                     frame = Frame(messages.INPUT, header, payloads)
                     answers.fed_bytes[link.peer_id] = answers.fed_bytes.get(link.peer_id, 0) + frame.payload_bytes
@@ -394,6 +423,10 @@ class Owner:
                 if frame.kind != messages.PONG:
                     self._watch.progress()
                 if self._keeping is not None and self._keeping.hear(link, frame):
+                    if self.audit is not None:
+                        self.audit.copied(link, frame)
+                    continue
+                if self.audit is not None and self.audit.hear(link, frame):
                     continue
                 if frame.kind == messages.PONG:
                     self._watch.hear(link.peer_id, frame.header)

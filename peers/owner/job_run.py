@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ def proposed(planned: Planned) -> moves.Proposal:
     return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
 
 
-def losses(failures: Failures) -> moves.Losses:
+def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
     """What an epoch's failures say of its members."""
     blamed = next((peer for peer, _ in failures.blamed.most_common(1)), None)
     return moves.Losses(
@@ -115,6 +116,7 @@ def losses(failures: Failures) -> moves.Losses:
         frozenset(failures.parted),
         blamed,
         frozenset(failures.apart),
+        wrong_from,
     )
 
 
@@ -180,6 +182,9 @@ class Training:
         self._stopwatch = Stopwatch()
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent, self._trouble)
+        self._joined: dict[str, int] = {}  # the first step that each member has computed
+        self._begins = 0  # with which step this process began
+        self._secret = secrets.token_bytes(32)  # which steps are audited
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
         self.copies = Manifest(self._ledger.note)
         self._noted: list[CopySet] = []  # what an owner that has died knew of them
@@ -274,7 +279,7 @@ class Training:
             begins, kinds = 0, about.devices
         reports = run.reports()
         for line in reports:
-            self._numbers.losses[line["step"]] = line["loss"]
+            self._numbers.losses[line["step"]] = math.nan if line["loss"] is None else line["loss"]
         self._key, self._last = about.key or self._key, about.incarnation
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
@@ -301,6 +306,7 @@ class Training:
             )
         base.verify()
         self._steering.source.go_on(base.next_step, base.manifest.get("data", {}))
+        self._begins = base.next_step
         self.base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = replace(captured, state=base.weights(captured.state))
@@ -405,6 +411,8 @@ class Training:
                 return moves.Changed()
             case moves.Notice(at_s):
                 self._stopwatch.notice(at_s)
+            case moves.TakeBack(step):
+                await self._take_back(step)
             case moves.Mark(moment):
                 self._stopwatch.mark(moment)
             case moves.Pause(for_s):
@@ -498,6 +506,10 @@ class Training:
             self._devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
         except PeerLostError as error:
             return moves.Failed(error)
+        if self._job.audit:
+            from peers.owner.audit import check_judges
+
+            check_judges(plan, self._devices, self._agent.names())
         check_generators(captured.train, plan, {peer: device.kind for peer, device in self._devices.items()})
         return moves.Met()
 
@@ -509,10 +521,33 @@ class Training:
             failures = self.owner.failures if self.owner is not None else Failures()
             if self.owner is not None:
                 await self._listen(self._saved(self.owner))
-            return moves.Failed(error, losses(failures))
+            return moves.Failed(error, losses(failures, self._wrong_from(failures)))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
         return moves.Ended(self.owner.handed_over, frozenset(self.owner.leaving), here, self._agent.clock())
+
+    def _wrong_from(self, failures: Failures) -> int | None:
+        """The first step of those that an audit has found, or that went while one was open: they may have lied since then."""
+        audit = self.owner.audit if self.owner is not None else None
+        gone = failures.missed | failures.stuck | {fault.peer for fault in failures.faults}
+        doubted = failures.liars | failures.doubted | (gone & audit.open if audit is not None else set())
+        return min((self._joined[peer] for peer in doubted), default=None)
+
+    async def _take_back(self, step: int) -> None:
+        """Nothing that was told or kept since this step counts any more."""
+        assert self.owner is not None
+        names, liars = self.result.names, self.owner.failures.liars
+        self._agent.distrust(liars)
+        self.result.liars += [names.get(peer) or peer for peer in sorted(liars)]
+        log.warning(Event.TAKEN_BACK, step=step, done=len(self.result.losses), liars=list(self.result.liars))
+        del self.result.losses[step:]
+        self.result.metrics = [found for found in self.result.metrics if found[0] < step]
+        for told in self._numbers.losses.take_back(step):
+            if self._diary is not None:
+                self._diary.report({"step": told, "loss": None})
+        self.copies.forget_after(step)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.forget_after, step)
 
     async def _states(self, done: int, without: Collection[str]) -> moves.States:
         """What is on the disk, and the copies that peers hold."""
@@ -632,6 +667,12 @@ class Training:
                 self._trouble,
             ),
         )
+        for peer in plan.peers:
+            self._joined[peer] = min(start, self._joined.get(peer, start))
+        if self._job.audit:
+            from peers.owner.audit import Auditing
+
+            self.owner.audit = Auditing(self._job.audit, self._secret, self._agent.judge)
         if going.stopping:
             self.owner.stop()
         self.result.state = await self.owner.train(
@@ -669,6 +710,7 @@ class Training:
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state
+            self._store.pinned = self._begins if self._job.audit else 0
             if begins and self.base is not None:
                 self._store.forget_after(self.base.next_step)
         except OSError as error:
@@ -683,6 +725,8 @@ class Training:
 
     def _floor(self) -> int:
         """The first step that training could still go back to."""
+        if self._job.audit:
+            return self._begins
         found = self._store.complete() if self._store is not None else []
         return found[-1].next_step if found else 0
 

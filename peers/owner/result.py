@@ -36,6 +36,7 @@ class Result:
     run: str | None = None  # its folder under MESHCEE_HOME, where there is one
     notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
     steps_s: deque[float] = field(default_factory=partial(deque, maxlen=1000))  # of the running plan's last steps
+    liars: list[str] = field(default_factory=list)  # peers that an audit has found, by name
     changes: list[Change] = field(default_factory=list)  # of the plan, while it ran
 
     def __repr__(self) -> str:

@@ -263,7 +263,7 @@ class Draft:
         complete = self._store.list_complete()
         spared = self._store.spares([checkpoint.next_step for checkpoint in complete])
         for old in complete[MOST_COMPLETE:]:
-            if old.next_step != spared:
+            if old.next_step not in (spared, self._store.pinned):
                 _remove(old.folder)
         return Checkpoint(place)
 
@@ -323,6 +323,7 @@ class CheckpointStore:
         self.rely = rely
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
         self.place: Callable[[int], Mapping[str, Any]] = lambda step: {}  # of the data before a step
+        self.pinned = 0  # the step of one that outlives newer ones, too
         self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
     @classmethod

@@ -14,7 +14,6 @@ import structlog
 
 from meshcee.errors import ProtocolError
 from meshcee.events import Event
-from peers.state.keep import layouts_of
 from peers.state.manifest import CopySet, Manifest, StageCopy
 from peers.state.policy import Keepers
 from peers.transport import Frame
@@ -145,7 +144,7 @@ class Copying:
         self._far.take_up(made)
 
     def _describe(self, link: Link, frame: Frame, asked: CopySet) -> None:
-        weights, optimizer = digests_in(frame, layouts_of(link.offer))
+        weights, optimizer = digests_in(frame, link.offer.layouts)
         stage = asked.stages[link.place.number]
         if asked is self._last:
             link.digests = weights

@@ -18,15 +18,9 @@ from peers.state.store import CopyStore
 from peers.transport import Frame, Transport
 from peers.wire import Offer, Outbox, besides_in, digests_in, digests_of, messages, need
 
-__all__ = ["Keeper", "layouts_of"]
+__all__ = ["Keeper"]
 
 MOST_WAITING = 256
-
-
-def layouts_of(offer: Offer) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Names, types and shapes of a copy: weights as they are offered, and all that the optimizer may keep."""
-    weights = {name: offer.expected_state[name] for name in offer.changed_state}
-    return weights, offer.expected_optimizer
 
 
 class Keeper:
@@ -71,7 +65,7 @@ class Keeper:
             await outbox.put(await (self._describe(what) if isinstance(what, int) else self._keep(what)))
 
     async def _describe(self, next_step: int) -> Frame:
-        weights, optimizer = layouts_of(self._offer)
+        weights, optimizer = self._offer.layouts
         digests, took_s = await asyncio.to_thread(self.copies.digest, next_step, weights | optimizer)
         payloads = digests_of({n: digests[n] for n in weights}, {n: d for n, d in digests.items() if n in optimizer})
         return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
@@ -83,7 +77,8 @@ class Keeper:
         if source not in self._offer.plan.peers or source == self._offer.peer_id:
             raise ProtocolError(f"peer {source} has no stage that could be kept here")
         if source not in self._layouts:
-            self._layouts[source] = await asyncio.to_thread(layouts_of, replace(self._offer, peer_id=source))
+            offer = replace(self._offer, peer_id=source)
+            self._layouts[source] = await asyncio.to_thread(lambda: offer.layouts)
         weights, optimizer = digests_in(frame, self._layouts[source])
         digests, layout = {**weights, **optimizer}, self._layouts[source][0] | self._layouts[source][1]
         self.copies.make_room(source, next_step, need(frame.header, "since", int), besides_in(frame.header), far=far)
@@ -107,6 +102,6 @@ class Keeper:
 
     def _spare_bytes(self, *, far: bool) -> int:
         """What this member's own stage, its gradients, its optimizer and its copies leave of its memory."""
-        weights, optimizer = map(nbytes_of, layouts_of(self._offer))
+        weights, optimizer = map(nbytes_of, self._offer.layouts)
         copies = OWN_COPIES + (FAR_COPIES if far else 0)
         return self._memory_bytes - self._offer.state_bytes - weights - optimizer - copies * (weights + optimizer)

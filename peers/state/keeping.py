@@ -21,7 +21,6 @@ from meshcee.stage import AVERAGE
 from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.copying import Copying
 from peers.state.fetch import Reader
-from peers.state.keep import layouts_of
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import RETRY_S, Cadence, Keepers
 from peers.state.saving import Saving
@@ -156,7 +155,7 @@ class Keeping:
 
 def _largest_payload_bytes(offer: Offer) -> int:
     """The largest that a member may send of its copies: names with digests."""
-    return max(256 + sum(len(n) * 6 + 256 for n in layout) for layout in layouts_of(offer))
+    return max(256 + sum(len(n) * 6 + 256 for n in layout) for layout in offer.layouts)
 
 
 class Beginning(NamedTuple):

@@ -156,6 +156,11 @@ class Manifest:
         usable = (c for c in reversed(self._found) if c.is_usable and (handed or not c.handed))
         return next((c for c in usable if c.next_step <= done), None)
 
+    def forget_after(self, step: int) -> None:
+        """Copies of later steps are of a state that was computed wrongly."""
+        self._found = [c for c in self._found if c.next_step <= step]
+        self._tell(self._found)
+
     def forget_before(self, step: int, on_disk: int = 0) -> None:
         """Members are about to. Far ones count until there is another, or as new a state is on the disk."""
         known = [c.next_step for c in self._found if c.far and c.is_usable and c.next_step <= step]

@@ -20,7 +20,6 @@ from meshcee.files import Trouble
 from meshcee.files.tensor_files import byte_view, head_of, nbytes_of
 from peers.state.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
 from peers.state.fetch import Fetch, Reader, Shape
-from peers.state.keep import layouts_of
 from peers.state.manifest import CopySet, StageCopy
 from peers.state.policy import Cadence
 from peers.wire import Link, Offer
@@ -41,7 +40,7 @@ class StageFiles:
         for kind, digests, layout, file in zip(
             ("model", "optimizer"),
             (stage.weights, stage.optimizer),
-            layouts_of(offer),
+            offer.layouts,
             (offer.changed_state, offer.expected_optimizer),
             strict=True,
         ):
@@ -224,7 +223,7 @@ class Saving:
         fetches = []
         async with asyncio.TaskGroup() as group:
             for link in self._links:
-                stage, (layout, kept) = copied.stages[link.place.number], layouts_of(link.offer)
+                stage, (layout, kept) = copied.stages[link.place.number], link.offer.layouts
                 wanted = {digest: layout[name] for name, digest in stage.weights.items()}
                 wanted |= {digest: kept[name] for name, digest in stage.averages.items()}
                 fetches.append((link, stage, fetch := Fetch(wanted, self._reader)))

@@ -18,7 +18,7 @@ from meshcee.files.tensor_files import Layout
 from meshcee.stage import StageRunner
 from peers.wire import digest_of
 
-__all__ = ["CORES", "CopyStore", "by_parameter"]
+__all__ = ["CORES", "CopyStore", "by_parameter", "stage_tensors"]
 
 CORES = os.cpu_count() or 1  # of which hashing takes one from the device, where that is the processor
 
@@ -58,6 +58,7 @@ class CopyStore:
             tuple[str, bool], list[_Copy]
         ] = {}  # (its holder, whether we are its far keeper) -> oldest first
         self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
+        self.evidence: dict[str, torch.Tensor] = {}  # by digest: what an audit asks for
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 
     def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> None:
@@ -67,17 +68,10 @@ class CopyStore:
         with copies in other regions.
         """
         began_s = time.perf_counter()
-        state = runner.state_dict()
-        model = {name: _copy(state[name]) for name in (*runner.spec.trainable, *runner.spec.mutated)}
-        optimizer = {
-            f"{name}/{key}": _copy(value)
-            for name, kept in runner.optimizer_state().items()
-            for key, value in kept.items()
-            if isinstance(value, torch.Tensor)
-        }
-        copy = _Copy(next_step, model | optimizer)
+        copy = _Copy(next_step, stage_tensors(runner))
         self._copies = [*_needed(self._copies, next_step, since, besides), copy]
-        self._frozen = {n: t.detach() for n, t in state.items() if n not in model and t.device.type == "cpu"}
+        state = runner.state_dict()
+        self._frozen = {n: t.detach() for n, t in state.items() if n not in copy.tensors and t.device.type == "cpu"}
         copy.took_s = time.perf_counter() - began_s
 
     def digest(self, next_step: int, layout: Layout) -> tuple[dict[str, str], float]:
@@ -135,6 +129,9 @@ class CopyStore:
             yield from reversed(copies)
 
     def find(self, digest: str) -> torch.Tensor | None:
+        found = self.evidence.get(digest)
+        if found is not None:
+            return found
         return next((copy.by_digest[digest] for copy in self._all() if digest in copy.by_digest), None)
 
     def values(self, name: str) -> Iterator[torch.Tensor]:
@@ -142,6 +139,18 @@ class CopyStore:
         for tensors in (*(copy.tensors for copy in self._all()), self._frozen, self.offered):
             if name in tensors:
                 yield tensors[name]
+
+
+def stage_tensors(runner: StageRunner) -> dict[str, torch.Tensor]:
+    """What training changes of a stage, copied: weights, written buffers, and what the optimizer keeps."""
+    state = runner.state_dict()
+    model = {name: _copy(state[name]) for name in (*runner.spec.trainable, *runner.spec.mutated)}
+    return model | {
+        f"{name}/{key}": _copy(value)
+        for name, kept in runner.optimizer_state().items()
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

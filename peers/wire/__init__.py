@@ -7,7 +7,7 @@ whose fault a silence is.
 from peers.wire.failures import LOST_HERE, Failures, NotFoundError, most_telling, reported
 from peers.wire.member_link import Link, check_replicas
 from peers.wire.messages import MOST_RUN_CHARACTERS, Round, besides_in, need
-from peers.wire.neighbour_link import Bandwidth, Crossed, Links
+from peers.wire.neighbour_link import Bandwidth, Crossed, Links, Witness
 from peers.wire.offer import Offer, Terms
 from peers.wire.outbox import Outbox
 from peers.wire.progress import OWNER, Doing, Watch
@@ -53,6 +53,7 @@ __all__ = [
     "Suspects",
     "Terms",
     "Watch",
+    "Witness",
     "beat",
     "besides_in",
     "check_replicas",

@@ -39,6 +39,8 @@ class Failures:
         self.missed: set[str] = set()  # members that the owner itself has lost
         self.stuck: set[str] = set()  # members that answer and do not do what is theirs to do
         self.faults: list[Fault] = []  # errors that members have met by themselves
+        self.liars: set[str] = set()  # members that an audit has found
+        self.doubted: set[str] = set()  # members that do not show it what it asks for
         self.apart: set[str] = set()  # members that have not found copies, and members that hold them
         self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []

@@ -20,6 +20,7 @@ Purposes of streams, and the frames on them:
                                         EVALUATE, INPUT*  ->  OUTPUT*
                                         COPY  ->  COPIED: the stage is copied, and what the copy is
                                         KEEP  ->  KEPT from a keeper, near or far
+                                        PROOF after each step, and AUDIT  ->  EVIDENCE, where the owner audits
                                         CLOCK  ->  CLOCK               before steps that are traced
                                         PING, and PONG unasked         as long as the other side is heard; a member's PONG
                                                                        says what it does, and whom it waits for
@@ -77,6 +78,7 @@ ANSWERS = LOSS, OUTPUT, APPLIED = "loss", "output", "applied"
 END, FAILED = "end", "failed"
 LEAVE, LEAVING, LEFT = "leave", "leaving", "left"
 CLOCK = "clock"
+PROOF, AUDIT, EVIDENCE = "proof", "audit", "evidence"
 COPY, COPIED, KEEP, KEPT = "copy", "copied", "keep", "kept"
 SEEK, FOUND, PULL = "seek", "found", "pull"
 ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshcee.errors import ProtocolError
 from meshcee.plan import Epoch
@@ -22,11 +22,24 @@ from peers.wire.messages import need
 from peers.wire.outbox import Outbox
 from peers.wire.throttle import Throttle
 
-__all__ = ["Bandwidth", "Crossed", "Links"]
+if TYPE_CHECKING:
+    from meshcee.stage import StageRunner
+
+__all__ = ["Bandwidth", "Crossed", "Links", "Witness"]
 
 # Told of a step: rates and depths, by the peer that a link leads to.
 Crossed = Callable[[Mapping[str, float], Mapping[str, float]], None]
 Bandwidth = Callable[[str], float]  # of the link to a peer, in bytes per second, as far as is known; or inf
+
+
+class Witness(Protocol):
+    """Who notes what a member's steps receive, compute and send, where its owner audits."""
+
+    def begin(self, round: messages.Round) -> None: ...
+    def sent(self, peer: str, frame: Frame | Awaitable[Frame]) -> Frame | Awaitable[Frame]: ...
+    def received(self, peer: str, frame: Frame) -> None: ...
+    def before(self, runner: StageRunner) -> None: ...
+    def after(self, round: messages.Round, runner: StageRunner) -> None: ...
 
 
 class Links:
@@ -44,6 +57,7 @@ class Links:
         self._crossed = crossed
         self._bandwidth = bandwidth
         self._throttles: dict[str, Throttle] = {}
+        self.witness: Witness | None = None  # of an audited run
         self._told: dict[str, float] = {}  # by the peer that a link leads to: bytes per second, as it saw them come
 
     @property
@@ -86,7 +100,7 @@ class Links:
         while peer not in self._outboxes:
             self._added.clear()
             await self._added.wait()
-        await self._outboxes[peer].put(frame)
+        await self._outboxes[peer].put(frame if self.witness is None else self.witness.sent(peer, frame))
 
     async def send(self, peer: str, kind: str, values: Sequence[Any], **header: Any) -> None:
         """A frame with tensors; the values are not copied, so nobody may write to them any more."""

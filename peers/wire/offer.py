@@ -46,6 +46,9 @@ def host_of(addresses: Sequence[str]) -> str:
     return next((host for host in found if not host.startswith("127.")), "127.0.0.1")
 
 
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class Terms:
     """What is the same for every member: the job's settings that a stage must know."""
@@ -59,6 +62,7 @@ class Terms:
     parameters: tuple[str, ...]  # names in named_parameters order: the order in which norms are combined
     recompute: bool = False  # on every stage; the plan may also ask for it stage by stage
     direct_sums: bool = False  # groups sum gradients through process groups of their own
+    audited: bool = False  # members prove their steps, and show those that the owner asks for
     regroup_s: Finite = 60.0  # for so long the owner looks for peers, and members keep what is left of an epoch
 
     @classmethod
@@ -74,6 +78,7 @@ class Terms:
             captured.param_order,
             job.recompute,
             job.direct_sums,
+            job.audit > 0,
             regroup_s,
         )
 
@@ -337,6 +342,11 @@ class Offer:
         """All that this stage's optimizer may keep, by "<parameter>/<key>"."""
         spec = self.specs[self.index]
         return optimizer_layout(self.terms.optimizer, {name: self.expected_state[name] for name in spec.trainable})
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Names, types and shapes of a copy: weights as they are offered, and all that the optimizer may keep."""
+        return {name: self.expected_state[name] for name in self.changed_state}, self.expected_optimizer
 
     def _full(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self.terms.precision == "bf16" and dtype == torch.bfloat16 else dtype

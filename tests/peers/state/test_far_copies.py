@@ -26,7 +26,7 @@ from peers.member.service import Session
 from peers.node.agent import Agent
 from peers.owner.epoch import Report
 from peers.state.fetch import Fetch
-from peers.state.keep import Keeper, digests_of, layouts_of
+from peers.state.keep import Keeper, digests_of
 from peers.state.manifest import CopySet, StageCopy
 from peers.state.policy import Cadence, FarCadence, Keepers, Stride, far_keepers, keepers_with_room, near_keepers
 from peers.state.store import CopyStore
@@ -376,7 +376,7 @@ def test_a_link_to_another_region_rests_even_if_it_is_fast(latency_s: float, byt
 
 async def test_what_a_far_keeper_has_already_is_not_read_again() -> None:
     held = CopyStore()
-    weights = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in layouts_of(offers()[0])[0].items()}
+    weights = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in offers()[0].layouts[0].items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()}
     held.keep("p0", 4, digests, {digests[name]: tensor for name, tensor in weights.items()})
     keeper = Keeper(offers()[1], held, None, TIMES, memory_bytes=1 << 30)  # type: ignore[arg-type]
@@ -389,13 +389,13 @@ async def test_what_a_far_keeper_has_already_is_not_read_again() -> None:
 
 async def test_far_copies_need_room_for_those_of_their_own_stage_too() -> None:
     offer, ask = offers()[1], {"next_step": 4, "source": "p0", "since": 0, "besides": []}
-    layouts = [weights | optimizer for weights, optimizer in map(layouts_of, offers())]
+    layouts = [weights | optimizer for weights, optimizer in (offer.layouts for offer in offers())]
     theirs, own = (sum(dtype.itemsize * math.prod(shape) for dtype, shape in x.values()) for x in layouts)
     memory = offer.state_bytes + (1 + OWN_COPIES) * own + theirs
     missing = []
     for far in (False, True):
         keeper = Keeper(offer, CopyStore(), Unreachable(), TIMES, memory)  # type: ignore[arg-type]
-        said = digests_of(dict.fromkeys(layouts_of(offers()[0])[0], "ab" * 32), {})
+        said = digests_of(dict.fromkeys(offers()[0].layouts[0], "ab" * 32), {})
         missing.append((await keeper._keep(Frame(messages.KEEP, {**ask, "far": far}, said))).header["missing_bytes"])
     assert missing == [0, FAR_COPIES * own]
 

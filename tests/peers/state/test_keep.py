@@ -31,7 +31,7 @@ from peers.member.service import Member
 from peers.owner.epoch import Report
 from peers.state.copying import Copying
 from peers.state.fetch import Fetch, Reader
-from peers.state.keep import Keeper, layouts_of
+from peers.state.keep import Keeper
 from peers.state.keeping import Supplies
 from peers.state.manifest import Manifest
 from peers.state.policy import Cadence, Keepers, near_keepers
@@ -106,7 +106,7 @@ def offers() -> list[Offer]:
 
 
 def described(offer: Offer, next_step: int) -> Frame:
-    weights, _ = layouts_of(offer)
+    weights, _ = offer.layouts
     said = digests_of(dict.fromkeys(weights, "ab" * 32), {})
     return Frame(messages.COPIED, {"next_step": next_step, "took_s": 0.0}, said)
 
