@@ -39,6 +39,7 @@ class JobCosts:
     threads  that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
+    audited  members keep what their last steps began with
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
     """
@@ -62,6 +63,7 @@ class JobCosts:
     feeds: Annotated[tuple[tuple[_Sample, tuple[Count, ...]], ...], Meta(max_length=MAX_BLOCKS)] = ()
     data_s: NotNegative = 0.0
     averages: bool = False  # of the weights, beside the optimizer's moments
+    audited: bool = False
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""

@@ -116,9 +116,10 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         element_bytes=job.element_bytes,
         averages=job.averages,
     )
-    if tiers and all(device.kind == "cpu" for device in mesh.devices.values()):
+    if (tiers or job.audited) and all(device.kind == "cpu" for device in mesh.devices.values()):
+        factor = copies_factor(tiers, audited=job.audited)
         frozen = [c.parameter_bytes - c.trainable_bytes for c in job.blocks]  # of which nobody makes copies
-        more = [round(copies_factor(tiers) * (size - own)) for size, own in zip(work.state_bytes, frozen)]
+        more = [round(factor * (size - own)) for size, own in zip(work.state_bytes, frozen)]
         work = replace(work, state_bytes=tuple(map(sum, zip(work.state_bytes, more))))
     return cluster, replace(
         work,

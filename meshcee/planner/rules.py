@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from meshcee.config import FAR_COPIES, OTHERS_COPIES, OWN_COPIES
+from meshcee.config import AUDIT_COPIES, FAR_COPIES, OTHERS_COPIES, OWN_COPIES
 from meshcee.errors import PlanError
 from meshcee.figures import Cluster, Workload
 from meshcee.figures.amounts import size, times_as_long
@@ -137,9 +137,10 @@ STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
 COPY_SHARE = 0.75  # of a stage's state: not its gradients
 
 
-def copies_factor(tiers: int) -> float:
+def copies_factor(tiers: int, *, audited: bool = False) -> float:
     """What copies take at a member, times its own state, where stages are about equal: 1 tier for keepers, 2 for far ones too."""
-    return COPY_SHARE * (OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1)) if tiers else 0.0
+    kept = OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1) if tiers else 0
+    return COPY_SHARE * (kept + AUDIT_COPIES * audited)
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,10 @@ def train(
         str | None,
         typer.Option(help="Which devices a plan may put together: none (one kernel class), devices, versions."),
     ] = None,
+    audit: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of the members' steps that this machine computes again, in secret."),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -376,6 +380,7 @@ def train(
             standby=standby,
             verify=verify,
             mix=mix,
+            audit=audit,
             workers=workers,
             log=tuple(log or ()),
             ui=ui,

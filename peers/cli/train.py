@@ -60,6 +60,7 @@ class TrainOptions:
     standby: bool = False
     verify: bool = True
     mix: str | None = None
+    audit: float | None = None
     workers: int | None = None
     log: tuple[str, ...] = ()
     ui: bool = False
@@ -92,9 +93,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     job = load_job(options.job)
-    said = {
-        name: getattr(options, name) for name in ("checkpoint_every", "codec", "groups", "threads", "mix", "workers")
-    }
+    names = ("checkpoint_every", "codec", "groups", "threads", "mix", "workers", "audit")
+    said = {name: getattr(options, name) for name in names}
     job = replace(job, **{name: value for name, value in said.items() if value is not None})
     if not options.verify:
         job = replace(job, verify=False)

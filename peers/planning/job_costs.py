@@ -61,7 +61,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         tied=tied(program),
         codec=job.codec,
         groups=job.groups,
-        pipelines=not why_one_pipeline(program),
+        pipelines=not job.audit and not why_one_pipeline(program),
         direct_sums=job.direct_sums,
         clips=job.clip_norm is not None,
         mix=job.mix,
@@ -69,6 +69,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         threads=job.threads or 0,
         feeds=_feeds(captured),
         averages=job.ema is not None,
+        audited=job.audit > 0,
     )
 
 

@@ -8,6 +8,7 @@ has lied, whoever else has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,8 +68,8 @@ def _offered(captured: Capture, base: Checkpoint | CopySet | None, offer: Offer)
     return root_of(digests(state, weights, weights), digests(kept, kept.names, optimizer))
 
 
-class _Over(Exception):
-    """Somebody is found: this epoch ends."""
+class _Found(Exception):
+    """Somebody has lied, or shows nothing: no more is to be found out of this step."""
 
 
 @dataclass
@@ -80,6 +81,7 @@ class _Step:
     rounds: dict[str, Round] = field(default_factory=dict)  # as each member was told of it
     raw: dict[str, dict[int, Mapping[str, torch.Tensor]]] = field(default_factory=dict)  # of the chosen
     proofs: dict[str, Proof] = field(default_factory=dict)
+    is_shown: bool = False  # what the chosen had of it is here
 
     @property
     def number(self) -> int:
@@ -200,14 +202,16 @@ class Auditing:
     # -- what comes of it
 
     async def run(self) -> None:
-        """Until cancelled, or somebody is found."""
-        try:
-            for peer, link in self._links.items():
-                self._state[peer] = await asyncio.to_thread(self._beginning, link.offer)
-            while True:
-                await self._look_at(await self._whole.get())
-        except _Over:
-            return
+        """Until cancelled."""
+        for peer, link in self._links.items():
+            self._state[peer] = await asyncio.to_thread(self._beginning, link.offer)
+        while True:
+            step = await self._whole.get()
+            with contextlib.suppress(_Found):
+                await self._look_at(step)
+            self._waiting -= not step.is_shown
+            del self._steps[step.number]
+            self._shown.set()
 
     async def over(self) -> None:
         """Until everything that was fed is judged."""
@@ -216,26 +220,25 @@ class Auditing:
             await self._shown.wait()
 
     async def _look_at(self, step: _Step) -> None:
+        before = self._state
+        self._state = {peer: proof.after for peer, proof in step.proofs.items()}
         for peer, proof in step.proofs.items():
-            self._look_at_words(step, peer, proof)
+            self._look_at_words(step, peer, proof, before[peer])
         for edge in unequal(step.proofs):
             await self._settle(step, edge)
         cases = [(peer, *await self._case(step, peer)) for peer in sorted(step.chosen)]
-        self._waiting -= 1
+        self._waiting, step.is_shown = self._waiting - 1, True
         self._shown.set()
         for case in cases:
             await self._try(step, *case)
-        del self._steps[step.number]
-        self._shown.set()
 
-    def _look_at_words(self, step: _Step, peer: str, proof: Proof) -> None:
-        """What a member says is what the plan has it do, and goes on from what it said last."""
+    def _look_at_words(self, step: _Step, peer: str, proof: Proof, before: str) -> None:
+        """What a member says is what the plan has it do, and goes on from what it said last: `before`."""
         place = self._links[peer].place
         if proof.sent.keys() != told_by(place, sends=True) or proof.received.keys() != told_by(place, sends=False):
             self._convict(peer, step, "it proves other links than the plan gives it")
-        if proof.before != self._state[peer]:
+        if proof.before != before:
             self._convict(peer, step, "it began with another state than it had")
-        self._state[peer] = proof.after
         for next_step, root in ((step.step, proof.before), (step.step + 1, proof.after)):
             self._proved[peer, next_step] = root
             self._compare(peer, next_step)
@@ -245,7 +248,7 @@ class Auditing:
 
     def _convict(self, peer: str, step: _Step, why: str) -> NoReturn:
         self._court.convict(peer, step.step, why)
-        raise _Over
+        raise _Found
 
     async def _shows(self, step: _Step, peer: str) -> Evidence:
         """What a member has of a step. Who does not show it is left out."""
@@ -256,7 +259,7 @@ class Auditing:
                 return await asked
         except TimeoutError:
             self._court.doubt(peer, step.step)
-            raise _Over from None
+            raise _Found from None
 
     async def _settle(self, step: _Step, edge: Edge) -> None:
         """Of two members who say different things of their link, the receiver shows what the sender has signed."""
@@ -309,7 +312,7 @@ class Auditing:
             if not fetch.missing:
                 return fetch.found
         self._court.doubt(peer, step.step)
-        raise _Over
+        raise _Found
 
     async def _try(self, step: _Step, peer: str, state: Mapping[str, torch.Tensor], frames: Frames) -> None:
         """Compute it again."""

@@ -1,0 +1,255 @@
+"""A member that lies is found and named, nobody else is, and the run ends as if it had never been there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import virtual_chaos
+from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
+from meshcee.audit import chosen
+from meshcee.errors import ProtocolError, UsageError, unwrap
+from meshcee.figures import DeviceProfile
+from meshcee.plan import Plan
+from peers.member.audit import StepWitness
+from peers.owner.audit import check_judges, own_class
+from peers.owner.diary import Losses
+from peers.owner.epoch import Report
+from peers.transport.stream import FramedStream
+from peers.wire import messages
+from tests.rig.audited import Watched, identity, watch
+from tests.rig.liars import LIES, Liar
+from tests.rig.mesh_fixture import even_plan
+from tests.rig.virtual_time import quiet, run
+
+FEW = 4
+SECRET = b"secret"
+
+
+def watched(share: float, lie: str = "", steps: int = FEW, place: int = 1) -> tuple[Watched, Liar]:
+    """The member at this place lies in every step."""
+    job = replace(job_of(), audit=share, steps=steps, checkpoint_every=0)
+    liar = Liar(lie, lambda peer, step: peer == identity(place).peer_id)
+    with quiet(), liar.at_work():
+        return run(watch(job, captured_job(), 3, MICRO, seed=SECRET)), liar
+
+
+def test_honest_members_prove_what_they_do() -> None:
+    found, _ = watched(1.0)
+    assert found.found == []
+    assert found.judged == 3 * FEW
+    assert found.losses == expected()[0][:FEW]
+
+
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "copy"])
+def test_a_lie_is_found_where_it_is_looked_for_and_nobody_else_is(lie: str) -> None:
+    place = 2 if lie == "loss" else 1
+    found, liar = watched(1.0, lie, place=place)
+    assert {peer for peer, _, _ in found.found} == {identity(place).peer_id}
+    assert [step for _, step, _ in found.found] == list(range(FEW))
+    assert liar.told or lie in ("what it sent", "what it received", "its state")
+
+
+@pytest.mark.parametrize("lie", ["activation", "moment"])
+def test_a_lie_is_found_in_the_steps_that_are_chosen_and_in_no_other(lie: str) -> None:
+    steps = 12
+    found, _ = watched(0.3, lie, steps)
+    picked = [step for step in range(steps) if chosen(SECRET, 0.3, (1, 1), step, identity(1).peer_id)]
+    assert 0 < len(picked) < steps
+    assert [step for _, step, _ in found.found] == picked
+
+
+def test_nothing_of_an_audit_happens_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, send = set[str](), FramedStream.send
+
+    async def heard(stream: FramedStream, frame: Any) -> None:
+        kinds.add(frame.kind)
+        assert "signed" not in frame.header
+        await send(stream, frame)
+
+    monkeypatch.setattr(FramedStream, "send", heard)
+    monkeypatch.delattr(StepWitness, "__init__")
+    found, _ = watched(0.0)
+    assert found.losses == expected()[0][:FEW]
+    assert messages.APPLIED in kinds
+    assert not kinds & {messages.PROOF, messages.AUDIT, messages.EVIDENCE}
+
+
+# -- a whole run
+
+
+@dataclass
+class Run:
+    """What a user saw."""
+
+    told: list[int] = field(default_factory=list)
+    plans: list[list[str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    liars: list[str] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        losses, state = expected()
+        return self.losses == losses and all(torch.equal(tensor, state[name]) for name, tensor in self.state.items())
+
+
+def played(
+    folder: Path,
+    share: float,
+    lies: Callable[[Plan], AbstractContextManager[Any]] = lambda plan: nullcontext(),
+    hear: Callable[[virtual_chaos.Storm, Report], None] = lambda storm, report: None,
+) -> Run:
+    """`lies` is what the first plan's members do, as long as the run takes."""
+    found = Run()
+
+    async def story() -> None:
+        async with virtual_chaos.stormy(0, folder) as storm:
+            at_work: list[AbstractContextManager[Any]] = []
+
+            def on_plan(plan: Plan, names: Any) -> None:
+                found.plans.append([names[peer] for peer in plan.peers])
+                if not at_work:
+                    at_work.append(lies(plan))
+                    at_work[0].__enter__()
+
+            def told(report: Report) -> None:
+                found.told.append(report.step)
+                hear(storm, report)
+
+            try:
+                async with asyncio.timeout(virtual_chaos.ENDS_WITHIN_S):
+                    await virtual_chaos.train(storm, told, job=replace(job_of(), audit=share), on_plan=on_plan)
+            finally:
+                at_work[0].__exit__(None, None, None)
+            result = storm.mesh.result
+            found.losses, found.liars, found.state = result.losses, result.liars, result.state_dict
+
+    with quiet(), virtual_chaos.quick_planning():
+        try:
+            run(story())
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
+    return found
+
+
+def lying(lie: str, place: int, since: int = 0) -> Callable[[Plan], AbstractContextManager[Any]]:
+    return lambda plan: Liar(lie, lambda peer, step: peer == plan.peers[place] and step >= since).at_work()
+
+
+def assert_found(found: Run, place: int) -> None:
+    first, *later = found.plans
+    assert found.liars == [first[place]]
+    assert len(later) == 1
+    assert first[place] not in later[0]
+    assert found.is_plain
+    again = found.told.index(0, 1)
+    assert found.told == [*range(again), *range(STEPS)], "what was told since the liar's first step is told again"
+
+
+def test_a_run_with_a_liar_ends_as_the_plain_loop_and_without_it(tmp_path: Path) -> None:
+    assert_found(played(tmp_path, 1.0, lying("update", 1, since=3)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("lie", LIES)
+def test_whoever_lies_however(tmp_path: Path, lie: str, place: int) -> None:
+    """The first stage sends no gradient, and the last one alone tells a loss; nobody sends activations from there."""
+    if (lie, place) in (("activation", 2), ("gradient", 0), ("loss", 0), ("loss", 1)):
+        return
+    assert_found(played(tmp_path, 1.0, lying(lie, place, since=3)), place)
+
+
+@pytest.mark.slow
+def test_an_audit_now_and_then_finds_who_lies_again_and_again(tmp_path: Path) -> None:
+    """Whatever is chosen: with a half of the steps, twelve lies escape once in four thousand runs."""
+    assert_found(played(tmp_path, 0.5, lying("weight gradient", 1)), 1)
+
+
+class Silent:
+    """A member that does not show what it had."""
+
+    def __init__(self, plan: Plan, how: Callable[[], None]) -> None:
+        self.peer, self.how = plan.peers[1], how
+        self._patched = pytest.MonkeyPatch()
+
+    def __enter__(self) -> None:
+        show = StepWitness.show
+
+        def nothing(witness: StepWitness, round: int) -> Any:
+            self.how()
+            return show(witness, round)
+
+        self._patched.setattr(StepWitness, "show", nothing)
+
+    def __exit__(self, *ended: object) -> None:
+        self._patched.undo()
+
+
+def test_who_fails_when_it_must_show_is_left_out_unnamed_and_its_steps_are_taken_back(tmp_path: Path) -> None:
+    struck: list[int] = []
+
+    def fail() -> None:
+        struck.append(1)
+        if len(struck) == 5:
+            raise ProtocolError("what it had is lost")
+
+    found = played(tmp_path, 1.0, lambda plan: Silent(plan, fail))
+    assert found.liars == []
+    assert len(found.plans) == 2
+    assert found.is_plain
+    assert found.told.count(0) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_who_is_killed_is_no_liar(tmp_path: Path, share: float, place: int) -> None:
+    def hear(storm: virtual_chaos.Storm, report: Report) -> None:
+        if report.step == 5 and len(storm.lending) == virtual_chaos.PEERS:
+            storm.kill(storm.members()[place])
+
+    found = played(tmp_path, share, hear=hear)
+    assert found.liars == []
+    assert found.is_plain
+
+
+# -- who can be audited
+
+
+def devices(plan: Plan, **changes: Any) -> dict[str, DeviceProfile]:
+    own = own_class(plan.threads)
+    assert own is not None
+    like = DeviceProfile("cpu", "cpu", 1 << 30, 1e9, threads=1, capability=own.model)
+    return dict.fromkeys(plan.peers, replace(like, **changes))
+
+
+def test_a_plan_whose_members_nobody_can_check_is_refused() -> None:
+    plan = replace(even_plan(6, 3, 8, 4), threads=1)
+    with pytest.raises(UsageError, match="nobody can compute again what anna computes"):
+        check_judges(plan, devices(plan, capability="another"), {"p0": "anna"})
+
+
+def test_a_plan_whose_members_sum_gradients_is_refused() -> None:
+    plan = replace(even_plan(6, 3, 8, 4), threads=1)
+    twice = replace(plan, pipelines=plan.pipelines * 2)
+    with pytest.raises(UsageError, match="as many stages as there are peers"):
+        check_judges(twice, {}, {})
+
+
+def test_steps_that_are_taken_back_were_not_told() -> None:
+    losses = Losses()
+    for step in range(4):
+        losses[step] = 1.0
+    assert losses.take_back(2) == [2, 3]
+    assert [step in losses for step in range(4)] == [True, True, False, False]
+    losses[3] = 2.0
+    assert losses.take_back(0) == [0, 1, 3]
