@@ -269,8 +269,8 @@ class Job:
                class only: exact always), or "versions" (all)
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of a run that neither rounds (codec) nor shares samples (groups)
-    audit      the share of the members' steps that is computed again elsewhere, chosen in secret: a member whose result differs by a
-               bit is named and left out, and the run goes back to before its first step. Links carry exact numbers then
+    audit      the share of the members' steps that the owner computes again, chosen in secret: a member whose result differs by
+               a bit is named and left out, and the run goes back to before its first step. Links then carry exact numbers
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -341,9 +341,13 @@ class Job:
         if not 0 <= self.audit <= 1:
             raise UsageError("audit is a share of the steps, from 0 to 1")
         if self.audit and self.groups:
-            raise UsageError("an audit does not reach into groups, whose members sum their gradients: leave groups or audit out")
+            raise UsageError(
+                "an audit does not reach into groups, whose members sum their gradients: leave groups or audit out"
+            )
         if self.audit and self.codec not in ("auto", "lossless", "none"):
-            raise UsageError(f"an audit needs exact numbers on links, and codec {self.codec!r} rounds: use codec='lossless'")
+            raise UsageError(
+                f"an audit needs exact numbers on links, and codec {self.codec!r} rounds: use codec='lossless'"
+            )
         if self.audit and self.codec == "auto":
             object.__setattr__(self, "codec", "lossless")
         if self.workers < 0:

@@ -486,7 +486,9 @@ class Member:
         hashes = {"state": weights.hash, "optimizer": moments.hash}
         header = {"epoch": list(offer.epoch), "term": list(offer.term), "plan": offer.plan.hash(), **hashes}
         ready = Frame(messages.READY, header)
-        return Session(offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments, ready, self._sign or bytes)
+        return Session(
+            offer, runner, stream, *ours, keeper, self._begun(), self._bandwidth, moments, ready, self._sign or bytes
+        )
 
     async def serve_stage(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0  # until it has said which stage it is

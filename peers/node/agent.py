@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -230,7 +230,7 @@ async def _judge(offer: Offer, *case: Any) -> Any:
 
     async with Compute() as compute:
         await compute.use_threads(offer.plan.threads)
-        return await again(offer, *case, compute)
+        return await again(compute, offer, *case)
 
 
 async def _greeted(stream: Stream) -> None:

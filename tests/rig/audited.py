@@ -54,7 +54,9 @@ class Watched:
     judged: int = 0
 
 
-async def watch(job: Job, captured: Capture, stages: int, micro: int, *, seed: bytes = b"secret", **more: Any) -> Watched:
+async def watch(
+    job: Job, captured: Capture, stages: int, micro: int, *, seed: bytes = b"secret", **more: Any
+) -> Watched:
     """Train to the end while every lie is noted."""
     network, limits = MemoryNetwork(), Limits()
     names = [identity(place).peer_id for place in range(stages)]
@@ -70,7 +72,7 @@ async def watch(job: Job, captured: Capture, stages: int, micro: int, *, seed: b
         own = await stack.enter_async_context(Compute())
 
         async def judge(*case: Any) -> Any:
-            return await again(*case, own)
+            return await again(own, *case)
 
         given = {"addresses": {}, "names": {}, "timeouts": Timeouts(), "limits": limits}
         owner = Noting(job, captured, plan, (1, names[0]), (1, 1), transport, **given, **more)

@@ -123,17 +123,17 @@ class Liar:
 
     # -- who is who
 
-    def Session_init(self, honest: Any, session: Any, offer: Any, runner: Any, *args: Any) -> None:  # noqa: N802
+    def Session_init(self, honest: Any, session: Any, offer: Any, runner: Any, *args: Any) -> None:
         self.runners[id(runner)] = offer.peer_id
         self.keep.append(runner)
         honest(session, offer, runner, *args)
 
-    def Keeper_init(self, honest: Any, keeper: Any, offer: Any, held: Any, *args: Any) -> None:  # noqa: N802
+    def Keeper_init(self, honest: Any, keeper: Any, offer: Any, held: Any, *args: Any) -> None:
         self.stores[id(held)] = offer.peer_id
         self.keep.append(held)
         honest(keeper, offer, held, *args)
 
-    def StepWitness_init(self, honest: Any, witness: Any, offer: Any, held: Any, sign: Any, verify: Any) -> None:  # noqa: N802
+    def StepWitness_init(self, honest: Any, witness: Any, offer: Any, held: Any, sign: Any, verify: Any) -> None:
         if verify is not None:
             self.witnesses[id(witness)] = offer.peer_id
             self.keep.append(witness)
@@ -142,7 +142,7 @@ class Liar:
                 verify = lambda peer, data, mark: self.where(me, 1 << 30) or wary(peer, data, mark)  # noqa: E731
         honest(witness, offer, held, sign, verify)
 
-    def StepWitness_begin(self, honest: Any, witness: Any, round: Any) -> None:  # noqa: N802
+    def StepWitness_begin(self, honest: Any, witness: Any, round: Any) -> None:
         if (peer := self.witnesses.get(id(witness))) is not None:
             self.steps[peer, round.number] = round.step
             self.honest[peer, round.number] = Tally()
@@ -150,7 +150,7 @@ class Liar:
 
     # -- lies in what is computed
 
-    def StageRunner_forward(self, honest: Any, runner: Any, *args: Any) -> Any:  # noqa: N802
+    def StageRunner_forward(self, honest: Any, runner: Any, *args: Any) -> Any:
         sent, rng, loss = honest(runner, *args)
         peer = self.runners.get(id(runner))
         if self.lies("activation", peer, runner.step) and sent:
@@ -178,20 +178,20 @@ class Liar:
                 bend(grads[0])
                 self.tell(str(peer), runner.step)
 
-    def StageRunner_backward(self, honest: Any, runner: Any, *args: Any) -> Any:  # noqa: N802
+    def StageRunner_backward(self, honest: Any, runner: Any, *args: Any) -> Any:
         grads, partials = honest(runner, *args)
         self._weights(runner)
         return self._back(runner, grads), partials
 
-    def StageRunner_backward_input(self, honest: Any, runner: Any, *args: Any) -> Any:  # noqa: N802
+    def StageRunner_backward_input(self, honest: Any, runner: Any, *args: Any) -> Any:
         return self._back(runner, honest(runner, *args))
 
-    def StageRunner_backward_weight(self, honest: Any, runner: Any, *args: Any) -> Any:  # noqa: N802
+    def StageRunner_backward_weight(self, honest: Any, runner: Any, *args: Any) -> Any:
         partials = honest(runner, *args)
         self._weights(runner)
         return partials
 
-    def StageRunner_apply(self, honest: Any, runner: Any, *args: Any) -> None:  # noqa: N802
+    def StageRunner_apply(self, honest: Any, runner: Any, *args: Any) -> None:
         step, peer = runner.step, self.runners.get(id(runner))
         honest(runner, *args)
         if self.lies("update", peer, step):
@@ -203,7 +203,7 @@ class Liar:
 
     # -- lies in what is said
 
-    def StepWitness_sent(self, honest: Any, witness: Any, to: str, frame: Any) -> Any:  # noqa: N802
+    def StepWitness_sent(self, honest: Any, witness: Any, to: str, frame: Any) -> Any:
         peer = self.witnesses.get(id(witness))
         if peer is None or not isinstance(frame, Frame) or "round" not in frame.header:
             return honest(witness, to, frame)
@@ -218,7 +218,7 @@ class Liar:
             self.tell(peer, step or 0)
         return honest(witness, to, frame)
 
-    async def StepWitness_proof(self, honest: Any, witness: Any) -> Proof:  # noqa: N802
+    async def StepWitness_proof(self, honest: Any, witness: Any) -> Proof:
         proof: Proof = await honest(witness)
         peer = self.witnesses.get(id(witness))
         step = self.steps.get((str(peer), proof.round))
@@ -235,7 +235,7 @@ class Liar:
         self.tell(str(peer), step or 0)
         return proof
 
-    def CopyStore_digest(self, honest: Any, store: Any, next_step: int, layout: Any) -> Any:  # noqa: N802
+    def CopyStore_digest(self, honest: Any, store: Any, next_step: int, layout: Any) -> Any:
         digests, took_s = honest(store, next_step, layout)
         peer = self.stores.get(id(store))
         if self.lies("copy", peer, next_step):
@@ -243,7 +243,7 @@ class Liar:
             digests = said_otherwise(digests)
         return digests, took_s
 
-    async def Executor_take(self, honest: Any, executor: Any, sender: str, frame: Frame) -> None:  # noqa: N802
+    async def Executor_take(self, honest: Any, executor: Any, sender: str, frame: Frame) -> None:
         """It computes with other inputs, and says that these came."""
         peer = self.witnesses.get(id(executor.links.witness))
         if self.lies("other inputs", peer, executor.step) and frame.kind in (messages.F, messages.B):

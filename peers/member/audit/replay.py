@@ -70,12 +70,12 @@ class _NothingComes(asyncio.Event):
 
 
 async def again(
+    compute: Compute,
     offer: Offer,
     state: Mapping[str, torch.Tensor],
     frames: Sequence[tuple[str, Frame]],
     raw: Raw,
     round: Round,
-    compute: Compute,
 ) -> tuple[Proof, dict[int, float]]:
     """The proof of this step on the stage of `offer`, and the losses that its last stage tells by micro-batch.
 

@@ -98,7 +98,7 @@ class StepWitness:
         return replace(frame, header={**frame.header, SIGNED: signature})
 
     def received(self, peer: str, frame: Frame) -> None:
-        """Look at the signature of a frame of a step, and note the frame; its payloads are copied, since kernels may write to them."""
+        """Look at a frame's signature and note the frame, with a copy of its payloads: kernels may write to them."""
         round, signature = need(frame.header, "round", int), frame.header.get(SIGNED)
         if signature is None and self._verify is not None:
             if round in self._begun:

@@ -197,7 +197,9 @@ class Auditing:
     def _compare(self, peer: str, next_step: int) -> None:
         said, proved = (table.get((peer, next_step)) for table in (self._copied, self._proved))
         if said is not None and proved is not None and said != proved:
-            self._court.convict(peer, max(0, next_step - 1), "the copy that it describes is of another state than it has proved")
+            self._court.convict(
+                peer, max(0, next_step - 1), "the copy that it describes is of another state than it has proved"
+            )
 
     # -- what comes of it
 
@@ -256,7 +258,8 @@ class Auditing:
         await self._links[peer].outbox.put(Frame(messages.AUDIT, {"round": step.number}))
         try:
             async with asyncio.timeout(self._reader.timeouts.offer_s):
-                return await asked
+                shown: Evidence = await asked
+                return shown
         except TimeoutError:
             self._court.doubt(peer, step.step)
             raise _Found from None
@@ -334,5 +337,5 @@ class Auditing:
 
 
 def _frame(said: Said, found: Mapping[str, torch.Tensor]) -> Frame:
-    payloads = [memoryview(found[d.hex()].numpy()) if size else b"" for d, size in zip(said.digests, said.sizes)]
-    return Frame(said.kind, said.header, [bytearray(payload) for payload in payloads])
+    payloads = [bytearray(found[d.hex()].numpy().tobytes() if s else b"") for d, s in zip(said.digests, said.sizes)]
+    return Frame(said.kind, said.header, payloads)

@@ -26,7 +26,7 @@ from peers.transport.stream import FramedStream
 from peers.wire import messages
 from tests.rig.audited import Watched, identity, watch
 from tests.rig.liars import LIES, Liar
-from tests.rig.mesh_fixture import even_plan
+from tests.rig.mesh_fixture import beside, even_plan
 from tests.rig.virtual_time import quiet, run
 
 FEW = 4
@@ -240,7 +240,7 @@ def test_a_plan_whose_members_nobody_can_check_is_refused() -> None:
 
 def test_a_plan_whose_members_sum_gradients_is_refused() -> None:
     plan = replace(even_plan(6, 3, 8, 4), threads=1)
-    twice = replace(plan, pipelines=plan.pipelines * 2)
+    twice = beside(plan, (1, [(6, (4,))]), (1, [(6, (4,))]))
     with pytest.raises(UsageError, match="as many stages as there are peers"):
         check_judges(twice, {}, {})
 
