@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import asdict
@@ -81,8 +82,6 @@ class MeshView:
         self._cut_off: dict[tuple[str, str], float] = {}  # when members of our job told that they had lost each other
         # Peers that answer and fail: until when, how often they have, and which process of theirs it was.
         self._shunned: dict[str, tuple[float, int, str]] = {}
-        self._liars: set[str] = set()
-        self.judge: Any = None  # computes a member's step again (peers/member/audit); None: this peer cannot
 
     @property
     def peer_id(self) -> str:
@@ -149,17 +148,25 @@ class MeshView:
 
     def shun(self, peers: Iterable[str]) -> None:
         """Plan no job of ours with these for a while: they answer, and fail."""
-        for peer in peers:
+        for peer in set(peers) - self._liars:
             times = self._shunned[peer][1] if peer in self._shunned else 0
             until_s = self.monotonic() + min(SHUNNED_S * 2**times, LONGEST_SHUNNED_S)
             self._shunned[peer] = until_s, times + 1, self._instance(peer)
 
     def distrust(self, peers: Iterable[str]) -> None:
         """Plan nothing with these as long as this process lives: they have lied."""
-        self._liars.update(peers)
+        self._shunned |= dict.fromkeys(peers, (math.inf, 0, ""))
+
+    @property
+    def _liars(self) -> set[str]:
+        return {peer for peer, (until_s, _, _) in self._shunned.items() if until_s == math.inf}
+
+    async def judge(self, *case: Any) -> Any:
+        """A member's step computed again, as an audit wants it (peers/member/audit)."""
+        raise NotImplementedError
 
     def shunned(self) -> set[str]:
-        return {p for p in self.failed() if p in self._liars or self._shunned[p][0] > self.monotonic()}
+        return {peer for peer in self.failed() if self._shunned[peer][0] > self.monotonic()}
 
     def failed(self) -> set[str]:
         """Those who were shunned, however long ago, and not forgiven or started anew since: a run tries others first."""

@@ -54,7 +54,7 @@ class Tally:
         key = key_of(kind, peer)
         self._found[key] = hashlib.sha256(self._found.get(key, b"") + digest).digest()
 
-    def told(self) -> dict[str, str]:
+    def hashes(self) -> dict[str, str]:
         return {key: digest.hex() for key, digest in self._found.items()}
 
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -40,9 +39,6 @@ from peers.wire import (
     while_alive,
     while_moving,
 )
-
-if TYPE_CHECKING:
-    from peers.member.audit import StepWitness
 
 __all__ = ["Member", "Session"]
 
@@ -100,12 +96,11 @@ class Session:
             crossed=crossed,
             bandwidth=bandwidth,
         )
-        self._witness: StepWitness | None = None
         if offer.terms.audited:
             from dht import verify
             from peers.member.audit import StepWitness
 
-            self._witness = self._executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
+            self._executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
         self._executor.complete.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
@@ -127,8 +122,8 @@ class Session:
                 group.create_task(self._watch_owner())
                 group.create_task(self._keeper.run(self._owner))
                 group.create_task(self._complete())
-                if self._witness is not None:
-                    group.create_task(self._witness.run(self._owner))
+                if (witness := self._executor.links.witness) is not None:
+                    group.create_task(witness.run(self._owner))
         except* _OwnerDone:
             pass
         except* StreamClosed as closed:
@@ -198,9 +193,8 @@ class Session:
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
             elif frame.kind == messages.KEEP:
                 self._keeper.ask(frame)
-            elif frame.kind == messages.AUDIT and self._witness is not None:
-                shown = await asyncio.to_thread(self._witness.show, need(frame.header, "round", int))
-                self._owner.post(shown)
+            elif frame.kind == messages.AUDIT and (witness := self._executor.links.witness) is not None:
+                self._owner.post(await asyncio.to_thread(witness.show, need(frame.header, "round", int)))
             elif frame.kind == messages.END:
                 self.ending = True
                 await self._inbox.rounds.put(End())
@@ -305,7 +299,6 @@ class Member:
         self.session: Session | None = None
         self.max_live = 0  # of the last session: most micro-batches between F and W, ever
         self.max_in_flight = 0  # between F and B
-        self._reserved = False
         self.is_leaving = False
         self._job: Stream | None = None  # of the owner that has reserved this peer
         self._run_name = ""  # for which it has
@@ -323,7 +316,7 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        return self._reserved
+        return self._job is not None
 
     def leave(self) -> None:
         """Take no further offer, and ask the owner of the running job, if any, to go on without this peer."""
@@ -356,13 +349,13 @@ class Member:
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
             await stream.aclose()
             return
-        self._reserved, self._job, self._run_name = True, stream, messages.run_of(frame.header)
+        self._job, self._run_name = stream, messages.run_of(frame.header)
         self._idle.clear()
         self.busy_changed.set()
         try:
             await self._serve(stream, frame)
         finally:
-            self._reserved, self._job = False, None
+            self._job = None
             self.lender.over()
             self.session = None
             self._idle.set()
@@ -392,7 +385,7 @@ class Member:
             del self._epochs[next(iter(self._epochs))]
         if self._job is not None and (self._job.peer_id == owner or self._run_name == run):
             await self.drop()
-        if self._reserved:
+        if self._job is not None:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 
     async def _serve(self, stream: Stream, frame: Frame) -> None:

@@ -92,7 +92,6 @@ class Agent(MeshView):
             members=members,
         )
         self.options = options
-        self.judge = _judge
         self.mesh_key = mesh_key
         self.compute = device if isinstance(device, Compute) else None
         self._process = None if isinstance(device, Compute) else device
@@ -181,6 +180,12 @@ class Agent(MeshView):
                 "direct_sums out of the job"
             )
 
+    async def judge(self, *case: Any) -> Any:
+        from peers.member.audit import again
+
+        async with Compute() as compute:
+            return await again(compute, *case)
+
     async def _announce(self) -> None:
         if self.options.observes:
             return
@@ -222,15 +227,6 @@ class Agent(MeshView):
             await member.busy_changed.wait()
             member.busy_changed.clear()
             await self._announce()
-
-
-async def _judge(offer: Offer, *case: Any) -> Any:
-    """A member's step again, on this machine's processor."""
-    from peers.member.audit import again
-
-    async with Compute() as compute:
-        await compute.use_threads(offer.plan.threads)
-        return await again(compute, offer, *case)
 
 
 async def _greeted(stream: Stream) -> None:

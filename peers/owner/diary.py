@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -57,6 +57,8 @@ class Numbers:
     def __init__(self) -> None:
         self.losses = Losses()  # of every step that has been reported
         self.kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
+        self.begins = 0  # with which step this process began
+        self._joined: dict[str, int] = {}  # the first step of each member
         self.shares = self.coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
 
     def begin(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
@@ -65,6 +67,14 @@ class Numbers:
         self.coded |= bool(plan.codecs)
         classes = {class_of(device, plan.threads) for device in devices.values()}
         self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
+
+    def join(self, peers: Iterable[str], step: int) -> None:
+        """These compute this step, and those behind it."""
+        self._joined |= {peer: min(step, self._joined.get(peer, step)) for peer in peers}
+
+    def first_of(self, peers: Iterable[str]) -> int | None:
+        """The first step that any of these has computed; None where there are none."""
+        return min((self._joined[peer] for peer in peers), default=None)
 
     def compare(self, step: int, loss: float) -> None:
         """Hold a step that was computed again against what was reported of it; MeshceeError where it is another loss."""
@@ -147,6 +157,11 @@ class Diary:
             except OSError as error:
                 self._retry_s = self._trouble.monotonic() + RETRY_S
                 self._trouble.tell(LINES, error, sum(map(len, self._waiting)))
+
+    def take_back(self, steps: Iterable[int]) -> None:
+        """These were told of, and do not count."""
+        for step in steps:
+            self.report({"step": step, "loss": None})
 
     def _append(self) -> None:
         if self._waiting:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from peers.measure import Trace
     from peers.owner.audit import Auditing
 
-__all__ = ["Owner", "Report"]
+__all__ = ["Owner", "Report", "in_doubt"]
 
 log = structlog.get_logger()
 
@@ -75,6 +75,14 @@ def _timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
     """What it returns, and the seconds that it took."""
     began_s = time.perf_counter()
     return call(*args), time.perf_counter() - began_s
+
+
+def in_doubt(owner: Owner | None) -> set[str]:
+    """Members whose steps are not to be believed: who has lied, and who was lost while an audit of it was open."""
+    if owner is None or owner.audit is None:
+        return set()
+    failures = owner.failures
+    return failures.liars | failures.doubted | (failures.lost & owner.audit.open)
 
 
 class _EpochFailed(Exception):
@@ -129,7 +137,6 @@ class Owner:
         ahead = [max(stage.live_cap + stage.window for stage in pipeline.stages) + 4 for pipeline in plan.pipelines]
         self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all rounds
         self._order: asyncio.Queue[Answers | None] = asyncio.Queue(maxsize=256)
-        self._codecs = CodecNews(plan)
         self._shares: Shares | None = None  # how micro-batches are divided among pipelines, where that may change
         if len(plan.pipelines) > 1 and job.adapt and not plan.shares_samples:
             from meshcee.adapt import Shares
@@ -390,7 +397,7 @@ class Owner:
             member = link.place.member if link.place.is_last else 0
             told = replace(portion.round, weights=portion.shares[member])
             if self.audit is not None:
-                self.audit.told(link, told)
+                self.audit.inform(link, told)
             await link.outbox.put(Frame(kind, told.header()))
         for own in range(portion.round.num_micro):
             await ahead.acquire()
@@ -498,6 +505,7 @@ class Owner:
         """One report a step, in order; the metrics of an evaluation go with the step before it."""
         started_s = last_s = time.perf_counter()
         held: Report | None = None
+        codecs = CodecNews(self.plan)
         while (answers := await self._order.get()) is not None:
             self._step = answers.round.step
             await self._until(answers.complete)
@@ -524,7 +532,7 @@ class Owner:
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
                 observed=answers.as_planned(self.plan),
             )
-            self._codecs.hear(answers)
+            codecs.hear(answers)
             if self._shares is not None:
                 self._move_shares(self._shares, answers)
             if not feed.evaluates_after(answers.round.step):

@@ -33,7 +33,7 @@ from meshcee.sampling import FED, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers
-from peers.owner.epoch import Owner, Report
+from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.recovery import Recovery, Stopwatch
 from peers.owner.result import Result
@@ -182,9 +182,6 @@ class Training:
         self._stopwatch = Stopwatch()
         self._cadence = Cadence(job.checkpoint_every)
         self._ledger = Ledger(agent, self._trouble)
-        self._joined: dict[str, int] = {}  # the first step that each member has computed
-        self._begins = 0  # with which step this process began
-        self._secret = secrets.token_bytes(32)  # which steps are audited
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
         self.copies = Manifest(self._ledger.note)
         self._noted: list[CopySet] = []  # what an owner that has died knew of them
@@ -306,7 +303,7 @@ class Training:
             )
         base.verify()
         self._steering.source.go_on(base.next_step, base.manifest.get("data", {}))
-        self._begins = base.next_step
+        self._numbers.begins = base.next_step
         self.base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = replace(captured, state=base.weights(captured.state))
@@ -521,30 +518,20 @@ class Training:
             failures = self.owner.failures if self.owner is not None else Failures()
             if self.owner is not None:
                 await self._listen(self._saved(self.owner))
-            return moves.Failed(error, losses(failures, self._wrong_from(failures)))
+            return moves.Failed(error, losses(failures, self._numbers.first_of(in_doubt(self.owner))))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
         return moves.Ended(self.owner.handed_over, frozenset(self.owner.leaving), here, self._agent.clock())
 
-    def _wrong_from(self, failures: Failures) -> int | None:
-        """The first step of those that an audit has found, or that went while one was open: they may have lied since then."""
-        audit = self.owner.audit if self.owner is not None else None
-        gone = failures.missed | failures.stuck | {fault.peer for fault in failures.faults}
-        doubted = failures.liars | failures.doubted | (gone & audit.open if audit is not None else set())
-        return min((self._joined[peer] for peer in doubted), default=None)
-
     async def _take_back(self, step: int) -> None:
         """Nothing that was told or kept since this step counts any more."""
-        assert self.owner is not None
-        names, liars = self.result.names, self.owner.failures.liars
+        liars = self.owner.failures.liars if self.owner is not None else ()
         self._agent.distrust(liars)
-        self.result.liars += [names.get(peer) or peer for peer in sorted(liars)]
-        log.warning(Event.TAKEN_BACK, step=step, done=len(self.result.losses), liars=list(self.result.liars))
-        del self.result.losses[step:]
-        self.result.metrics = [found for found in self.result.metrics if found[0] < step]
-        for told in self._numbers.losses.take_back(step):
-            if self._diary is not None:
-                self._diary.report({"step": told, "loss": None})
+        log.warning(Event.TAKEN_BACK, step=step, done=len(self.result.losses))
+        self.result.take_back(step, liars)
+        told = self._numbers.losses.take_back(step)
+        if self._diary is not None:
+            self._diary.take_back(told)
         self.copies.forget_after(step)
         if self._store is not None:
             await asyncio.to_thread(self._store.forget_after, step)
@@ -667,12 +654,11 @@ class Training:
                 self._trouble,
             ),
         )
-        for peer in plan.peers:
-            self._joined[peer] = min(start, self._joined.get(peer, start))
+        self._numbers.join(plan.peers, start)
         if self._job.audit:
             from peers.owner.audit import Auditing
 
-            self.owner.audit = Auditing(self._job.audit, self._secret, self._agent.judge)
+            self.owner.audit = Auditing(self._job.audit, secrets.token_bytes(32), self._agent.judge)
         if going.stopping:
             self.owner.stop()
         self.result.state = await self.owner.train(
@@ -691,8 +677,6 @@ class Training:
             "rounds": (self._numbers.shares, self._numbers.coded),
             "key": self._key,
             "incarnation": self._incarnation,
-        }
-        info |= {
             "job": description(self._job, captured),
             "micro_batch": plan.micro_batch,
             "devices": sorted(self._numbers.kinds),
@@ -710,7 +694,7 @@ class Training:
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state
-            self._store.pinned = self._begins if self._job.audit else 0
+            self._store.pinned = self._numbers.begins if self._job.audit else 0
             if begins and self.base is not None:
                 self._store.forget_after(self.base.next_step)
         except OSError as error:
@@ -725,10 +709,8 @@ class Training:
 
     def _floor(self) -> int:
         """The first step that training could still go back to."""
-        if self._job.audit:
-            return self._begins
-        found = self._store.complete() if self._store is not None else []
-        return found[-1].next_step if found else 0
+        found = self._store.complete() if self._store is not None and not self._job.audit else []
+        return found[-1].next_step if found else self._numbers.begins
 
     async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: Epoch) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""

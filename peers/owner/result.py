@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,6 +47,12 @@ class Result:
         )
         told += (", stopped" if self.stopped else "") + (f", run {self.run}" if self.run else "")
         return f"Result({len(self.losses)} steps{told})"
+
+    def take_back(self, step: int, liars: Iterable[str]) -> None:
+        """What was told of this step and of later ones is not to be believed, because of these."""
+        self.liars += [self.names.get(peer) or peer for peer in sorted(liars)]
+        del self.losses[step:]
+        self.metrics = [found for found in self.metrics if found[0] < step]
 
     @property
     def step_s(self) -> float | None:

@@ -63,6 +63,11 @@ class Failures:
             self._lost.setdefault(member, peer)
 
     @property
+    def lost(self) -> set[str]:
+        """Members that have failed, or that the owner itself has lost."""
+        return self.missed | self.stuck | {fault.peer for fault in self.faults}
+
+    @property
     def parted(self) -> set[tuple[str, str]]:
         """Members that have lost each other, both ways. Who had lost a third one, or its owner, was lost for that."""
         pairs = [(a, b) for a, b in self._lost.items() if self._lost.get(b, a) == a and not self.missed & {a, b}]

@@ -29,7 +29,7 @@ def test_a_direction_of_a_link_is_known_by_its_frames_in_their_order() -> None:
         tally = Tally()
         for digest in digests:
             tally.add("f", "b", digest)
-        return tally.told()
+        return tally.hashes()
 
     assert told(b"1", b"2") == told(b"1", b"2")
     assert len({str(told(*order)) for order in ((b"1",), (b"1", b"2"), (b"2", b"1"), (b"1", b"2", b"2"))}) == 4

@@ -229,7 +229,7 @@ class Liar:
         elif self.lies("its state", peer, step):
             proof = replace(proof, after=said_otherwise({"": proof.after})[""])
         elif self.lies("other numbers", peer, step):
-            return replace(proof, sent=self.honest[str(peer), proof.round].told())
+            return replace(proof, sent=self.honest[str(peer), proof.round].hashes())
         else:
             return proof
         self.tell(str(peer), step or 0)

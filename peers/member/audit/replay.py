@@ -82,6 +82,7 @@ async def again(
     `state` holds weights by name, and what the optimizer keeps by "<parameter>/<key>". Raises ProtocolError where the
     frames make no step.
     """
+    await compute.use_threads(offer.plan.threads)
     weights = {name: tensor for name, tensor in state.items() if name in offer.expected_state}
     optimizer = {name: tensor for name, tensor in state.items() if name not in weights}
     runner = await compute.run(offer.build, weights, compute.device)

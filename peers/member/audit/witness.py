@@ -154,7 +154,7 @@ class StepWitness:
         entry.after = {}
         self._state = await asyncio.to_thread(State.of, self._offer, entry_after)
         return Proof(
-            entry.round, entry.before.root, self._state.root, dict(entry.sent.told()), dict(entry.received.told())
+            entry.round, entry.before.root, self._state.root, dict(entry.sent.hashes()), dict(entry.received.hashes())
         )
 
     def show(self, round: int) -> Frame:

@@ -35,15 +35,8 @@ COMPARED = 64  # steps after which a copy is described, at most
 TRIES = 3  # to read what a member has shown
 
 Frames = Sequence[tuple[str, Frame]]
-Raw = Mapping[int, Mapping[str, torch.Tensor]]
-
-
-class Judge(Protocol):
-    """Computes a member's step again: its proof, and the losses of a last stage."""
-
-    def __call__(
-        self, offer: Offer, state: Mapping[str, torch.Tensor], frames: Frames, raw: Raw, round: Round
-    ) -> Awaitable[tuple[Proof, dict[int, float]]]: ...
+# Of (offer, state, frames, inputs by micro-batch, round): the proof that the member should have given, and a last stage's losses.
+Judge = Callable[..., Awaitable[tuple[Proof, dict[int, float]]]]
 
 
 class Court(Protocol):
@@ -92,7 +85,7 @@ class _Step:
         return self.answers.round.step
 
 
-def told_by(place: Place, *, sends: bool) -> set[str]:
+def directions_of(place: Place, *, sends: bool) -> set[str]:
     """What a member's proof must name: every direction of its links that the plan uses in a step."""
     around = place.targets(place.micro_batch), place.sources(place.micro_batch)
     forward, back = around if sends else around[::-1]
@@ -118,7 +111,6 @@ class Auditing:
         self._steps: dict[int, _Step] = {}  # by round
         self._whole: asyncio.Queue[_Step] = asyncio.Queue()  # of which all members have given proof
         self._shown = asyncio.Event()  # of one step more, or all
-        self._waiting = 0  # steps of which something is still to be shown
         self._asked: dict[tuple[str, int], asyncio.Future[Evidence]] = {}
         self._state: dict[str, str] = {}  # the root of each member's state, as it has proved it last
         self._proved: dict[tuple[str, int], str] = {}  # of it before a step
@@ -141,16 +133,15 @@ class Auditing:
 
     async def fed(self, answers: Answers) -> None:
         """This step is about to be fed; wait until members can have it beside those that they must still show."""
-        while self._waiting >= AHEAD:
+        while sum(not step.is_shown for step in self._steps.values()) >= AHEAD:
             self._shown.clear()
             await self._shown.wait()
         round = answers.round
         epoch = next(iter(self._links.values())).offer.epoch
         picked = frozenset(p for p in self._links if chosen(self._seed, self._share, epoch, round.step, p))
         self._steps[round.number] = _Step(answers, picked)
-        self._waiting += 1
 
-    def told(self, link: Link, round: Round) -> None:
+    def inform(self, link: Link, round: Round) -> None:
         """A member is told of a step in these words."""
         if (step := self._steps.get(round.number)) is not None:
             step.rounds[link.peer_id] = round
@@ -211,7 +202,6 @@ class Auditing:
             step = await self._whole.get()
             with contextlib.suppress(_Found):
                 await self._look_at(step)
-            self._waiting -= not step.is_shown
             del self._steps[step.number]
             self._shown.set()
 
@@ -229,7 +219,7 @@ class Auditing:
         for edge in unequal(step.proofs):
             await self._settle(step, edge)
         cases = [(peer, *await self._case(step, peer)) for peer in sorted(step.chosen)]
-        self._waiting, step.is_shown = self._waiting - 1, True
+        step.is_shown = True
         self._shown.set()
         for case in cases:
             await self._try(step, *case)
@@ -237,7 +227,9 @@ class Auditing:
     def _look_at_words(self, step: _Step, peer: str, proof: Proof, before: str) -> None:
         """What a member says is what the plan has it do, and goes on from what it said last: `before`."""
         place = self._links[peer].place
-        if proof.sent.keys() != told_by(place, sends=True) or proof.received.keys() != told_by(place, sends=False):
+        if proof.sent.keys() != directions_of(place, sends=True) or proof.received.keys() != directions_of(
+            place, sends=False
+        ):
             self._convict(peer, step, "it proves other links than the plan gives it")
         if proof.before != before:
             self._convict(peer, step, "it began with another state than it had")
@@ -283,7 +275,7 @@ class Auditing:
         many = step.rounds[receiver].num_micro if kind in (messages.F, messages.B, messages.SHARED) else 1
         if micros != list(range(many)) or any(said.header.get("round") != step.number for said in frames):
             self._convict(receiver, step, "it leaves out a part of what it received")
-        if tally.told()[key_of(kind, sender)] != step.proofs[receiver].received[key_of(kind, sender)]:
+        if tally.hashes()[key_of(kind, sender)] != step.proofs[receiver].received[key_of(kind, sender)]:
             self._convict(receiver, step, "it shows other frames than it had said that it received")
         self._convict(sender, step, "it sent other numbers than it says that it sent")
 
@@ -300,7 +292,7 @@ class Auditing:
         tally = Tally()
         for sender, frame in frames:
             tally.add(frame.kind, sender, frame_digest(frame.kind, frame.header, frame.payloads))
-        if tally.told() != proof.received:
+        if tally.hashes() != proof.received:
             self._convict(peer, step, "it shows other frames than it had said that it received")
         return {name: found[digest].clone() for name, digest in named.items()}, frames
 
