@@ -40,7 +40,7 @@ class _Entry:
     after: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the state, until it is hashed
     before: State | None = None
     promised: int = 0  # frames that are still being encoded
-    whole: asyncio.Event = field(default_factory=asyncio.Event)  # none is
+    encoded: asyncio.Event = field(default_factory=asyncio.Event)  # none is
 
 
 class StepWitness:
@@ -86,7 +86,7 @@ class StepWitness:
         found = self._signed(entry, peer, await frame)
         entry.promised -= 1
         if not entry.promised:
-            entry.whole.set()
+            entry.encoded.set()
         return found
 
     def _signed(self, entry: _Entry, peer: str, frame: Frame) -> Frame:
@@ -144,8 +144,8 @@ class StepWitness:
         """Of the next step that is over."""
         entry = await self._done.get()
         while entry.promised:
-            entry.whole.clear()
-            await entry.whole.wait()
+            entry.encoded.clear()
+            await entry.encoded.wait()
         if self._state is None:
             assert self._first is not None
             self._state = await asyncio.to_thread(State.of, self._offer, self._first)
