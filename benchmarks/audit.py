@@ -4,8 +4,8 @@
 a small network in one process on virtual time, and one of them lies in every step (tests/rig/liars.py). The owner only notes
 whom it finds, so a run has as many lies as steps. The rest is the product: frames, signatures, proofs, the executor.
 
-The idea: each lying step is a trial of its own. What is found follows a binomial distribution with the share as its chance where only
-computing again shows the lie; where a member's own words contradict each other, all are found.
+The idea: each lying step is a trial of its own. What is found follows a binomial distribution with the share as its chance, where
+only computing again shows the lie. Where a member's own words contradict each other, all are found.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import machine
+from meshcee.audit import chosen
 from meshcee.capture import Capture, capture
 from meshcee.job import Job, Optimizer
 from tests.rig.audited import identity, watch
@@ -44,15 +45,16 @@ def job_of(steps: int, share: float) -> Job:
 def tried(kind: str, lies: int, share: float, captured: Capture) -> dict[str, Any]:
     """So many steps with this lie: how many were found, how many were to be expected, and whether anybody else was named."""
     liar_id = identity(LAST if kind == "loss" else 1).peer_id
-    began_s = time.perf_counter()
+    seed, began_s = f"{kind} {share}".encode(), time.perf_counter()
     with quiet(), Liar(kind, lambda peer, step: peer == liar_id).at_work():
-        found = run(watch(job_of(lies, share), captured, MEMBERS, SAMPLES, seed=f"{kind} {share}".encode()))
+        found = run(watch(job_of(lies, share), captured, MEMBERS, SAMPLES, seed=seed))
     steps = {step for peer, step, _ in found.found if peer == liar_id}
     chance = 0.0 if kind == "honest" else share if kind in COMPUTED else 1.0
     return {
         "kind": kind,
         "share": share,
         "lies": 0 if kind == "honest" else lies,
+        "chosen": sum(chosen(seed, share, (1, 1), step, liar_id) for step in range(lies)),
         "found": len(steps),
         "expected": round(lies * chance, 1),
         "deviations": round((len(steps) - lies * chance) / max(1e-9, math.sqrt(lies * chance * (1 - chance))), 2)

@@ -22,6 +22,7 @@ from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError, l
 from meshcee.events import Event
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
+from peers.transport.patience import Patience
 from peers.transport.stream import FramedStream, short
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ __all__ = ["Endpoint"]
 log = structlog.get_logger(__name__)
 
 MAX_STRANGERS = 256  # handshakes under way with peers that never proved the key: each may cost 100 kB for `handshake_s`
-MAX_PROVEN = 4096  # peers that did, and are remembered
 REFUSALS = 20  # told of in REFUSALS_S, and as many failures: whoever is refused may come again at once
 REFUSALS_S = 60.0
 
@@ -86,7 +86,7 @@ class Endpoint(ABC):
         self.streams: set[FramedStream] = set()
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
-        self._proven: dict[str, None] = {}  # peers that have, before; newest last
+        self._patience = Patience(lambda: asyncio.get_running_loop().time())
         self._seldom = {event: Seldom(event) for event in (Event.STREAM_REFUSED, Event.HANDLER_FAILED)}
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
@@ -208,15 +208,16 @@ class Endpoint(ABC):
     def _accepted(self, stream: FramedStream) -> None:
         """A byte stream came in: shake hands and handle it in a task of ours.
 
-        Strangers who never finish a handshake keep nobody out: the oldest one makes way, and members do not count.
+        Strangers who never finish a handshake keep nobody out: the oldest one makes way, and members do not count. Those who fail
+        again and again cost no handshake any more.
         """
         # Refusing in words needs a handshake, so a few more than the limit may be under way; beyond that, hang up.
         too_many = self._accepted_per_peer[stream.peer_id] >= 2 * self._cap
-        if self._group is None or self._closing or too_many:
+        if self._group is None or self._closing or too_many or self._patience.is_over(stream.peer_id):
             stream.abort()
             self._forget(stream)
             return
-        if stream.peer_id not in self._proven:
+        if stream.peer_id not in self._patience:
             if len(self._strangers) >= MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
@@ -277,14 +278,12 @@ class Endpoint(ABC):
         try:
             welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:
+            self._patience.failed(stream.peer_id)
             self._seldom[Event.STREAM_REFUSED].log(stream.peer_id, error=str(error))
             return None
         finally:
             self._strangers.pop(stream, None)
-        self._proven.pop(stream.peer_id, None)
-        self._proven[stream.peer_id] = None
-        if len(self._proven) > MAX_PROVEN:
-            del self._proven[next(iter(self._proven))]
+        self._patience.proven(stream.peer_id)
         return welcome
 
     async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:

@@ -83,6 +83,7 @@ class Liar:
     witnesses: dict[int, str] = field(default_factory=dict)
     steps: dict[tuple[str, int], int] = field(default_factory=dict)  # by peer and round
     honest: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    within: set[int] = field(default_factory=set)  # runners whose `backward` is under way
     keep: list[Any] = field(default_factory=list)  # whose ids are used here
 
     def lies(self, lie: str, peer: str | None, step: int | None) -> bool:
@@ -163,7 +164,7 @@ class Liar:
         return sent, rng, loss
 
     def _back(self, runner: Any, grads: Any) -> Any:
-        peer = self.runners.get(id(runner))
+        peer = None if id(runner) in self.within else self.runners.get(id(runner))
         if self.lies("gradient", peer, runner.step):
             grads, was_bent = bent_one(grads)
             if was_bent:
@@ -171,7 +172,7 @@ class Liar:
         return grads
 
     def _weights(self, runner: Any) -> None:
-        peer = self.runners.get(id(runner))
+        peer = None if id(runner) in self.within else self.runners.get(id(runner))
         if self.lies("weight gradient", peer, runner.step):
             grads = [p.grad for name, p in runner.trainable.items() if name in runner.owned and p.grad is not None]
             if grads:
@@ -179,7 +180,9 @@ class Liar:
                 self.tell(str(peer), runner.step)
 
     def StageRunner_backward(self, honest: Any, runner: Any, *args: Any) -> Any:
+        self.within.add(id(runner))  # it may call both halves, and a bit that is bent twice is right
         grads, partials = honest(runner, *args)
+        self.within.discard(id(runner))
         self._weights(runner)
         return self._back(runner, grads), partials
 

@@ -1,0 +1,72 @@
+"""How many handshakes a peer answers to those who have not proven the mesh's key: so many as they may fail, and no more.
+
+The idea: what costs is a handshake that leads nowhere, so only these are counted. Whoever has failed too often, or is a stranger
+while strangers fail too often, is hung up on before a byte of its hello is read. Members are never counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Patience"]
+
+OF_ONE, OF_ALL = (64, 2.0), (512, 50.0)  # failures at once, and then a second: of one stranger, and of all together
+MOST_REMEMBERED = 4096  # peers that have proven the key, and as many that have failed
+
+
+@dataclass
+class _Failures:
+    """How many more there may be: `left` at this time of the loop's clock."""
+
+    most: int
+    per_s: float
+    left: float
+    at_s: float
+
+    def more(self, now_s: float) -> bool:
+        self.left, self.at_s = min(self.most, self.left + self.per_s * (now_s - self.at_s)), now_s
+        return self.left >= 1
+
+
+class Patience:
+    """Of one endpoint. `clock` is the loop's."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._proven: dict[str, None] = {}  # peers that have, before; newest last
+        self._failed: dict[str, _Failures] = {}  # of others; who failed last is last
+        self._all: _Failures | None = None
+
+    def __contains__(self, peer: str) -> bool:
+        """Whether it has proven the key before."""
+        return peer in self._proven
+
+    def is_over(self, peer: str) -> bool:
+        """Whether this peer is to be hung up on."""
+        if peer in self._proven:
+            return False
+        one, now_s = self._failed.get(peer), self._clock()
+        return not (one is None or one.more(now_s)) or not (self._all is None or self._all.more(now_s))
+
+    def failed(self, peer: str) -> None:
+        """A handshake with it led nowhere."""
+        if peer in self._proven:
+            return
+        now_s = self._clock()
+        self._all = self._all or _Failures(*OF_ALL, OF_ALL[0], now_s)
+        one = self._failed.pop(peer, None) or _Failures(*OF_ONE, OF_ONE[0], now_s)
+        self._failed[peer] = one
+        for failures in (one, self._all):
+            failures.more(now_s)
+            failures.left -= 1
+        if len(self._failed) > MOST_REMEMBERED:
+            del self._failed[next(iter(self._failed))]
+
+    def proven(self, peer: str) -> None:
+        """It has proven the key, now."""
+        self._failed.pop(peer, None)
+        self._proven.pop(peer, None)
+        self._proven[peer] = None
+        if len(self._proven) > MOST_REMEMBERED:
+            del self._proven[next(iter(self._proven))]
