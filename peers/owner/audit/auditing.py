@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, Protocol
 
+import structlog
 import torch
 
 from dht import verify
@@ -29,6 +30,8 @@ from peers.wire import Link, Offer, Round, digest_of, digests_in, messages, need
 from peers.wire.audit import Evidence, Said, most_bytes, statement
 
 __all__ = ["Auditing", "Court", "Judge"]
+
+log = structlog.get_logger()
 
 AHEAD = 2  # steps that may be fed before what is wanted of an earlier one is here
 COMPARED = 64  # steps after which a copy is described, at most
@@ -244,6 +247,10 @@ class Auditing:
         self._court.convict(peer, step.step, why)
         raise _Found
 
+    def _doubt(self, peer: str, step: _Step) -> NoReturn:
+        self._court.doubt(peer, step.step)
+        raise _Found
+
     async def _shows(self, step: _Step, peer: str) -> Evidence:
         """What a member has of a step. Who does not show it is left out."""
         asked = self._asked[peer, step.number] = asyncio.get_running_loop().create_future()
@@ -253,8 +260,7 @@ class Auditing:
                 shown: Evidence = await asked
                 return shown
         except TimeoutError:
-            self._court.doubt(peer, step.step)
-            raise _Found from None
+            self._doubt(peer, step)
 
     async def _settle(self, step: _Step, edge: Edge) -> None:
         """Of two members who say different things of their link, the receiver shows what the sender has signed."""
@@ -306,8 +312,7 @@ class Auditing:
             await fetch.run([peer])
             if not fetch.missing:
                 return fetch.found
-        self._court.doubt(peer, step.step)
-        raise _Found
+        self._doubt(peer, step)
 
     async def _try(self, step: _Step, peer: str, state: Mapping[str, torch.Tensor], frames: Frames) -> None:
         """Compute it again."""
@@ -316,6 +321,14 @@ class Auditing:
             right, losses = await self._judge(offer, state, frames, step.raw.get(peer, {}), round)
         except (ProtocolError, NonFiniteLossError) as error:
             self._convict(peer, step, str(error))
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            LookupError,
+        ) as error:  # no memory, or shapes that two have agreed on
+            log.warning("a step could not be computed again", peer=peer, step=step.step, error=repr(error)[:500])
+            self._doubt(peer, step)
         self.judged += 1
         for key in sorted(right.sent):
             if proof.sent[key] != right.sent[key]:

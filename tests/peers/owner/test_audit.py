@@ -15,6 +15,7 @@ import torch
 from benchmarks import virtual_chaos
 from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
 from meshcee.audit import chosen
+from meshcee.capture import capture
 from meshcee.errors import ProtocolError, UsageError, unwrap
 from meshcee.figures import DeviceProfile
 from meshcee.plan import Plan
@@ -45,6 +46,14 @@ def test_honest_members_prove_what_they_do() -> None:
     found, _ = watched(1.0)
     assert found.found == []
     assert found.judged == 3 * FEW
+    assert found.losses == expected()[0][:FEW]
+
+
+def test_evaluations_between_steps_are_no_part_of_it() -> None:
+    whole = replace(job_of(), audit=1.0, steps=FEW, checkpoint_every=0, eval_data=[(1, 2)] * 10, eval_every=2)
+    with quiet():
+        found = run(watch(whole, capture(whole), 3, MICRO, seed=SECRET))
+    assert (found.found, found.judged) == ([], 3 * FEW)
     assert found.losses == expected()[0][:FEW]
 
 
@@ -162,8 +171,9 @@ def test_a_run_with_a_liar_ends_as_the_plain_loop_and_without_it(tmp_path: Path)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("lie", LIES)
 def test_whoever_lies_however(tmp_path: Path, lie: str, place: int) -> None:
-    """The first stage sends no gradient, and the last one alone tells a loss; nobody sends activations from there."""
-    if (lie, place) in (("activation", 2), ("gradient", 0), ("loss", 0), ("loss", 1)):
+    """The first stage sends no gradient, and the last one alone tells a loss. It sends no activations, and sums no gradient of its own:
+    what it holds is tied to the first one's."""
+    if (lie, place) in (("activation", 2), ("weight gradient", 2), ("gradient", 0), ("loss", 0), ("loss", 1)):
         return
     assert_found(played(tmp_path, 1.0, lying(lie, place, since=3)), place)
 
