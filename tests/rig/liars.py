@@ -45,7 +45,7 @@ Where = Callable[[str, int], bool]  # whether this peer lies in this step
 
 
 def bent(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with another bit in its first number."""
+    """A copy with another bit in its largest number."""
     copy = tensor.detach().clone()
     bend(copy)
     return copy
@@ -53,9 +53,9 @@ def bent(tensor: torch.Tensor) -> torch.Tensor:
 
 def bend(tensor: torch.Tensor) -> None:
     with torch.no_grad():
-        first = tensor[(0,) * tensor.dim()]
-        bits = first.reshape(1).clone().view(torch.int32) ^ BIT
-        tensor[(0,) * tensor.dim()] = bits.view(torch.float32)[0]
+        place = torch.unravel_index(tensor.abs().argmax(), tensor.shape)  # a bit of a zero might be lost in a sum
+        bits = tensor[place].reshape(1).clone().view(torch.int32) ^ BIT
+        tensor[place] = bits.view(torch.float32)[0]
 
 
 def bent_one(values: list[Any]) -> tuple[list[Any], bool]:
