@@ -171,8 +171,8 @@ def test_a_run_with_a_liar_ends_as_the_plain_loop_and_without_it(tmp_path: Path)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("lie", LIES)
 def test_whoever_lies_however(tmp_path: Path, lie: str, place: int) -> None:
-    """The first stage sends no gradient, and the last one alone tells a loss. It sends no activations, and sums no gradient of its own:
-    what it holds is tied to the first one's."""
+    """The first stage sends no gradient, and the last one alone tells a loss. It sends no activations, and sums no gradient of
+    its own: what it holds is tied to the first one's."""
     if (lie, place) in (("activation", 2), ("weight gradient", 2), ("gradient", 0), ("loss", 0), ("loss", 1)):
         return
     assert_found(played(tmp_path, 1.0, lying(lie, place, since=3)), place)
