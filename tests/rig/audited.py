@@ -77,11 +77,12 @@ async def watch(
         given = {"addresses": {}, "names": {}, "timeouts": Timeouts(), "limits": limits}
         owner = Noting(job, captured, plan, (1, names[0]), (1, 1), transport, **given, **more)
         owner.found = watched.found
-        owner.audit = Auditing(job.audit, seed, judge)
+        if job.audit:
+            owner.audit = Auditing(job.audit, seed, judge)
 
         async def hear(report: Report) -> None:
             watched.losses.append(report.loss)
 
         await owner.train(Feed(job, captured, micro), hear)
-        watched.judged = owner.audit.judged
+        watched.judged = owner.audit.judged if owner.audit is not None else 0
     return watched

@@ -175,7 +175,7 @@ class Liar:
         peer = None if id(runner) in self.within else self.runners.get(id(runner))
         if self.lies("weight gradient", peer, runner.step):
             grads = [p.grad for name, p in runner.trainable.items() if name in runner.owned and p.grad is not None]
-            if grads:
+            if grads and (peer, runner.step) not in self.told:  # once a step: a bit that is bent twice may be right
                 bend(grads[0])
                 self.tell(str(peer), runner.step)
 
