@@ -35,7 +35,7 @@ from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
-from peers.owner.recovery import Recovery, Stopwatch
+from peers.owner.recovery import Recovery, Stopwatch, losses
 from peers.owner.result import Result
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
@@ -104,20 +104,6 @@ def next_incarnation(home: Home | None, after: int = 0) -> int:
 
 def proposed(planned: Planned) -> moves.Proposal:
     return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
-
-
-def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
-    """What an epoch's failures say of its members."""
-    blamed = next((peer for peer, _ in failures.blamed.most_common(1)), None)
-    return moves.Losses(
-        failures.noticed_s,
-        frozenset(failures.stuck),
-        tuple(failures.faults),
-        frozenset(failures.parted),
-        blamed,
-        frozenset(failures.apart),
-        wrong_from,
-    )
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from meshcee.events import Event
 from peers.mesh_view import MeshView, named
 from peers.planning import Planned, PlanRequest, plan_here, request_plan
 from peers.transport import StreamClosed
+from peers.wire import Failures
 
-__all__ = ["Recovery", "Stopwatch"]
+__all__ = ["Recovery", "Stopwatch", "losses"]
 
 log = structlog.get_logger()
 
@@ -84,6 +85,20 @@ class Stopwatch:
         self.mark("new step")
         log.warning(Event.RUN_GOES_ON, step=step, steps_again=self._again, seconds=dict(self._seconds))
         self._noticed_s = None
+
+
+def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
+    """What an epoch's failures say of its members."""
+    blamed = next((peer for peer, _ in failures.blamed.most_common(1)), None)
+    return moves.Losses(
+        failures.noticed_s,
+        frozenset(failures.stuck),
+        tuple(failures.faults),
+        frozenset(failures.parted),
+        blamed,
+        frozenset(failures.apart),
+        wrong_from,
+    )
 
 
 class Recovery:
