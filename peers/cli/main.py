@@ -1,7 +1,7 @@
 """The command line: options become values, errors become one sentence and an exit code.
 
-The idea: each command is a thin function over the Python API. This file alone knows flags, each declared once; the other
-files of this room know what to do with them, and are imported when their command is.
+The idea: each command is a thin function over the Python API. Flags are declared here, and those of several commands once, in
+`settings/options.py`. The other files of this room know what to do with them, and are imported when their command is.
 
 Exit codes:
 
@@ -22,9 +22,38 @@ import typer
 
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files import Home, disk, dumps
-from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
+from meshcee.files import disk, dumps
+from peers.cli.session import KINDS, printable, spin_briefly, write_job
 from peers.cli.settings import defaults_of
+from peers.cli.settings.options import (
+    Announce,
+    Device,
+    DirectPort,
+    Identity,
+    JobFile,
+    Join,
+    Json,
+    LeaveWithin,
+    Listen,
+    Memory,
+    Metrics,
+    Name,
+    PeerName,
+    Port,
+    Profiles,
+    Qr,
+    Region,
+    RunName,
+    ShownRun,
+    ShowUi,
+    Stages,
+    Testbed,
+    Threads,
+    Valid,
+    When,
+    Yield,
+    runs_here,
+)
 
 __all__ = ["app", "main"]
 
@@ -40,84 +69,6 @@ peer_app = typer.Typer(invoke_without_command=True)
 app.add_typer(peer_app, name="peer")
 checkpoint_app = typer.Typer(help="Checkpoints of the runs that this machine owns.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
-
-
-def _runs() -> list[str]:
-    """With which the shell completes a run's name."""
-    return ["last", *(run.id for run in Home().runs())]
-
-
-Join = Annotated[
-    str | None,
-    typer.Option(
-        "--join",
-        "-j",
-        envvar="MESHCEE_JOIN",
-        callback=read_token,
-        help="The invite token or multiaddress of a peer, @FILE with one, or - for standard input.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one object a line.")]
-JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
-PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")]
-RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.", autocompletion=_runs)]
-Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
-Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
-ShownRun = Annotated[
-    str | None,
-    typer.Argument(
-        help="A run of this machine: its id, its beginning, or last.",
-        autocompletion=_runs,
-    ),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on 127.0.0.1; 0 takes a free one.")]
-ShowUi = Annotated[bool, typer.Option("--ui", help="Show it live on a page of this machine: `meshcee ui`.")]
-Testbed = Annotated[str | None, typer.Option(help="FILE:NAME of a testbed, or NAME of one that ships with meshcee.")]
-Profiles = Annotated[
-    Path | None, typer.Option(help="A file of device profiles; default: the one that ships with meshcee.")
-]
-Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
-Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
-Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
-Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, help="CPU threads of torch.")]
-Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
-Listen = Annotated[
-    str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
-]
-Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
-Yield = Annotated[
-    bool,
-    typer.Option(
-        "--yield-to-owner",
-        envvar="MESHCEE_YIELD_TO_OWNER",
-        help="Leave in order while others use this machine, or it runs on battery; come back when they do not.",
-    ),
-]
-When = Annotated[str | None, typer.Option(envvar="MESHCEE_WHEN", help="Lend at these hours only, e.g. 20:00-07:00.")]
-Name = Annotated[
-    str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
-]
-LeaveWithin = Annotated[
-    float | None,
-    typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
-]
-Qr = Annotated[bool, typer.Option("--qr", help="Show the line as a QR code too.")]
-Metrics = Annotated[
-    str | None,
-    typer.Option(
-        envvar="MESHCEE_METRICS",
-        help="ADDRESS:PORT that answers /metrics (Prometheus) and /health, e.g. 127.0.0.1:9464; needs meshcee[metrics].",
-    ),
-]
-DirectPort = Annotated[
-    int,
-    typer.Option(
-        envvar="MESHCEE_DIRECT_PORT",
-        min=-1,
-        max=65535,
-        help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -636,7 +587,7 @@ def checkpoint_export(
         str,
         typer.Argument(
             help="A run's id, its beginning, or last; RUN@STEP for the state after that many steps.",
-            autocompletion=_runs,
+            autocompletion=runs_here,
         ),
     ],
     hf: Annotated[Path | None, typer.Option(help="Write what Hugging Face's from_pretrained loads, here.")] = None,

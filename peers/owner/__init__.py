@@ -4,9 +4,11 @@
 diary; `standby`, which waits for an owner to die, is imported by name. Imports everything below; members never import this room.
 """
 
+from peers.owner.diary import next_incarnation
 from peers.owner.epoch import Report
 from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
-from peers.owner.job_run import Result, Training, Wanted, next_incarnation, own
+from peers.owner.job_run import Training, own
+from peers.owner.result import Result, Wanted
 
 __all__ = [
     "EvaluationFeed",

@@ -6,6 +6,7 @@ comes next. A checkpoint relies on the lines of the steps before it, so they rea
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -18,13 +19,21 @@ import structlog
 
 from meshcee.errors import MeshceeError
 from meshcee.figures import DeviceProfile, class_of
-from meshcee.files import Run, Trouble, disk, dumps
+from meshcee.files import Home, Run, Trouble, disk, dumps
 from meshcee.plan import Plan
 from peers.state import RETRY_S
 
-__all__ = ["Diary", "Losses", "Numbers"]
+__all__ = ["Diary", "Losses", "Numbers", "next_incarnation"]
 
 log = structlog.get_logger()
+
+
+_incarnations = itertools.count(1)
+
+
+def next_incarnation(home: Home | None, after: int = 0) -> int:
+    """Higher than any before: on disk where there is a home, else in this process, which then is all there is."""
+    return home.next_incarnation(after) if home is not None else next(_incarnations)
 
 
 class Losses:

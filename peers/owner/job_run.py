@@ -13,7 +13,7 @@ import math
 import secrets
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,11 @@ from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
 from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
-from peers.owner.diary import Diary, Numbers
+from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.recovery import Recovery, Stopwatch, losses
-from peers.owner.result import Result
+from peers.owner.result import Result, Wanted
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
 from peers.state import (
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from peers.measure import Trace
     from peers.owner.adaptation import Adaptation, Newcomers
 
-__all__ = ["Result", "Training", "Wanted", "next_incarnation", "own"]
+__all__ = ["Training", "own"]
 
 log = structlog.get_logger()
 
@@ -94,26 +94,8 @@ def own(
     )
 
 
-_incarnations = itertools.count(1)
-
-
-def next_incarnation(home: Home | None, after: int = 0) -> int:
-    """Higher than any before: on disk where there is a home, else in this process, which then is all there is."""
-    return home.next_incarnation(after) if home is not None else next(_incarnations)
-
-
 def proposed(planned: Planned) -> moves.Proposal:
     return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a user asks of one training beyond the job."""
-
-    stages: int | None = None  # exactly so many
-    plan: Plan | None = None  # this one, instead of the coordinator's
-    resume: str | None = None  # the run to go on with
-    after: str = ""  # the owner, gone, whose run that is, if it is another peer
 
 
 class Training:
@@ -202,6 +184,8 @@ class Training:
             if found and found[0].next_step >= done and self._captured is not None:
                 on_disk = found[0].weights(found[0].names)
                 return self._captured.state_dict(ChainMap({}, on_disk, self._captured.state))  # type: ignore[arg-type]
+            if done and self.owner is None:
+                raise UsageError("the run has ended without weights: its error comes to whoever reads its reports")
             await asyncio.sleep(0.05)
         return self.result.state
 

@@ -1,4 +1,4 @@
-"""What a job leaves to whoever ran it.
+"""What is asked of a training, and what a job leaves to whoever ran it.
 
 The idea: plain values; weights are in memory only if somebody asks for all of them.
 """
@@ -19,7 +19,17 @@ from meshcee.plan import Plan
 if TYPE_CHECKING:
     from peers.owner.adaptation import Change
 
-__all__ = ["Result"]
+__all__ = ["Result", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks of one training beyond the job."""
+
+    stages: int | None = None  # exactly so many
+    plan: Plan | None = None  # this one, instead of the coordinator's
+    resume: str | None = None  # the run to go on with
+    after: str = ""  # the owner, gone, whose run that is, if it is another peer
 
 
 @dataclass(repr=False)
