@@ -12,6 +12,7 @@ What makes a batch of samples (`Job.collate`) draws by (seed, step, place of its
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
@@ -86,7 +87,10 @@ def read(data: Any, indices: Iterable[int], seed: int, step: int = NO_STEP, *, n
 def collated(
     collate: Callable[[list[Any]], Any], samples: Sequence[Any], seed: int, step: int, first: int, *, name: str = "data"
 ) -> Any:
-    """What the user's `collate` makes of a micro-batch; `first` is the place of its first sample in the step, or evaluation."""
+    """What the user's `collate` makes of a micro-batch; `first` is the place of its first sample in the step, or evaluation.
+
+    It is given copies, which it may change: a sample may be kept, and be in a batch again.
+    """
 
     def asked() -> str:
         when = "" if step == NO_STEP else f" of step {step + 1}"
@@ -94,9 +98,37 @@ def collated(
 
     with generators_put_back(), calling(asked):
         seed_generators(seed, step, first, "batch")
-        found = collate(list(samples))
+        found = collate([_copy_of(sample, {}) for sample in samples])
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise UsageError(f"{asked()} returned a {type(found).__name__}; it must return a pair (x, y)")
+    return found
+
+
+_NEVER_CHANGED = {str, bytes, int, float, bool, type(None)}
+
+
+def _copy_of(value: Any, copied: dict[int, Any]) -> Any:
+    """Through plain trees: deepcopy would copy what a whole tensor lies in, of which a sample is a view. `copied`: by id."""
+    if type(value) in _NEVER_CHANGED:
+        return value
+    if id(value) in copied:
+        return copied[id(value)]
+    if isinstance(value, torch.Tensor):
+        found: Any = value.detach().clone().requires_grad_(value.requires_grad)
+    elif type(value) is dict:
+        found = {key: _copy_of(one, copied) for key, one in value.items()}
+    elif type(value) in (list, tuple):
+        found = type(value)([_copy_of(one, copied) for one in value])
+    else:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+        for one in (*inside, *getattr(value, "__dict__", {}).values()):
+            if isinstance(one, torch.Tensor):
+                _copy_of(one, copied)
+        try:
+            found = copy.deepcopy(value, copied)
+        except Exception:  # what cannot be copied, as an open file: collate has it itself
+            found = value
+    copied[id(value)] = found
     return found
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshcee.errors import UsageError
+from meshcee.sampling import batched
 from meshcee.sampling.order import draw, read
 
 
@@ -118,3 +120,34 @@ print(shared, dht.kademlia.hivemind.dht.node.random is random, dht.kademlia.hive
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[] False False"
+
+
+@dataclass
+class Row:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_collate_may_change_its_samples() -> None:
+    """One object may be in a batch several times, and be kept for another."""
+    everything = torch.arange(8.0).reshape(4, 2)
+
+    def collate(samples: list[Any]) -> Any:
+        for sample in samples:
+            sample["x"] += 1
+            sample["rows"][0].x.mul_(2)
+            sample["list"].append(0)
+            sample["array"][:] = 7
+        assert all(len(sample["list"]) == 1 for sample in samples)
+        ys = [sample.pop("y") for sample in samples]
+        return torch.stack([s["x"] + s["rows"][0].x for s in samples]), torch.stack(ys)
+
+    lock = threading.Lock()  # no copy of it can be made
+    row = Row(everything[0], everything[1])
+    sample = {"x": everything[2], "y": everything[3], "rows": (row,), "list": [], "array": np.zeros(2), "lock": lock}
+    found = [batched([sample] * 3, 0, step=1, collate=collate) for _ in range(2)]
+    assert torch.equal(found[0][0], torch.tensor([[5.0, 8.0]] * 3))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(everything, torch.arange(8.0).reshape(4, 2))
+    assert not sample["list"]
+    assert not sample["array"].any()
