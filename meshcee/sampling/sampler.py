@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import operator
 from typing import Any
 
@@ -21,6 +22,9 @@ from meshcee.sampling.order import Same, generators_put_back, seed_generators
 from meshcee.user_code import calling
 
 __all__ = ["check_repeats", "digest_of", "sampled"]
+
+MOST_TIMES = 64  # that each sample is drawn in a data epoch, on average
+AT_LEAST = 1 << 24  # samples in a data epoch are not too many, however small the data
 
 
 def sampled(sampler: Any, seed: int, length: int, batch_size: int, step: int) -> list[int]:
@@ -69,7 +73,13 @@ def _drawn(sampler: Any, seed: int, length: int, data_epoch: int) -> torch.Tenso
             found = iter(sampler)
         else:
             found = iter(sampler(data_epoch, seed))
-        order = np.fromiter(map(operator.index, found), np.int64)
+        most = max(MOST_TIMES * length, AT_LEAST)
+        order = np.fromiter(map(operator.index, itertools.islice(found, most + 1)), np.int64)
+    if len(order) > most:
+        raise UsageError(
+            f"the sampler does not end: it gives more than {most} samples in a data epoch; let it end, as with "
+            "itertools.islice(indices, len(data))"
+        )
     if len(order) and not (order.min() >= 0 and order.max() < length):
         wrong = order[(order < 0) | (order >= length)][0]
         raise UsageError(f"the sampler gives index {wrong}, and data has {length} samples, from 0 to {length - 1}")

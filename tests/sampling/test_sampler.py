@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
 from meshcee.sampling import indices_of, order_digest, repeats
+from meshcee.sampling import sampler as sampler_module
 from meshcee.sampling.order import generators_put_back, seed_generators
 
 ROWS = [(torch.full((4,), float(i)), float(i)) for i in range(40)]
@@ -145,3 +147,10 @@ def test_an_order_that_a_run_did_not_have_is_told_by_its_digest() -> None:
     ]
     assert digests[0] is None
     assert len({*digests}) == 3
+
+
+def test_an_order_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "AT_LEAST", 100)
+    job = job_of(lambda epoch, seed: itertools.cycle(range(40)))
+    with pytest.raises(UsageError, match="does not end: it gives more than 2560 samples in a data epoch; let it end"):
+        indices_of(job, 0)
