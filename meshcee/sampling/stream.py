@@ -36,8 +36,10 @@ __all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "read_first"]
 log = structlog.get_logger()
 
 LOOKED_AT = 16  # samples, before the start
-RECENT = 8  # steps whose samples are in memory
+RECENT = 3  # steps whose samples are in memory: the one that is read, and two that are under way before it
 MOST_MARKS = 1024
+MOST_STATES = 64  # of these marks that hold a state
+MOST_SETS = 8  # that this process remembers
 MOST_STATE_CHARACTERS = 1 << 18
 CLOSE_S = 2.0
 READ_AGAIN = (
@@ -71,6 +73,7 @@ class Stream:
         self._samples: Iterator[Any] | None = None
         self._next = self._data_epoch = self._position = 0  # the step whose samples come next, and where they are
         self._opened = Mark(0, 0)  # where this reading of the set began
+        self._began: object = None  # as `_Known.began`, when this reading began
 
     def samples(self, step: int, first: int, end: int) -> list[Any]:
         with self._lock:
@@ -92,9 +95,9 @@ class Stream:
     def state(self, step: int) -> dict[str, Any]:
         if not (0 <= step < self._job.steps) or step not in self._marks:
             return {}
-        if not self._marks[
-            step
-        ].check:  # a run that was stopped: what it would have read next tells whether the state is right
+        if self._marks[step].state and not self._marks[step].check:
+            # A run that was stopped: what it would have read next tells whether the state is right. Of a set without a state
+            # nothing is read, as its next samples may be others when it goes on.
             with contextlib.suppress(UsageError):
                 self.samples(step, 0, 1)
         mark = self._marks[step]
@@ -118,15 +121,21 @@ class Stream:
             self._restores = _restores(Same(self._job.data), self._job.seed)
         known = max(at for at in self._marks if at <= step)
         ahead = known > self._next and self._marks[known].state  # there at once; else as near from here
-        if self._samples is None or step < self._next or ahead:
+        if self._samples is None or step < self._next or ahead or self._is_moved():
             self._next = known
             self._open(self._marks[known])
         while self._next < step:
             self._read_step(needed=False)
 
+    def _is_moved(self) -> bool:
+        """Whether somebody else began to read the set since, which puts the parts that its copies share somewhere else."""
+        data = self._job.data
+        return hasattr(data, "load_state_dict") and _known(Same(data)).began is not self._began
+
     def _open(self, mark: Mark) -> None:
         state = mark.state if self._restores else ""
         self._data, self._samples = _begin(self._job.data, self._job.seed, mark.data_epoch, state)
+        self._began = _known(Same(self._job.data)).began
         self._opened = mark if state else Mark(mark.data_epoch, 0)
         self._data_epoch, self._position = mark.data_epoch, self._opened.position
         if self._position < mark.position:
@@ -167,6 +176,10 @@ class Stream:
         self._marks[step] = replace(mark, check=mark.check or check)
         for old in list(itertools.islice(self._marks, 1, max(1, len(self._marks) - MOST_MARKS))):
             del self._marks[old]
+        states = [at for at, one in self._marks.items() if one.state]
+        if len(states) > MOST_STATES:  # of the older half the one whose neighbours are nearest: far back some are left
+            least = min(range(1, MOST_STATES // 2), key=lambda i: states[i + 1] - states[i - 1])
+            del self._marks[states[least]]
         self._next += 1
         self._marks.setdefault(self._next, Mark(self._data_epoch, self._position, self._state()))
         return found
@@ -203,6 +216,7 @@ def _begin(data: Any, seed: int, data_epoch: int, state: str = "") -> tuple[Any,
     """
     found = _copied(data)
     with calling(f"data, in data epoch {data_epoch + 1},"):
+        _known(Same(data)).began = object()
         if not state and (initial := _initial(Same(data), seed)):
             found.load_state_dict(loads(initial))
         if hasattr(found, "set_epoch"):
@@ -223,13 +237,30 @@ def _copied(data: Any) -> Any:
     return found
 
 
-@functools.lru_cache(maxsize=4)
+class _Known:
+    """What this process remembers of a set."""
+
+    def __init__(self) -> None:
+        self.initial: dict[int, str] = {}  # its state before anybody has read, by the seed
+        self.began: object = None  # of who began to read it last
+
+
+@functools.lru_cache(maxsize=MOST_SETS)
+def _known(data: Same) -> _Known:
+    return _Known()
+
+
 def _initial(data: Same, seed: int) -> str:
     """Its state before anybody has read, as JSON; "" where it has none, or none that can be kept."""
     if not hasattr(data.it, "state_dict") or not hasattr(data.it, "load_state_dict"):
         return ""
-    seed_generators(seed, 0, 0, "set")
-    return _state_of(_copied(data.it))
+    known = _known(data).initial
+    if seed not in known:
+        if before := next(iter(known.values()), ""):  # it was read with another seed: its parts are put back
+            _copied(data.it).load_state_dict(loads(before))
+        seed_generators(seed, 0, 0, "set")
+        known[seed] = _state_of(_copied(data.it))
+    return known[seed]
 
 
 def _state_of(data: Any) -> str:
@@ -244,7 +275,7 @@ def _state_of(data: Any) -> str:
     return text if same and state is not None else ""
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=MOST_SETS)
 def _restores(same: Same, seed: int) -> bool:
     """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
     if not hasattr(same.it, "load_state_dict"):
@@ -298,7 +329,7 @@ def first_of(job: Job) -> list[tuple[Any, float]]:
     return _first_of(Same(job.data), job.seed)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=MOST_SETS)
 def _first_of(data: Same, seed: int) -> list[tuple[Any, float]]:
     return read_first(data.it, seed)
 

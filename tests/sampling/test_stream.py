@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
-from meshcee.sampling import repeats, source_of
+from meshcee.sampling import probes, repeats, source_of
 from meshcee.sampling.order import generators_put_back, seed_generators
-from meshcee.sampling.stream import LOOKED_AT, OTHERS, READ_AGAIN, RECENT, UNUSED
+from meshcee.sampling.stream import LOOKED_AT, MOST_STATES, OTHERS, READ_AGAIN, RECENT, UNUSED
 from tests.rig.streams import Counted, Plain, Shuffled, sample_of
 
 BATCH, STEPS = 8, 40
@@ -248,3 +249,67 @@ def test_what_a_stream_cannot_have_is_refused_with_what_to_do(changes: dict[str,
 def test_a_dataloader_without_batches_is_a_stream() -> None:
     job = job_of(DataLoader(Plain(), batch_size=None, collate_fn=dict))
     assert len(source_of(job).samples(1, 0, BATCH)) == BATCH
+
+
+class Parted(IterableDataset[Any]):
+    """Its place is in a part that shallow copies share."""
+
+    def __init__(self, count: int = 50) -> None:
+        self.count, self.part = count, {"read": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.part)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.part.update(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.part["read"] < self.count:
+            self.part["read"] += 1
+            yield sample_of(self.part["read"] - 1)
+        self.part["read"] = 0
+
+
+@pytest.mark.parametrize("kind", [Plain, Counted, Shuffled, Parted])
+def test_another_reader_of_the_set_does_not_move_a_stream(kind: type[Any]) -> None:
+    with capture_logs():
+        alone = read_all(job_of(kind()), range(12))
+        other = job_of(kind(), seed=4)
+        alone_4, first_4 = read_all(other, range(12)), [read for read, _ in probes(other, LOOKED_AT)]
+        job = job_of(kind())
+        same = replace(other, data=job.data)
+        source, shared = source_of(job), source_of(same)
+        for step in range(12):
+            assert source.samples(step, 0, BATCH) == alone[step], step
+            if step == 5:
+                assert [read for read, _ in probes(same, LOOKED_AT)] == first_4
+            if step > 8:
+                assert shared.samples(step, 0, BATCH) == alone_4[step]
+
+
+def test_a_stopped_run_goes_on_though_its_stream_is_never_the_same() -> None:
+    class Unseeded(Plain):
+        chance = random.Random(5)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([{"x": self.chance.random()} for _ in range(200)])
+
+    source = source_of(job_of(Unseeded()))
+    read_before = [source.samples(step, 0, BATCH) for step in range(5)]
+    state = source.state(5)
+    assert not state["check"]
+    assert state["position"] == len(read_before) * BATCH
+    other = source_of(job_of(Unseeded()))
+    other.go_on(5, state)
+    with capture_logs():
+        assert len(other.samples(5, 0, BATCH)) == BATCH
+
+
+def test_few_states_are_kept_and_some_are_near_however_far_back_a_step_is() -> None:
+    job = job_of(Counted(4000), steps=400)
+    source = source_of(job)
+    first = [source.samples(step, 0, BATCH) for step in range(400)]
+    assert sum(bool(source.state(step).get("state")) for step in range(400)) <= MOST_STATES + 1
+    before = len(job.data.reads)
+    assert source.samples(150, 0, BATCH) == first[150]
+    assert len(job.data.reads) - before < 100 * BATCH
