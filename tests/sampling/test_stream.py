@@ -313,3 +313,18 @@ def test_few_states_are_kept_and_some_are_near_however_far_back_a_step_is() -> N
     before = len(job.data.reads)
     assert source.samples(150, 0, BATCH) == first[150]
     assert len(job.data.reads) - before < 100 * BATCH
+
+
+def test_a_step_is_a_batch_again_though_collate_changes_its_samples() -> None:
+    def pops(rows: list[Any]) -> Any:
+        ys = torch.tensor([row.pop("label") for row in rows])
+        for row in rows:
+            row["x"].insert(0, 0.0)
+        return torch.tensor([row["x"] for row in rows]), ys
+
+    job = job_of(Plain(), collate=pops)
+    source = source_of(job)
+    first, again = (source.batch(3, 0, BATCH) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert repeats(job, keeps=False)
+    assert repeats(job, keeps=False), "what is looked at is kept, too"
