@@ -240,6 +240,7 @@ class Draft:
 
     def finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, **about: Any) -> Checkpoint:
         """Add what training does not change, make it durable, put it in its place, forget the oldest."""
+        about = {**about, "data": self._store.place(self.next_step)}  # before the lock: it may read data, and take long
         with self._store.lock:
             return self._finish(state, frozen, about)
 
@@ -247,7 +248,6 @@ class Draft:
         if frozen:
             self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
-        data["data"] = self._store.place(self.next_step)
         self._store.rely()
         disk.write_whole(self.folder / MANIFEST, dumps(data, indent=1).encode())  # and the names of the files before it
         place = self._store.folder / f"step-{self.next_step:08d}"

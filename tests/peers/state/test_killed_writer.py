@@ -186,3 +186,18 @@ def test_a_checkpoint_that_is_being_completed_when_its_epoch_ends_is_completed_f
         goes.set()
         assert [c.next_step for c in listed.result(30)] == [completing.result(30).next_step] == [3]
     listed.result()[0].verify()
+
+
+def test_the_place_in_the_data_is_asked_for_before_anybody_must_wait(tmp_path: Path) -> None:
+    """It may read the data, which may take long or not return."""
+    store = store_in(tmp_path)
+    held: list[bool] = []
+
+    def place(step: int) -> dict[str, int]:
+        held.append(store.lock.locked())
+        return {"position": step * 4}
+
+    store.place = place
+    found = write(store, 3)
+    assert held == [False]
+    assert found.manifest["data"] == {"position": 12}
