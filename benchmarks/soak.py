@@ -90,6 +90,7 @@ class FakeOwner:
     def __init__(self, job: Job, captured: Capture, plan: Plan, kept: Supplies, epoch_steps: int) -> None:
         self.plan = plan
         self.failures = Failures()
+        self.audit = None
         self.leaving: set[str] = set()
         self.stopped = self.handed_over = False
         self.saved = ()  # of its checkpoints nobody is told

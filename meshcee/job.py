@@ -125,10 +125,24 @@ class _Several(torch.optim.Optimizer):
     """Optimizers of several classes as one: the same groups, in the order of their patterns, and the same state."""
 
     def __init__(self, classes: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
+        first, *others = classes
+        shared = {
+            k: v for k, v in first.defaults.items() if all(k in o.defaults and o.defaults[k] == v for o in others)
+        }
+        super().__init__(groups, shared)  # schedules look at these
         self.classes = classes
-        for one in classes:
+        self._link()
+
+    def _link(self) -> None:
+        """One state and one list of groups for all: each class has its own groups of them."""
+        for one in self.classes:
             one.state = self.state
+            own = {id(p) for group in one.param_groups for p in group["params"]}
+            one.param_groups = [g for g in self.param_groups if any(id(p) in own for p in g["params"])]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self._link()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"classes": self.classes}

@@ -19,7 +19,7 @@ from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Piece, loss_shares, rows_of
-from meshcee.sampling import batched, probes
+from meshcee.sampling import batched, probes, read
 from meshcee.stage import Boundary, StageRunner
 
 __all__ = ["check_sharing", "why_not_shared"]
@@ -35,11 +35,18 @@ def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
         if widest == 1:
             continue
         samples = widest + 1
-        batch = batched([sample for sample, _ in probes(job, samples)], job.seed, collate=job.collate)
+        batch = batched(_first(job, samples), job.seed, collate=job.collate)
         tried = [_with_samples(stage, samples) for stage in pipeline.stages]
         for program in (captured.train, captured.evaluate):
             if program is not None:
                 _check_program(job, captured, program, tried, batch, samples)
+
+
+def _first(job: Job, count: int) -> list[Any]:
+    """Samples that lie beside each other: those far apart are alike in data that repeats itself."""
+    if job.streams:
+        return [sample for sample, _ in probes(job, count)]
+    return read(job.data, (i % len(job.data) for i in range(count)), job.seed)
 
 
 def why_not_shared(job: Job, captured: Capture) -> str:

@@ -47,7 +47,7 @@ def _piece(flat: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     unit = torch.where(largest > 0, largest, 1.0)[:, None]
     if bits == 8:
         return (blocks / unit * 127).round().to(torch.int8).reshape(-1), largest / 127
-    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(NF4)])
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(NF4)], device=flat.device)
     codes = torch.bucketize(blocks / unit, middles, out_int32=True).to(torch.uint8).reshape(-1, 2)
     return codes[:, 0] * 16 + codes[:, 1], largest
 

@@ -200,7 +200,7 @@ class BlockProfiler:
         state = [v.value.nbytes(1) for _, v in spec.inputs if v.kind in ("parameter", "buffer")]
         if (needed := 4 * sum(state) + _touched_bytes(spec, request.sizes[0])) > self._memory_bytes:
             raise PlanError(
-                f"block {first} needs {told_size(needed)} and this peer offers {told_size(self._memory_bytes)}"
+                f"block {first} needs {told_size(needed)}, {told_size(needed - self._memory_bytes)} more than this peer offers"
             )
         try:
             runner = await self._compute.run(_runner, spec, request, self._compute.device)

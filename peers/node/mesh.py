@@ -7,6 +7,7 @@ coordinator for a plan, offer it, feed it; reports come back as an async iterato
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,19 @@ class Mesh:
             raise UsageError(
                 "nothing trains on this mesh yet: ask for the weights inside of `async for report in mesh.train(job)`"
             )
-        return dict(await self.training.state())
+        async with asyncio.TaskGroup() as group:
+            draining = group.create_task(
+                self._drain()
+            )  # nobody reads reports meanwhile, and a run waits for its reader
+            try:
+                found = await self.training.state(self._running.done)
+            finally:
+                draining.cancel()
+        return await asyncio.to_thread(dict, found)
+
+    async def _drain(self) -> None:
+        while True:
+            self._early.append(await self._reports.get())
 
     async def plan(self, job: Job, captured: Capture, stages: int | None = None, given: Plan | None = None) -> Planned:
         """Have the job's blocks profiled, then ask the coordinator for a plan, of exactly `stages` stages if given.
@@ -201,7 +214,8 @@ class Mesh:
         self.agent.members.check_own("own", "offers no jobs")
         if codec is not None:
             job = replace(job, codec=codec)
-        reports: asyncio.Queue[Report | MeshceeError | None] = asyncio.Queue(maxsize=64)
+        self._reports = reports = asyncio.Queue[Report | MeshceeError | None](maxsize=64)
+        self._early = early = deque[Report | MeshceeError | None]()
         listening, story = called(callbacks), None
         if self._home is not None:
             from peers.owner.story import Story
@@ -223,10 +237,10 @@ class Mesh:
             callbacks=listening,
         )
         self.training, self.result = training, training.result
-        task = self._group.create_task(training.run())
+        self._running = task = self._group.create_task(training.run())
         beside = [task] if story is None else [task, self._group.create_task(story.run(training))]
         try:
-            while (item := await reports.get()) is not None:
+            while (item := early.popleft() if early else await reports.get()) is not None:
                 if isinstance(item, MeshceeError):
                     raise item
                 if story is not None:

@@ -174,8 +174,8 @@ class Training:
         """What plans are asked for with, once the job was profiled."""
         return self._request
 
-    async def state(self) -> Mapping[str, torch.Tensor]:
-        """After all reported steps or some more, from a checkpoint or at the end; UsageError where the run has no folder."""
+    async def state(self, is_over: Callable[[], bool]) -> Mapping[str, torch.Tensor]:
+        """After all reported steps or more, from a checkpoint or the end. UsageError where the run has no folder, or failed."""
         done = len(self.result.losses)
         if not self.result.state:
             self._steering.control.checkpoint()
@@ -184,7 +184,7 @@ class Training:
             if found and found[0].next_step >= done and self._captured is not None:
                 on_disk = found[0].weights(found[0].names)
                 return self._captured.state_dict(ChainMap({}, on_disk, self._captured.state))  # type: ignore[arg-type]
-            if done and self.owner is None:
+            if is_over():
                 raise UsageError("the run has ended without weights: its error comes to whoever reads its reports")
             await asyncio.sleep(0.05)
         return self.result.state

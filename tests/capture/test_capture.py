@@ -48,7 +48,7 @@ def test_models_of_every_kind_have_at_least_as_many_blocks_as_layers() -> None:
 @pytest.mark.parametrize("model", LAYERS)
 def test_costs_cover_every_parameter_once(model: str) -> None:
     found = captured(model)
-    total = sum(found.state[n].nbytes for n in found.param_order)
+    total = sum(tensor.nbytes for tensor in found.state.values())
     assert sum(cost.parameter_bytes for cost in found.costs) == total
     assert found.costs[-1].boundary_bytes == 0
 

@@ -215,3 +215,35 @@ def test_a_frozen_weight_costs_its_codes_alone() -> None:
     planned, before = (sum(c.parameter_bytes for c in found) for found in (costs, plain))
     layers = 4 * (256 * 256)
     assert planned == before - 4 * layers + layers // 2 + layers // 64 * 4 + 256 * 2 * 4  # and the table of pairs
+
+
+class Written(nn.Module):
+    """Integers that unfold to a weight, of which some are written before they are used: `how` is by what."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.register_buffer("codes", torch.arange(16, dtype=torch.int8))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.codes.float()
+        if self.how == "a view":
+            w[:8].mul_(3.0)
+        elif self.how == "itself":
+            w.add_(1.0)
+        else:
+            w.view(4, 4)[1:].view(-1)[: x.shape[0] // x.shape[0]].zero_()
+        return self.c(self.a(x) * (w * 0.5))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["a view", "itself", "a view of a view"])
+def test_what_is_written_into_an_unfolded_weight_is_not_forgotten(how: str) -> None:
+    """It would be made again without what was written, and the gradient of `a` would be another one."""
+    torch.manual_seed(0)
+    rows = torch.randn(24, 8)
+    job = Job(
+        model=Written(how), loss=nn.functional.mse_loss, data=[(row, row.sum(0, keepdim=True)) for row in rows],
+        optimizer=meshcee.Optimizer("SGD", lr=0.001), batch_size=8, micro_batch_size=4, steps=3, verify=False,
+    )  # fmt: skip
+    assert meshcee.check(job, steps=3).equal

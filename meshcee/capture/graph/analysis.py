@@ -22,6 +22,8 @@ from meshcee.capture.graph.program import Input, Node, Ref, Value, is_random
 
 __all__ = ["Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
 
+_PACKED = (torch.uint8, torch.int8, torch.int32)
+_VIEWS = ("getitem", "aten.einsum.default", "aten.broadcast_tensors.default")  # whose schemas do not say so
 _HINT = 2  # samples in the fake pass; figures are divided by it
 _SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
 
@@ -176,26 +178,57 @@ def _aliases(
 
 
 def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Node]]) -> dict[int, tuple[int, ...]]:
-    """Weights that lie packed: each value of frozen weights alone that is larger than they are -> the nodes that make it, in order.
+    """Weights that lie packed: each value of small integers of frozen weights that is larger than they are -> the nodes that make
+    it, in order.
 
     Autograd would keep it from F to W. As a step changes nothing that it comes from, a stage makes it again where a gradient
-    asks for it (meshcee/stage/remade.py).
+    asks for it (meshcee/stage/remade.py). What a write may reach is left out: nobody would write again.
     """
     held = {
-        number: entry.value.nbytes(1)
+        number: entry.value
         for number, entry in inputs
         if entry.kind != "raw" and not (entry.trainable or entry.mutated)
     }
+    packed = {number for number, value in held.items() if value.dtype in _PACKED}
+    calls = dict(nodes)
     sources: dict[int, frozenset[int]] = {number: frozenset({number}) for number in held}
     made: dict[int, frozenset[int]] = {number: frozenset() for number in held}
     found: dict[int, tuple[int, ...]] = {}
-    for number, node in nodes:
+    for number, node in calls.items():
         if not node.refs or is_random(node) or node.operator.mutates or any(r not in sources for r in node.refs):
             continue
         sources[number] = frozenset().union(*(sources[r] for r in node.refs))
         made[number] = frozenset({number}).union(*(made[r] for r in node.refs))
-        if node.value.is_tensor and node.value.nbytes(1) > sum(held[source] for source in sources[number]):
+        size = sum(held[source].nbytes(1) for source in sources[number])
+        if sources[number] & packed and node.value.is_tensor and node.value.nbytes(1) > size:
             found[number] = tuple(sorted(made[number]))
+    reached = _written(calls, made)
+    return {number: way for number, way in found.items() if not reached & {*way, *sources[number]}}
+
+
+def _written(nodes: Mapping[int, Node], made: Mapping[int, frozenset[int]]) -> set[int]:
+    """Values that share memory with what is written in place, or may: all that a target was made of, as far as it may be a view."""
+    found: set[int] = set()
+    for node in nodes.values():
+        places = [
+            node.args[k] if k < len(node.args) else node.kwargs.get(node.operator.argument_names[k])
+            for k in node.operator.mutates
+        ]
+        pending = [
+            ref.index
+            for place in places
+            for ref in (place if isinstance(place, list) else [place])
+            if isinstance(ref, Ref)
+        ]
+        while pending:
+            number = pending.pop()
+            if number in found:
+                continue
+            found |= {number, *made.get(number, ())}
+            if number in nodes and (
+                number in made or nodes[number].operator.aliases or nodes[number].operator.name in _VIEWS
+            ):
+                pending += nodes[number].refs
     return found
 
 

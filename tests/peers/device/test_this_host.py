@@ -99,7 +99,7 @@ def test_threads_spin_briefly_unless_the_user_has_said() -> None:
 def test_the_command_line_says_so_before_torch_is_loaded() -> None:
     code = (
         "import os, sys, peers.cli.main as cli\n"
-        "cli.app = lambda arguments: sys.exit(('torch' in sys.modules) or os.environ['GOMP_SPINCOUNT'] != '10000')\n"
+        "cli.app = lambda arguments, **_: sys.exit(('torch' in sys.modules) or os.environ['GOMP_SPINCOUNT'] != '10000')\n"
         "cli.main([])"
     )
     own = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")

@@ -199,8 +199,8 @@ async def refusal(data: bytes, ask: Frame, graph: Frame, **settings: Any) -> Fra
         ({"precision": "int3"}, {}, "precision"),
         ({"blocks": (0, 99), "flops": (1.0, 1.0)}, {}, "blocks that the graph does not have"),
         ({"pair": 99}, {}, "blocks that the graph does not have"),
-        ({}, {"memory_bytes": 1000}, "bytes and this peer offers 1000"),
-        ({"sizes": (1 << 23,)}, {}, "bytes and this peer offers"),
+        ({}, {"memory_bytes": 1000}, "block 0 needs 6 KiB, 5."),
+        ({"sizes": (1 << 23,)}, {}, "more than this peer offers"),
         ({}, {"is_busy": lambda: True}, "runs a job"),
     ],
 )

@@ -157,7 +157,8 @@ def answers_of(links: dict[str, Any], **more: Any) -> tuple[Answers, Plan]:
 
 def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
     answers, plan = answers_of({"p1": [None, 2e6, 1_500_000], "stranger": [1.0, 1.0, 1]})
-    assert answers.observed() == Observed({"p0": 1.0, "p1": 1.0}, {("p1", "p0"): 2e6}, {("p0", "p1"): 1_500_000})
+    seen = replace(answers.observed(), seconds={})
+    assert seen == Observed({"p0": 1.0, "p1": 1.0}, {("p1", "p0"): 2e6}, {("p0", "p1"): 1_500_000})
     waits = "links: the busiest stage, 0 on ann, waits 60%"
     assert answers.limit(plan, {"p0": "ann", "p1": "ben"}, 10.0) == f"{waits}; up to 1.5 MB queue from ann to ben"
     for few in ({"p1": [None, None, 50_000]}, {"p1": [3e6, None, None]}):

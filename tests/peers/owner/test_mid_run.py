@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,27 @@ async def test_after_the_end_they_are_the_results_and_without_a_folder_a_run_say
                 with pytest.raises(UsageError, match="keeps=True"):
                     await mesh.state()
         assert (await mesh.state()).keys() == mesh.result.state_dict.keys()
+
+
+async def test_the_weights_are_had_though_reports_are_read_slowly(tmp_path: Path) -> None:
+    """Steps are quick, and what the loop does takes long: the run waits with as many reports as it may, and saves nothing."""
+    async with a_mesh(Home(tmp_path), 1) as (_, mesh):
+        async for report in mesh.train(job_of(checkpoint_every=1000, steps=100), captured=captured_job(), stages=1):
+            if report.step == 1:
+                await asyncio.sleep(600)
+                found = await mesh.state()
+                break
+    assert found.keys() == plain(job_of(), 1, 6).state_dict.keys()
+
+
+async def test_who_waits_for_weights_of_a_run_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "complete", lambda store: [])
+    async with a_mesh(Home(tmp_path), 1) as (here, mesh):
+        async for report in mesh.train(job_of(checkpoint_every=1000, steps=100), captured=captured_job(), stages=1):
+            if report.step == 1:
+                here.crash("p0")
+                with pytest.raises(UsageError, match="ended without weights"):
+                    await mesh.state()
+                break

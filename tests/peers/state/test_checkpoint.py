@@ -309,7 +309,7 @@ def test_a_stages_files_are_what_safetensors_reads_whatever_the_order_in_which_t
         n: (torch.float32 if dtype == torch.bfloat16 else dtype, shape) for n, (dtype, shape) in expected[0].items()
     }
     offer: Any = SimpleNamespace(
-        index=2, changed_state=expected[0], expected_optimizer=expected[1], expected_state=full
+        index=2, changed_state=expected[0], expected_optimizer=expected[1], layouts=(full, expected[1])
     )  # buffers may be narrower in a file than they are sent
     tensors = {n: t.to(full[n][0]) for n, t in files["model"].items()}, files["optimizer"]
     stage = StageCopy(*({n: digest_of(t) for n, t in part.items()} for part in tensors))
