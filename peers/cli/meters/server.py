@@ -13,9 +13,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
+import structlog
+
 from meshcee.errors import UsageError
 
 __all__ = ["Answer", "serving"]
+
+log = structlog.get_logger()
 
 REQUEST_BYTES = 8192
 PATIENCE_S = 5.0  # with a request, and with who reads an answer
@@ -78,5 +82,9 @@ def _answered(head: bytes, answer: Callable[[str], Answer | None]) -> Answer:
         return 400, "text/plain; charset=utf-8", b"this is no HTTP\n"
     if words[0] not in ("GET", "HEAD"):
         return 405, "text/plain; charset=utf-8", b"GET alone is answered\n"
-    found = answer(words[1].partition("?")[0])
+    try:
+        found = answer(words[1].partition("?")[0])
+    except Exception as error:  # who looks never ends what is looked at
+        log.exception("a question cannot be answered; please report this", error=repr(error))
+        return 500, "text/plain; charset=utf-8", b"this cannot be answered: the log says why\n"
     return found or (404, "text/plain; charset=utf-8", b"there are /metrics and /health\n")

@@ -195,6 +195,15 @@ async def test_requests_are_bounded_in_size_kind_and_number() -> None:
         assert (await get(where, "/health"))[0] == 200
 
 
+async def test_a_question_that_cannot_be_answered_ends_nothing() -> None:
+    def broken(path: str) -> tuple[int, str, bytes]:
+        raise ValueError(path)
+
+    async with serving(HERE, broken) as where:
+        assert (await get(where, "/health"))[0] == 500
+        assert (await get(where, "/health"))[0] == 500
+
+
 async def test_it_ends_at_once_whoever_is_connected() -> None:
     async with serving(HERE, plain) as where:
         reader, writer = await asyncio.open_connection(*where)
