@@ -57,6 +57,8 @@ from peers.cli.settings.options import (
 
 __all__ = ["app", "main"]
 
+HELPS = ((), ("config",), ("doctor",), ("peer", "uninstall"), ("peer", "logs"))  # commands that need no file of settings
+
 app = typer.Typer(
     name="meshcee",
     help="Train one model across scattered machines, exactly as one machine would have.",
@@ -634,7 +636,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
     spin_briefly(os.environ)
     try:
-        app(arguments, default_map=defaults_of(app, os.environ))
+        app(arguments, default_map=_defaults(sys.argv[1:] if arguments is None else arguments))
     except MeshceeError as error:
         if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
             traceback.print_exception(error)
@@ -649,6 +651,18 @@ def main(arguments: list[str] | None = None) -> None:
             _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
         traceback.print_exc()
         _fail(error, 1)
+
+
+def _defaults(arguments: list[str]) -> dict[str, Any]:
+    """What the file of settings says. A wrong one does not lock out what helps to mend it."""
+    try:
+        return defaults_of(app, os.environ)
+    except UsageError as error:
+        words = tuple(word for word in arguments if not word.startswith("-"))
+        if not (words[:1] in HELPS or words[:2] in HELPS or {*arguments} & {"--help", "--version"}):
+            raise
+        print(printable(f"meshcee: {error}; this command goes on without that file"), file=sys.stderr)
+        return {}
 
 
 def _fail(error: BaseException, code: int) -> None:

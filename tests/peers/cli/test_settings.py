@@ -125,3 +125,17 @@ def test_folders_are_those_of_xdg_and_an_old_one_stays(tmp_path: Path, monkeypat
     assert under("XDG_CONFIG_HOME", "/x", {"XDG_CONFIG_HOME": "relative"}) == Path("/x"), (
         "the rules of XDG: it is ignored"
     )
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["--version"], ["--help"], ["train", "--help"]])
+def test_a_wrong_file_does_not_lock_out_what_helps_to_mend_it(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    file.write_text("thread = 1")
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "'thread'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "list"])
+    assert ended.value.code == 2
