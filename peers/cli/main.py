@@ -23,7 +23,7 @@ import typer
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk, dumps
-from peers.cli.session import KINDS, printable, spin_briefly, write_job
+from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
     Announce,
@@ -57,7 +57,13 @@ from peers.cli.settings.options import (
 
 __all__ = ["app", "main"]
 
-HELPS = ((), ("config",), ("doctor",), ("peer", "uninstall"), ("peer", "logs"))  # commands that need no file of settings
+HELPS = (
+    (),
+    ("config",),
+    ("doctor",),
+    ("peer", "uninstall"),
+    ("peer", "logs"),
+)  # commands that need no file of settings
 
 app = typer.Typer(
     name="meshcee",
@@ -149,7 +155,7 @@ def peer(
 
     run_peer(
         PeerOptions(
-            join=join,
+            join=read_token(join),
             name=name,
             device=device,
             memory=memory,
@@ -179,6 +185,7 @@ def peer(
 
 @peer_app.command("install", epilog="Example: meshcee peer install --join @invite.txt --memory 8GiB")
 def peer_install(
+    context: typer.Context,
     join: Join = None,
     name: Name = None,
     device: Device = "auto",
@@ -204,7 +211,13 @@ def peer_install(
         "--listen": listen, "--announce": announce, "--direct-port": direct_port, "--leave-within": leave_within,
         "--yield-to-owner": yield_to_owner, "--when": when,
     }  # fmt: skip
-    install(service_of(flags, join), join, only_print=only_print)
+    typed = {"COMMANDLINE", "ENVIRONMENT"}  # the rest is in the file of settings, which the service reads itself
+    said = {
+        flag: value
+        for flag, value in flags.items()
+        if getattr(context.get_parameter_source(flag[2:].replace("-", "_")), "name", "") in typed
+    }
+    install(service_of(said, join), join, only_print=only_print)
 
 
 @peer_app.command("uninstall", epilog="Example: meshcee peer uninstall")
@@ -432,6 +445,7 @@ def status(
 
 @app.command(epilog="Example: meshcee ui last")
 def ui(
+    context: typer.Context,
     run: ShownRun = None,
     join: Join = None,
     port: Port = 0,
@@ -441,7 +455,8 @@ def ui(
     """Show a mesh (--join), a run, or without either all runs of this machine on a page of this machine, live."""
     from peers.cli.ui.command import run_ui
 
-    run_ui(run, join, port, opens=opens, as_json=as_json)
+    is_typed = getattr(context.get_parameter_source("join"), "name", "") == "COMMANDLINE"
+    run_ui(run, join if run is None or is_typed else None, port, opens=opens, as_json=as_json)
 
 
 @app.command(epilog="Example: meshcee report last --html run.html")

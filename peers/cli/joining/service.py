@@ -59,6 +59,12 @@ class Service:
     memory: str | None = None
     leave_s: float = LEAVE_S
     path: str = os.defpath
+    config: Path | None = None  # MESHCEE_CONFIG
+
+    @property
+    def environment(self) -> dict[str, str]:
+        said = {"MESHCEE_CONFIG": str(self.config)} if self.config is not None else {}
+        return {"MESHCEE_HOME": str(self.home), **said, "PATH": self.path}
 
     @property
     def line_file(self) -> Path:
@@ -89,6 +95,7 @@ def systemd_unit(service: Service) -> str:
     """For the user's own systemd."""
     command = " ".join(_quoted(word.replace("$", "$$")) for word in service.command)
     limit = f"MemoryMax={service.most_bytes}\n" if service.most_bytes is not None else ""
+    told = "\n".join(f"Environment={_quoted(f'{name}={value}')}" for name, value in service.environment.items())
     return f"""# Written by `meshcee peer install`; `meshcee peer uninstall` removes it.
 [Unit]
 Description=meshcee peer
@@ -98,8 +105,7 @@ StartLimitIntervalSec=0
 
 [Service]
 ExecStart={command}
-Environment={_quoted(f"MESHCEE_HOME={service.home}")}
-Environment={_quoted(f"PATH={service.path}")}
+{told}
 WorkingDirectory={str(service.home).replace("%", "%%")}
 UMask=0077
 
@@ -150,7 +156,7 @@ def launchd_plist(service: Service) -> bytes:
     told: dict[str, object] = {
         "Label": LABEL,
         "ProgramArguments": service.command,
-        "EnvironmentVariables": {"MESHCEE_HOME": str(service.home), "PATH": service.path},
+        "EnvironmentVariables": service.environment,
         "WorkingDirectory": str(service.home),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
@@ -217,6 +223,7 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
         str(memory) if memory is not None else None,
         float(str(leave_s)) if leave_s is not None else LEAVE_S,
         os.environ.get("PATH", os.defpath),
+        Path(config).expanduser().absolute() if (config := os.environ.get("MESHCEE_CONFIG")) else None,
     )
 
 

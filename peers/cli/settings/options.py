@@ -49,13 +49,18 @@ def runs_here() -> list[str]:
     return ["last", *(run.id for run in Home().runs())]
 
 
+def _join(context: typer.Context, text: str | None) -> str | None:
+    """The line; `meshcee peer` reads it itself, as a word behind it may want standard input."""
+    return text if hasattr(context.command, "commands") else read_token(text)
+
+
 Join = Annotated[
     str | None,
     typer.Option(
         "--join",
         "-j",
         envvar="MESHCEE_JOIN",
-        callback=read_token,
+        callback=_join,
         help="The invite token or multiaddress of a peer, @FILE with one, or - for standard input.",
     ),
 ]

@@ -200,3 +200,22 @@ def test_what_a_service_shall_do_stands_behind_the_word() -> None:
 def test_its_logs_are_the_systems() -> None:
     assert logs(SERVICE, follow=False, platform="linux")[:2] == ["journalctl", "--user"]
     assert logs(SERVICE, follow=True, platform="darwin")[-1] == str(SERVICE.log_file)
+
+
+def test_only_what_was_said_is_written_and_the_file_of_settings_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MESHCEE_CONFIG", str(tmp_path / "own.toml"))
+    done = CliRunner().invoke(
+        app, ["peer", "install", "--print", "--name", "a"], default_map={"peer": {"install": {"memory": "8GiB"}}}
+    )
+    assert done.exit_code == 0, done.output
+    assert "peer --no-lan --name a\n" in done.output
+    assert f"Environment=MESHCEE_CONFIG={tmp_path}/own.toml" in done.output
+
+
+def test_a_line_on_standard_input_is_for_the_word_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_JOIN", "-")
+    done = CliRunner().invoke(app, ["peer", "install", "--print"], input=f"{line()}\n")
+    assert done.exit_code == 0, done.output
+    assert "mode 0600" in done.output
