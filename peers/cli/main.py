@@ -532,7 +532,9 @@ def invite(
         str,
         typer.Option(help="What who comes by it may do: compute, own (offer jobs too), admin (invite and revoke too)."),
     ] = "compute",
-    uses: Annotated[int, typer.Option(min=0, help="How many peers it lets in; 0: any number.")] = 1,
+    uses: Annotated[
+        int | None, typer.Option(min=0, help="How many peers it lets in; 0: any number. Default: 1, with --code 8.")
+    ] = None,
     valid: Annotated[str, typer.Option("--for", help="How long it lets peers in, e.g. 12h, 7d.")] = "1d",
     code: Annotated[
         bool,
@@ -545,6 +547,10 @@ def invite(
     from peers.cli.members import run_invite
     from peers.cli.peer import parse_duration_s
 
+    if uses is None:
+        from peers.cli.joining.nearby import CODE_USES
+
+        uses = CODE_USES if code else 1
     run_invite(join, role, uses or None, parse_duration_s(valid), code=code, qr=qr, as_json=as_json)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from meshcee.errors import PeerLostError, UsageError
+from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.joining.joined import look
 from peers.cli.joining.owner_use import Machine
@@ -97,7 +97,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     device = resolve_device(options.device)
     line, asks = options.join, asks_people(options, as_json=as_json)
     if asks:
-        from peers.cli.joining.nearby import line_by_code  # half a second that a script need not wait
+        from peers.cli.joining.nearby import line_by_code, line_file  # half a second that a script need not wait
 
         line = line_by_code(Home(), options.identity)
     where = JoinOptions(
@@ -139,7 +139,13 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
 
             return await stay.run(lend, lambda text: screen.print(text, soft_wrap=True))
 
-    if not run_async(staying(), stay.ask):
+    try:
+        in_time = run_async(staying(), stay.ask)
+    except (JoinError, NotPermittedError) as error:
+        if not asks or line is None:
+            raise
+        raise type(error)(f"{error}; where the mesh of the last code is no more, remove {line_file(Home())}") from error
+    if not in_time:
         raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
 
 
@@ -168,7 +174,7 @@ async def _lent(where: JoinOptions, meters: Meters, *, shows_codes: bool, as_jso
                 console.print("(This peer listens on loopback only: the line works on this machine.)\n")
         if me.joined_by is not None:
             me.spawn(_say_joined(me, as_json=as_json))
-        elif (admin := me.admin) is not None and shows_codes:
+        elif (admin := me.admin) is not None and shows_codes and me.reachable_from_elsewhere:
             from peers.cli.joining.nearby import CODE_ADDRESSES, CODE_USES, show_codes
 
             here = tuple(me.transport.addresses)[:CODE_ADDRESSES]

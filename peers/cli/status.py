@@ -30,13 +30,13 @@ LOOKS_EVERY_S = 1.0
 def run_status(token: str | None, *, as_json: bool, watches: bool = False) -> None:
     configure_logging(as_json=as_json, level="warning")
     if watches:
-        over = asyncio.Event()
+        over, up = asyncio.Event(), asyncio.Event()
 
         def polite() -> bool:
             over.set()
-            return True
+            return up.is_set()  # while it joins it can only be cancelled
 
-        run_async(_watch(_required(token), over, as_json=as_json), polite)
+        run_async(_watch(_required(token), over, up, as_json=as_json), polite)
         return
     data = run_async(_look(_required(token)))
     if as_json:
@@ -56,10 +56,11 @@ async def _look(token: str) -> dict[str, Any]:
         return await mesh.agent.status()
 
 
-async def _watch(token: str, over: asyncio.Event, *, as_json: bool) -> None:
+async def _watch(token: str, over: asyncio.Event, up: asyncio.Event, *, as_json: bool) -> None:
     """On a terminal the screen is drawn anew, and what was seen last stays when it ends; elsewhere changes are printed."""
     console = Screen()
     async with join(JoinOptions(token=token, name="status", observes=True), Home()) as mesh:
+        up.set()
         if as_json:
             await watch(mesh.agent.status, lambda data: print(dumps(data), flush=True), over)
         elif not console.is_terminal:

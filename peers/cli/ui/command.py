@@ -33,17 +33,25 @@ def run_ui(run: str | None, token: str | None, port: int, *, opens: bool, as_jso
         raise UsageError("a RUN is of this machine, and --join shows a mesh: leave one of them out")
     home = Home()
     chosen = home.run(run) if run is not None else None
-    over = asyncio.Event()
+    over, up = asyncio.Event(), asyncio.Event()
 
     def polite() -> bool:
         over.set()
-        return True
+        return up.is_set()  # while it joins it can only be cancelled
 
-    run_async(_ui(home, chosen, token, port, over, opens=opens, as_json=as_json), polite)
+    run_async(_ui(home, chosen, token, port, over, up, opens=opens, as_json=as_json), polite)
 
 
 async def _ui(
-    home: Home, run: Run | None, token: str | None, port: int, over: asyncio.Event, *, opens: bool, as_json: bool
+    home: Home,
+    run: Run | None,
+    token: str | None,
+    port: int,
+    over: asyncio.Event,
+    up: asyncio.Event,
+    *,
+    opens: bool,
+    as_json: bool,
 ) -> None:
     from peers.cli.ui.server import Site, serving
 
@@ -53,6 +61,7 @@ async def _ui(
     async def serve(source: Source | None) -> None:
         site = Site(source, open=opened, runs=lambda: listed(home), clock=time.time)
         async with serving(site, port):
+            up.set()
             say(site.address, as_json=as_json)
             if opens:
                 await asyncio.to_thread(webbrowser.open, site.address)

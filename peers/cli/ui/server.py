@@ -176,7 +176,7 @@ class Site:
         ):  # a link to the page may stand anywhere
             return _refused(403, "another page may not ask for this")
         said = request.query.get("token") or request.cookies.get(self._cookie) or ""
-        if not secrets.compare_digest(said.encode(), self.token.encode()):
+        if not secrets.compare_digest(said.encode(errors="surrogateescape"), self.token.encode()):
             return _refused(403, "the token is missing or wrong: open the address that was printed")
         try:
             response = await handler(request)

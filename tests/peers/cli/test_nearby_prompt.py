@@ -151,3 +151,8 @@ def test_a_qr_code_holds_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "█" in drawn or "▄" in drawn
     with pytest.raises(UsageError, match="leave out one"):
         CliRunner().invoke(app, ["invite", "--code", "--qr"], catch_exceptions=False)
+
+
+def test_an_empty_line_that_was_kept_is_none(tmp_path: Path) -> None:
+    (tmp_path / "joined.line").write_text("\n")
+    assert by_code(tmp_path, Person(), []) is None
