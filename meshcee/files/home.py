@@ -163,15 +163,26 @@ def _report(line: bytes) -> dict[str, Any] | None:
 def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:
     """A folder of the user's by the XDG rules: what the variable says where that is absolute, else the default."""
     said = environment.get(variable, "")
-    return Path(said if said.startswith("/") else default).expanduser()
+    return _expanded(said if said.startswith("/") else default)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"this user has no home folder for {path}: set MESHCEE_HOME to a folder") from error
 
 
 def home_folder(environment: Mapping[str, str]) -> Path:
     """MESHCEE_HOME; else ~/.meshcee where that is there; else `meshcee` in XDG_DATA_HOME, by default ~/.local/share."""
     if said := environment.get("MESHCEE_HOME"):
-        return Path(said).expanduser()
-    old = Path("~/.meshcee").expanduser()
-    return old if old.is_dir() else under("XDG_DATA_HOME", "~/.local/share", environment) / "meshcee"
+        return _expanded(said)
+    old = _expanded("~/.meshcee")
+    try:
+        is_old = old.is_dir()
+    except OSError as error:
+        raise UsageError(f"{disk.refusal(error)}: set MESHCEE_HOME to a folder of yours") from error
+    return old if is_old else under("XDG_DATA_HOME", "~/.local/share", environment) / "meshcee"
 
 
 class Home:

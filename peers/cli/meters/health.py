@@ -17,7 +17,7 @@ __all__ = ["Health", "answered", "of_mesh", "of_run"]
 
 SLOW = 10.0  # times the step before, from which on a run is said to stand still
 LEAST_S = 30.0  # that a step may always take
-FIRST_S = 600.0  # that a run may take to its first step: capture, profiling, an offer over slow links
+FIRST_S = 600.0  # that a run may take from its plan to its first step: an offer over slow links; and an evaluation
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from meshcee.errors import MeshceeError
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import needs, situation
-from peers.cli.meters.health import Health, of_run
+from peers.cli.meters.health import FIRST_S, SLOW, Health, of_run
 from peers.cli.view import GONE, called
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RunMeter(Callback, Collector):
     # -- as a callback, in other threads
 
     def on_plan(self, run: Control, plan: Any) -> None:
-        self._plan = plan
+        self._since_s, self._plan = self._monotonic(), plan
         self._counts.epochs.inc()
 
     def on_change(self, run: Control, plan: Any) -> None:
@@ -103,8 +103,13 @@ class RunMeter(Callback, Collector):
         return tuple(self._plan.peers) if self._plan is not None else ()
 
     def health(self) -> Health:
-        step = self._ends[-1][0] if self._ends else 0
-        return of_run(self._monotonic() - self._since_s, self._step_s, step, self._job.steps, ", ".join(self._lost))
+        step, steps, every = self._ends[-1][0] if self._ends else 0, self._job.steps, self._job.eval_every
+        # A job without a plan waits for its turn, or stands by.
+        since_s = self._monotonic() - self._since_s if self._plan is not None else 0.0
+        step_s = self._step_s
+        if step_s is not None and every and ((step + 1) % every == 0 or step + 1 >= steps):  # it evaluates
+            step_s = max(step_s, FIRST_S / SLOW)
+        return of_run(since_s, step_s, step, steps, ", ".join(self._lost))
 
     def collect(self) -> Iterator[Metric]:
         step = GaugeMetricFamily("meshcee_run_step", "Steps that are done.", self._ends[-1][0] if self._ends else 0)

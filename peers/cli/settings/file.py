@@ -16,14 +16,28 @@ import typer
 from meshcee.errors import UsageError
 from meshcee.files import under
 
-__all__ = ["config_file", "defaults_of", "subcommands"]
+__all__ = ["config_file", "defaults_of", "is_there", "subcommands"]
+
+
+NOWHERE = Path("~/.config/meshcee/config.toml")  # as it is written, where ~ means nothing
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
     """MESHCEE_CONFIG names another file than `meshcee/config.toml` in XDG_CONFIG_HOME, by default ~/.config."""
     if said := environment.get("MESHCEE_CONFIG"):
         return Path(said).expanduser()
-    return under("XDG_CONFIG_HOME", "~/.config", environment) / "meshcee" / "config.toml"
+    try:
+        return under("XDG_CONFIG_HOME", "~/.config", environment) / "meshcee" / "config.toml"
+    except UsageError:  # a user without a home folder
+        return NOWHERE
+
+
+def is_there(path: Path) -> bool:
+    """Whether it is a file that this user may see; in the home of another user it is none."""
+    try:
+        return path != NOWHERE and path.is_file()
+    except OSError:
+        return False
 
 
 def subcommands(app: typer.Typer) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -40,7 +54,7 @@ def subcommands(app: typer.Typer) -> Iterator[tuple[tuple[str, ...], Any]]:
 def defaults_of(app: typer.Typer, environment: Mapping[str, str]) -> dict[str, Any]:
     """What the file says, as click takes it: a mapping for each command. UsageError where it says what nothing reads."""
     path = config_file(environment)
-    if "_MESHCEE_COMPLETE" in environment or not path.is_file():
+    if "_MESHCEE_COMPLETE" in environment or not is_there(path):
         return {}
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from peers.cli.session import Screen
-from peers.cli.settings.file import config_file, subcommands
+from peers.cli.settings.file import config_file, is_there, subcommands
 
 __all__ = ["Setting", "run_config", "settings_of"]
 
@@ -84,7 +84,7 @@ def run_config(app: typer.Typer, arguments: Sequence[str], file: Mapping[str, An
     Screen().print(table)
     if not arguments:
         path = config_file(os.environ)
-        there = "is read" if path.is_file() else "is not there"
+        there = "is read" if is_there(path) else "is not there"
         Screen().print(
             f'\nThe file {path} {there}. A line in it: [train] and below it codec = "lossless"', soft_wrap=True
         )

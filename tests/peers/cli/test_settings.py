@@ -139,3 +139,24 @@ def test_a_wrong_file_does_not_lock_out_what_helps_to_mend_it(
     with pytest.raises(SystemExit) as ended:
         main(["run", "list"])
     assert ended.value.code == 2
+
+
+def test_a_user_without_a_home_needs_meshcee_home_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("no home")
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", refused)
+        patched.setattr(Path, "is_dir", refused)
+        assert defaults_of(app, os.environ) == {}
+        with pytest.raises(UsageError, match="MESHCEE_HOME"):
+            Home()
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    assert defaults_of(app, os.environ) == {}
+    with pytest.raises(UsageError, match="MESHCEE_HOME"):
+        Home()
