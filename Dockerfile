@@ -19,7 +19,7 @@ COPY examples examples
 COPY meshcee meshcee
 COPY dht dht
 COPY peers peers
-RUN /venv/bin/pip install -c constraints.txt .
+RUN /venv/bin/pip install -c constraints.txt '.[ui,metrics,top]'
 
 FROM python:${PYTHON}-slim
 RUN useradd --uid 10001 --create-home meshcee && install -d -o meshcee -g meshcee /data /invite
