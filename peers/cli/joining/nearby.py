@@ -58,11 +58,11 @@ def line_by_code(
     if founded(home) is not None:
         return None
     console, kept = Screen(), line_file(home)
-    if kept.exists() and (line := kept.read_text(errors="replace").strip()):
+    if kept.exists() and (before := kept.read_text(errors="replace").strip()):
         console.print(
             f"Joining the mesh of the last code ({kept}); to found one here: meshcee peer --no-lan", soft_wrap=True
         )
-        return line
+        return before
     console.print("Looking for a mesh on this network ...")
     shown = look()
     if not shown:
