@@ -160,3 +160,13 @@ def test_a_user_without_a_home_needs_meshcee_home_and_nothing_else(
     assert defaults_of(app, os.environ) == {}
     with pytest.raises(UsageError, match="MESHCEE_HOME"):
         Home()
+
+
+def test_a_run_that_is_typed_wins_over_a_mesh_that_is_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+    monkeypatch.setattr("peers.cli.ui.command.run_ui", lambda run, token, port, **rest: asked.append((run, token)))
+    monkeypatch.setenv("MESHCEE_JOIN", "meshcee2.x")
+    for arguments in (["ui", "last"], ["ui"], ["ui", "last", "--join", "meshcee2.y"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    assert asked == [("last", None), (None, "meshcee2.x"), ("last", "meshcee2.y")]

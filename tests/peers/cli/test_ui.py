@@ -69,6 +69,11 @@ async def test_who_has_no_token_sees_nothing(tmp_path: Path) -> None:
                     assert "token" in await answer.text()
         async with session.get(at(site, "/picture.json"), cookies={f"meshcee-ui-{site.port}": "wrong"}) as answer:
             assert answer.status == 403
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        host = f"Host: 127.0.0.1:{site.port}\r\nConnection: close\r\n"
+        writer.write(f"GET / HTTP/1.1\r\n{host}Cookie: meshcee-ui-{site.port}=".encode() + b"\xff\r\n\r\n")
+        assert b" 403 " in await reader.readline()
+        writer.close()
 
 
 async def test_the_token_becomes_a_cookie_and_every_answer_has_its_policy(tmp_path: Path) -> None:
