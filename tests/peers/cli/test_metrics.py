@@ -9,7 +9,8 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +26,7 @@ from meshcee.files import Home, loads
 from meshcee.job import Job
 from peers.cli.meters import Meters, address_of, metered
 from peers.cli.meters.health import FIRST_S, of_run
+from peers.cli.meters.run import RunMeter
 from peers.cli.meters.server import MOST_CLIENTS, PATIENCE_S, REQUEST_BYTES, serving
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
 
@@ -281,3 +283,19 @@ def test_names_and_units_are_as_prometheus_wants_them(told: dict[str, Any]) -> N
 
 def test_without_the_option_nothing_is_counted() -> None:
     assert Meters().of_run(None, None) == ()  # type: ignore[arg-type]
+
+
+def test_the_clock_of_a_run_starts_with_its_plan_and_waits_for_an_evaluation() -> None:
+    now, told = [0.0], SimpleNamespace(steps=10, eval_every=2)
+    meter: Any = RunMeter(cast(Any, None), cast(Any, told), monotonic=lambda: now[0])
+    now[0] = FIRST_S + 1
+    assert meter.health().reason == "", "it waits for its turn"
+    told.batch_size = 1
+    meter.on_plan(None, SimpleNamespace(peers=()))
+    assert meter.health().reason == ""
+    meter.on_step(None, SimpleNamespace(step=0, step_s=0.1, loss=1.0))
+    now[0] += 100
+    assert meter.health().reason == "", "it evaluates"
+    meter.on_step(None, SimpleNamespace(step=1, step_s=0.1, loss=1.0))
+    now[0] += 100
+    assert meter.health().reason == "no step has been done for 100 s"
