@@ -362,6 +362,11 @@ class Job:
             raise UsageError(
                 f"an audit needs exact numbers on links, and codec {self.codec!r} rounds: use codec='lossless'"
             )
+        if self.audit and self.precision == "bf16":
+            raise UsageError(
+                "an audit with precision 'bf16' cannot hold a stage's state against its hash, as buffers may not be representable: "
+                "use 'fp32', or leave audit out"
+            )
         if self.audit and self.codec == "auto":
             object.__setattr__(self, "codec", "lossless")
         if self.workers < 0:

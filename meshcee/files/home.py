@@ -23,7 +23,7 @@ from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["About", "Home", "Run", "home_folder", "is_locked", "under"]
+__all__ = ["About", "Home", "Run", "home_folder", "is_locked", "is_retraction", "under"]
 
 LOCK = "owner.lock"
 
@@ -134,13 +134,16 @@ class Run:
         raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
 
     def reports(self) -> list[dict[str, Any]]:
-        """One a step, as they were told. A line that a killed owner or a power cut has torn is none."""
+        """One a step, as it was told last; none of a step that was taken back. A line that a killed owner or a power cut has torn
+        is none.
+        """
         try:
             data = self.report_file.read_bytes()
         except OSError:
             return []
-        lines = [line for line in map(_report, data.splitlines()) if line is not None]
-        return sorted(lines, key=lambda line: int(line["step"]))  # what a power cut took was told again later
+        lines = (line for line in map(_report, data.splitlines()) if line is not None)
+        told = {int(line["step"]): line for line in lines}  # what a power cut took was told again later
+        return [told[step] for step in sorted(told) if not is_retraction(told[step])]
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -158,6 +161,11 @@ def _report(line: bytes) -> dict[str, Any] | None:
     except (ValueError, ProtocolError):
         return None
     return found
+
+
+def is_retraction(report: Mapping[str, Any]) -> bool:
+    """Whether a line takes back what was told of a step (peers/owner/diary.py), and is no report."""
+    return report.get("loss") is None and "steps" not in report
 
 
 def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:

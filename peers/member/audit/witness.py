@@ -50,7 +50,7 @@ class StepWitness:
         self._offer = offer
         self._held = held
         self._sign, self._verify = sign, verify
-        self._me = offer.peer_id
+        self.me = offer.peer_id
         self._entries: dict[int, _Entry] = {}  # by round, oldest first
         self._begun: list[int] = []
         self._unsigned: dict[int, str] = {}  # round -> who sent what is not signed
@@ -94,7 +94,7 @@ class StepWitness:
             return frame
         digest = frame_digest(frame.kind, frame.header, frame.payloads)
         entry.sent.add(frame.kind, peer, digest)
-        signature = self._sign(statement(self._offer, self._me, peer, digest))
+        signature = self._sign(statement(self._offer, self.me, peer, digest))
         return replace(frame, header={**frame.header, SIGNED: signature})
 
     def received(self, peer: str, frame: Frame) -> None:
@@ -107,7 +107,7 @@ class StepWitness:
             return
         digest = frame_digest(frame.kind, frame.header, frame.payloads)
         if self._verify is not None:
-            said = statement(self._offer, peer, self._me, digest)
+            said = statement(self._offer, peer, self.me, digest)
             if not isinstance(signature, bytes) or not self._verify(peer, said, signature):
                 self._refuse(peer)
         if self._begun and round < self._begun[0]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NoReturn, Protocol
 
 import structlog
@@ -36,6 +36,7 @@ log = structlog.get_logger()
 AHEAD = 2  # steps that may be fed before what is wanted of an earlier one is here
 COMPARED = 64  # steps after which a copy is described, at most
 TRIES = 3  # to read what a member has shown
+LEAST_BYTES_PER_S = 64 << 10  # at which it is read, beside the time that an offer may stand still
 
 Frames = Sequence[tuple[str, Frame]]
 # Of (offer, state, frames, inputs by micro-batch, round): the proof that the member should have given, and a last stage's losses.
@@ -77,6 +78,7 @@ class _Step:
     rounds: dict[str, Round] = field(default_factory=dict)  # as each member was told of it
     raw: dict[str, dict[int, Mapping[str, torch.Tensor]]] = field(default_factory=dict)  # of the chosen
     proofs: dict[str, Proof] = field(default_factory=dict)
+    whole: asyncio.Event = field(default_factory=asyncio.Event)  # all members have given proof
     is_shown: bool = False  # what the chosen had of it is here
 
     @property
@@ -110,9 +112,9 @@ class Auditing:
         self._links: dict[str, Link] = {}
         self._court: Court
         self._reader: Reader
-        self._beginning: Callable[[Offer], str]
+        self._begun: tuple[Capture, Checkpoint | CopySet | None]  # what members have begun with
         self._steps: dict[int, _Step] = {}  # by round
-        self._whole: asyncio.Queue[_Step] = asyncio.Queue()  # of which all members have given proof
+        self._fed: asyncio.Queue[_Step] = asyncio.Queue()
         self._shown = asyncio.Event()  # of one step more, or all
         self._asked: dict[tuple[str, int], asyncio.Future[Evidence]] = {}
         self._state: dict[str, str] = {}  # the root of each member's state, as it has proved it last
@@ -124,7 +126,7 @@ class Auditing:
         self, links: Sequence[Link], court: Court, reader: Reader, captured: Capture, base: Checkpoint | CopySet | None
     ) -> None:
         """All members are READY, each with its part of this state."""
-        self._court, self._reader, self._beginning = court, reader, partial(_offered, captured, base)
+        self._court, self._reader, self._begun = court, reader, (captured, base)
         self._links = {link.peer_id: link for link in links}
 
     @property
@@ -142,7 +144,8 @@ class Auditing:
         round = answers.round
         epoch = next(iter(self._links.values())).offer.epoch
         picked = frozenset(p for p in self._links if chosen(self._seed, self._share, epoch, round.step, p))
-        self._steps[round.number] = _Step(answers, picked)
+        step = self._steps[round.number] = _Step(answers, picked)
+        self._fed.put_nowait(step)
 
     def inform(self, link: Link, round: Round) -> None:
         """A member is told of a step in these words."""
@@ -178,7 +181,7 @@ class Auditing:
             raise ProtocolError(f"it proves round {number} twice, or before it was told of it")
         step.proofs[link.peer_id] = Proof.from_header(frame.header)
         if len(step.proofs) == len(self._links):
-            self._whole.put_nowait(step)
+            step.whole.set()
         return True
 
     def copied(self, link: Link, frame: Frame) -> None:
@@ -200,13 +203,26 @@ class Auditing:
     async def run(self) -> None:
         """Until cancelled."""
         for peer, link in self._links.items():
-            self._state[peer] = await asyncio.to_thread(self._beginning, link.offer)
+            self._state[peer] = await asyncio.to_thread(_offered, *self._begun, link.offer)
         while True:
-            step = await self._whole.get()
+            step = await self._fed.get()
             with contextlib.suppress(_Found):
+                await self._until_proved(step)
                 await self._look_at(step)
             del self._steps[step.number]
             self._shown.set()
+
+    async def _until_proved(self, step: _Step) -> None:
+        """Who does not prove a step that all have applied is doubted, as who does not show one."""
+        await step.answers.complete.wait()
+        try:
+            async with asyncio.timeout(self._reader.timeouts.offer_s):
+                await step.whole.wait()
+        except TimeoutError:
+            self._state = {peer: proof.after for peer, proof in step.proofs.items()}
+            for peer in self._links.keys() - step.proofs.keys():
+                self._court.doubt(peer, step.step)
+            raise _Found from None
 
     async def over(self) -> None:
         """Until everything that was fed is judged."""
@@ -218,7 +234,7 @@ class Auditing:
         before = self._state
         self._state = {peer: proof.after for peer, proof in step.proofs.items()}
         for peer, proof in step.proofs.items():
-            self._look_at_words(step, peer, proof, before[peer])
+            self._look_at_words(step, peer, proof, before.get(peer, proof.before))
         for edge in unequal(step.proofs):
             await self._settle(step, edge)
         cases = [(peer, *await self._case(step, peer)) for peer in sorted(step.chosen)]
@@ -300,18 +316,28 @@ class Auditing:
             tally.add(frame.kind, sender, frame_digest(frame.kind, frame.header, frame.payloads))
         if tally.hashes() != proof.received:
             self._convict(peer, step, "it shows other frames than it had said that it received")
-        return {name: found[digest].clone() for name, digest in named.items()}, frames
+        state = {name: found[digest].clone() for name, digest in named.items()}
+        return await asyncio.to_thread(self._constants, offer, state) | state, frames
+
+    def _constants(self, offer: Offer, shown: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What no step changes, which no member shows: frozen parameters and constant buffers, as the owner has them."""
+        captured, _ = self._begun
+        expected = {name: shape for name, shape in offer.expected_state.items() if name not in shown}
+        return {name: captured.state[name].to(dtype, copy=True) for name, (dtype, _) in expected.items()}
 
     async def _read(
         self, step: _Step, peer: str, payloads: Mapping[bytes, int], tensors: Mapping[str, Shape] | None = None
     ) -> dict[str, torch.Tensor]:
         """These by digest."""
         wanted = {d.hex(): (torch.uint8, (size,)) for d, size in payloads.items() if size} | dict(tensors or {})
-        for _ in range(TRIES):
-            fetch = Fetch(wanted, self._reader, gently=True)
-            await fetch.run([peer])
-            if not fetch.missing:
-                return fetch.found
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in wanted.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._reader.timeouts.offer_s + size / LEAST_BYTES_PER_S):
+                for _ in range(TRIES):
+                    fetch = Fetch(wanted, self._reader, gently=True)
+                    await fetch.run([peer])
+                    if not fetch.missing:
+                        return fetch.found
         self._doubt(peer, step)
 
     async def _try(self, step: _Step, peer: str, state: Mapping[str, torch.Tensor], frames: Frames) -> None:
@@ -326,9 +352,10 @@ class Auditing:
             ValueError,
             TypeError,
             LookupError,
-        ) as error:  # no memory, or shapes that two have agreed on
+            MemoryError,
+        ) as error:  # of this machine: nobody's lie
             log.warning("a step could not be computed again", peer=peer, step=step.step, error=repr(error)[:500])
-            self._doubt(peer, step)
+            return
         self.judged += 1
         for key in sorted(right.sent):
             if proof.sent[key] != right.sent[key]:

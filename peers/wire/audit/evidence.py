@@ -92,13 +92,26 @@ class Evidence:
         table = unpack(frame.payloads[2], most_bytes(offer, num_micro), "what a member received")
         frames = read(table, list[tuple[str, str, dict[str, Any], tuple[bytes, ...], tuple[int, ...]]], "its frames")
         found = [Said(*one) for one in frames]
+        if len(found) > most_frames(offer, num_micro):
+            raise ProtocolError("it shows more frames than its neighbours send in a step")
+        seen: set[tuple[str, str, int]] = set()
         for said in found:
             sane = all(len(digest) == 32 for digest in said.digests) and len(said.digests) == len(said.sizes)
-            if not sane or not all(0 <= size <= offer.max_payload_bytes for size in said.sizes):
+            micro = said.header.get("micro", 0)
+            sane = sane and type(micro) is int and 0 <= micro < num_micro and said.peer in offer.place.neighbours
+            if not sane or min(said.sizes, default=0) < 0 or sum(said.sizes) > offer.max_payload_bytes:
                 raise ProtocolError("it shows a frame that no neighbour could have sent")
+            if (key := (said.kind, said.peer, micro)) in seen:
+                raise ProtocolError("it shows a frame twice")
+            seen.add(key)
         return cls(weights, optimizer, found)
+
+
+def most_frames(offer: Offer, num_micro: int) -> int:
+    """That neighbours send in a step."""
+    return (2 + 4 * num_micro) * max(1, len(offer.place.neighbours))
 
 
 def most_bytes(offer: Offer, num_micro: int) -> int:
     """That can describe the frames of a step."""
-    return (2 + 4 * num_micro) * max(1, len(offer.place.neighbours)) * FRAME_BYTES
+    return most_frames(offer, num_micro) * FRAME_BYTES

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import virtual_chaos
 from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
@@ -18,6 +19,7 @@ from meshcee.audit import chosen
 from meshcee.capture import capture
 from meshcee.errors import ProtocolError, UsageError, unwrap
 from meshcee.figures import DeviceProfile
+from meshcee.job import Job, Optimizer
 from meshcee.plan import Plan
 from peers.member.audit import StepWitness
 from peers.owner.audit import check_judges, own_class
@@ -25,6 +27,7 @@ from peers.owner.diary import Losses
 from peers.owner.epoch import Report
 from peers.transport.stream import FramedStream
 from peers.wire import messages
+from tests.rig import audited
 from tests.rig.audited import Watched, identity, watch
 from tests.rig.liars import LIES, Liar
 from tests.rig.mesh_fixture import beside, even_plan
@@ -89,6 +92,75 @@ def test_nothing_of_an_audit_happens_where_there_is_none(monkeypatch: pytest.Mon
     assert found.losses == expected()[0][:FEW]
     assert messages.APPLIED in kinds
     assert not kinds & {messages.PROOF, messages.AUDIT, messages.EVIDENCE}
+
+
+class Frozen(nn.Module):
+    """A model with a frozen parameter and a constant buffer, which no step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.head = nn.Linear(8, 3)
+        for layer in list(self.layers)[::2]:
+            layer.weight.requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(0, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x) + self.shift)
+        return self.head(x)
+
+
+def frozen_job() -> Job:
+    torch.manual_seed(0)
+    data = [(torch.randn(8), i % 3) for i in range(32)]
+    return Job(
+        Frozen(),
+        nn.functional.cross_entropy,
+        data,
+        Optimizer("SGD", lr=0.1),
+        batch_size=8,
+        micro_batch_size=MICRO,
+        steps=FEW,
+        seed=3,
+        codec="none",
+        audit=1.0,
+    )
+
+
+def test_what_no_step_changes_is_the_owners_own() -> None:
+    job = frozen_job()
+    with quiet():
+        found = run(watch(job, capture(job), 3, MICRO, seed=SECRET))
+    assert (found.found, found.judged) == ([], 3 * FEW)
+
+
+@pytest.mark.parametrize("error", [KeyError("weight"), MemoryError(), RuntimeError("no room")])
+def test_an_error_of_the_owners_own_doubts_nobody(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    async def fails(*case: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(audited, "again", fails)
+    found, _ = watched(1.0)
+    assert (found.found, found.judged) == ([], 0)
+
+
+def test_who_never_proves_a_step_is_doubted_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = StepWitness.proof
+
+    async def never(witness: StepWitness) -> Any:
+        if witness.me == identity(1).peer_id:
+            await asyncio.Event().wait()
+        return await proof(witness)
+
+    monkeypatch.setattr(StepWitness, "proof", never)
+    found, _ = watched(1.0)
+    assert found.found == [(identity(1).peer_id, step, "doubted") for step in range(FEW)]
+
+
+def test_an_audit_of_bf16_is_refused() -> None:
+    with pytest.raises(UsageError, match="precision 'bf16'"):
+        replace(job_of(), audit=0.1, precision="bf16")
 
 
 # -- a whole run
