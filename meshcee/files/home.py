@@ -165,7 +165,7 @@ def _report(line: bytes) -> dict[str, Any] | None:
 
 def is_retraction(report: Mapping[str, Any]) -> bool:
     """Whether a line takes back what was told of a step (peers/owner/diary.py), and is no report."""
-    return report.get("loss") is None and "steps" not in report
+    return report.keys() == {"step", "loss"} and report["loss"] is None
 
 
 def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:

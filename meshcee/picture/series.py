@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshcee.files.home import is_retraction
 from meshcee.picture.values import Curves
 
 __all__ = ["Series"]
@@ -73,6 +74,9 @@ class Series:
 
     def hear(self, report: Mapping[str, Any]) -> None:
         step = report.get("step")
+        if isinstance(step, int) and is_retraction(report):
+            self._take_back(step)
+            return
         if not isinstance(step, int) or step < self._next:
             return
         self._next = step + 1
@@ -91,6 +95,16 @@ class Series:
                 points.append((step, figure(value)))
                 if len(points) > self._most:
                     del points[1::2]  # the first and the last stay
+
+    def _take_back(self, step: int) -> None:
+        """Points from this step on are told again. A point of several steps goes with its first ones."""
+        if step >= self._next:
+            return
+        first = step - step % self.stride
+        self._buckets = [bucket for bucket in self._buckets if bucket.step < first]
+        self._next = first
+        for points in self._metrics.values():
+            points[:] = [point for point in points if point[0] < step]
 
     def _halve(self) -> None:
         while len(self._buckets) >= self._most:

@@ -200,6 +200,11 @@ class Training:
             look = partial(repeats, self._job, keeps=self._home is not None)
             reading = asyncio.get_running_loop().run_in_executor(None, look)
             self._repeats = await self._stalls.watch(reading)
+            if self._job.audit and not self._repeats:
+                raise UsageError(
+                    "an audit reads samples of steps again, and this data gives other ones then: let data[i] depend "
+                    "on i and torch's generators alone, or leave audit out"
+                )
             with settled():
                 await self._epochs()
             await self._listen(self._steering.listeners.end(self.result, None))

@@ -231,6 +231,7 @@ class Endpoint(ABC):
     def _hang_up_on_the_revoked(self) -> None:
         for stream in list(self.streams):
             if self.members.is_revoked(stream.peer_id):
+                self._patience.forget(stream.peer_id)
                 stream.abort()
 
     @property
@@ -278,7 +279,8 @@ class Endpoint(ABC):
         try:
             welcome = await self._shake(stream, shaking, path)
         except MeshceeError as error:
-            self._patience.failed(stream.peer_id)
+            if stream in self._strangers:  # else it made way for another one
+                self._patience.failed(stream.peer_id)
             self._seldom[Event.STREAM_REFUSED].log(stream.peer_id, error=str(error))
             return None
         finally:

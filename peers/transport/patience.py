@@ -1,7 +1,8 @@
 """How many handshakes a peer answers to those who have not proven the mesh's key: so many as they may fail, and no more.
 
-The idea: what costs is a handshake that leads nowhere, so only these are counted. Whoever has failed too often, or is a stranger
-while strangers fail too often, is hung up on before a byte of its hello is read. Members are never counted.
+The idea: what costs is a handshake that leads nowhere, so only these are counted. Whoever has failed too often, or has failed
+while strangers fail too often, is hung up on before a byte of its hello is read. Members are never counted. Who has not failed is
+always answered: a newcomer, and every member after this peer was started again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Patience:
         if peer in self._proven:
             return False
         one, now_s = self._failed.get(peer), self._clock()
-        return not (one is None or one.more(now_s)) or not (self._all is None or self._all.more(now_s))
+        if one is None:
+            return False
+        return not one.more(now_s) or not (self._all is None or self._all.more(now_s))
 
     def failed(self, peer: str) -> None:
         """A handshake with it led nowhere."""
@@ -62,6 +65,10 @@ class Patience:
             failures.left -= 1
         if len(self._failed) > MOST_REMEMBERED:
             del self._failed[next(iter(self._failed))]
+
+    def forget(self, peer: str) -> None:
+        """It is a member no longer."""
+        self._proven.pop(peer, None)
 
     def proven(self, peer: str) -> None:
         """It has proven the key, now."""

@@ -91,6 +91,16 @@ def test_a_torn_line_is_none_and_what_comes_next_stands_alone(tmp_path: Path, to
     assert diary.run.reports() == [line(step) for step in range(4)]
 
 
+def test_a_step_that_was_taken_back_is_no_report_until_it_is_told_again(tmp_path: Path) -> None:
+    diary = begun(Home(tmp_path))
+    for step in range(3):
+        diary.report(line(step))
+    diary.take_back([1, 2])
+    diary.report(line(1))
+    diary.close()
+    assert diary.run.reports() == [line(0), line(1)]
+
+
 def test_a_line_that_the_disk_refused_is_brought_to_it_later(tmp_path: Path) -> None:
     now_s = 0.0
     diary = Diary(Home(tmp_path).new_run("job"), Trouble(lambda: now_s))

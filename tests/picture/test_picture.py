@@ -146,6 +146,16 @@ def test_figures_that_are_none_leave_gaps() -> None:
     assert series.curves().metrics["loss"] == ((0, 1.0), (1, None), (2, None), (3, None), (4, 2.0))
 
 
+def test_points_of_steps_that_are_taken_back_are_told_again() -> None:
+    series = Series()
+    for step in range(4):
+        series.hear({"step": step, "loss": float(step)})
+    for step in (2, 3):
+        series.hear({"step": step, "loss": None})
+    series.hear({"step": 2, "loss": 9.0})
+    assert series.curves().loss == (0.0, 1.0, 9.0)
+
+
 def test_moments_are_the_newest_and_a_gain_is_measured_later() -> None:
     painter = Painter()
     for k in range(1000):

@@ -42,17 +42,28 @@ def test_whoever_fails_may_fail_a_few_times_and_then_now_and_then() -> None:
     assert not patient.is_over("a")
 
 
-def test_strangers_with_ever_new_names_are_bounded_together_and_members_are_not() -> None:
+def test_strangers_who_have_failed_are_bounded_together_and_newcomers_and_members_are_not() -> None:
     patient = Patience(Clock())
     patient.proven("member")
     for i in range(patience.OF_ALL[0]):
         assert not patient.is_over(f"stranger {i}")
         patient.failed(f"stranger {i}")
-    assert patient.is_over("one more")
+    assert patient.is_over("stranger 0")
+    assert not patient.is_over("one more"), "who has not failed is a newcomer"
     assert not patient.is_over("member")
     for _ in range(2 * patience.OF_ONE[0]):
         patient.failed("member")
     assert not patient.is_over("member")
+
+
+def test_who_is_a_member_no_longer_is_counted_as_others_are() -> None:
+    patient = Patience(Clock())
+    patient.proven("a")
+    patient.forget("a")
+    assert "a" not in patient
+    for _ in range(patience.OF_ONE[0]):
+        patient.failed("a")
+    assert patient.is_over("a")
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
