@@ -78,7 +78,7 @@ class _Step:
     rounds: dict[str, Round] = field(default_factory=dict)  # as each member was told of it
     raw: dict[str, dict[int, Mapping[str, torch.Tensor]]] = field(default_factory=dict)  # of the chosen
     proofs: dict[str, Proof] = field(default_factory=dict)
-    whole: asyncio.Event = field(default_factory=asyncio.Event)  # all members have given proof
+    proved: asyncio.Event = field(default_factory=asyncio.Event)  # all members have given proof
     is_shown: bool = False  # what the chosen had of it is here
 
     @property
@@ -181,7 +181,7 @@ class Auditing:
             raise ProtocolError(f"it proves round {number} twice, or before it was told of it")
         step.proofs[link.peer_id] = Proof.from_header(frame.header)
         if len(step.proofs) == len(self._links):
-            step.whole.set()
+            step.proved.set()
         return True
 
     def copied(self, link: Link, frame: Frame) -> None:
@@ -217,7 +217,7 @@ class Auditing:
         await step.answers.complete.wait()
         try:
             async with asyncio.timeout(self._reader.timeouts.offer_s):
-                await step.whole.wait()
+                await step.proved.wait()
         except TimeoutError:
             self._state = {peer: proof.after for peer, proof in step.proofs.items()}
             for peer in self._links.keys() - step.proofs.keys():
