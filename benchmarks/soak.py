@@ -100,6 +100,9 @@ class FakeOwner:
         self._kept = kept
         self._end = min(job.steps, (kept.least // epoch_steps + 1) * epoch_steps)
 
+    def averages(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {}
+
     def stop(self, *, hand_over: bool = False) -> None:
         self.stopped = True
 

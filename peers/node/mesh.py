@@ -74,14 +74,11 @@ class Mesh:
             raise UsageError(
                 "nothing trains on this mesh yet: ask for the weights inside of `async for report in mesh.train(job)`"
             )
-        async with asyncio.TaskGroup() as group:
-            draining = group.create_task(
-                self._drain()
-            )  # nobody reads reports meanwhile, and a run waits for its reader
-            try:
-                found = await self.training.state(self._running.done)
-            finally:
-                draining.cancel()
+        draining = self._group.create_task(self._drain())  # a run waits for who reads its reports, and nobody does now
+        try:
+            found = await self.training.state(self._running.done)
+        finally:
+            draining.cancel()
         return await asyncio.to_thread(dict, found)
 
     async def _drain(self) -> None:

@@ -49,20 +49,7 @@ async def test_the_weights_are_had_though_reports_are_read_slowly(tmp_path: Path
     async with a_mesh(Home(tmp_path), 1) as (_, mesh):
         async for report in mesh.train(job_of(checkpoint_every=1000, steps=100), captured=captured_job(), stages=1):
             if report.step == 1:
-                await asyncio.sleep(600)
+                await asyncio.sleep(2)  # real seconds, of many steps
                 found = await mesh.state()
                 break
     assert found.keys() == plain(job_of(), 1, 6).state_dict.keys()
-
-
-async def test_who_waits_for_weights_of_a_run_that_fails_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CheckpointStore, "complete", lambda store: [])
-    async with a_mesh(Home(tmp_path), 1) as (here, mesh):
-        async for report in mesh.train(job_of(checkpoint_every=1000, steps=100), captured=captured_job(), stages=1):
-            if report.step == 1:
-                here.crash("p0")
-                with pytest.raises(UsageError, match="ended without weights"):
-                    await mesh.state()
-                break
