@@ -15,6 +15,8 @@ from meshcee.config import Timeouts
 from peers.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "compose.yaml").exists():
+    pytest.skip("these files belong to a checkout, and are no part of the wheel", allow_module_level=True)
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PAGE = (ROOT / "docs" / "join-machines.md").read_text()
