@@ -157,8 +157,9 @@ def devices(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def owner(devices: Peers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshOwner]:
+    """A member in this process, on a thread: of this module only, as tests elsewhere replace parts of what it runs."""
     ready: Future[tuple[MeshOwner, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def hold() -> None:
