@@ -120,7 +120,7 @@ class Arena:
         self.owners = {name: Owner(name, home, self.home.folder / f"{name}.log") for name, home in homes.items()}
         self.owner = self.owners[OWNER]
         self._disks = disks
-        self._stages = stages
+        self._stages, self._last = stages, steps
         self._job = folder / "demo_job.py"
         self._job.write_text(JOB.format(steps=steps) + AUGMENTED * augmented)
         self._news = asyncio.Event()
@@ -331,11 +331,11 @@ class Arena:
         self._ends.append(self._group.create_task(wait()))
 
     def kill_daemon(self, name: str | None) -> None:
-        """The p2pd alone, of a peer, or of the owner (None)."""
+        """The p2pd alone, of a peer, or of the owner (None), who has none once all steps are done."""
         process = self.owner.process if name is None else self.children.processes[name]
         assert process is not None
         daemons = [c for c in psutil.Process(process.pid).children(recursive=True) if c.name() == "p2pd"]
-        assert daemons or process.returncode is not None
+        assert daemons or process.returncode is not None or self.steps >= self._last
         for daemon in daemons:
             daemon.kill()
 

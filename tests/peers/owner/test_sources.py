@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from meshcee.sampling.stream import READ_AGAIN
 from peers.node.assemble import JoinOptions, join
 from peers.owner.epoch import Report
 from peers.owner.result import Result
+from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
 from tests.peers.owner import test_recovery as recovery
 from tests.rig.mesh_fixture import train
@@ -144,6 +146,9 @@ async def run(home: Home, job: Job, until: int | None = None, resume: str | None
         async with join(JoinOptions(local=2), home) as mesh:
             async for report in mesh.train(job, resume=resume):
                 if report.step == until:
+                    store = CheckpointStore(home.run("last").checkpoints)
+                    while not any(found.next_step >= until // 2 for found in store.complete()):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
                     break
         return mesh.result
     except BaseExceptionGroup as group:
