@@ -11,6 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -132,17 +133,51 @@ def test_the_tree_in_the_readme_has_every_room_and_no_other() -> None:
     assert sorted({"dht/", *rooms} - found) == []
 
 
-def test_the_job_in_the_readme_trains(tmp_path: Path) -> None:
+def in_the_readme() -> list[str]:
+    return [text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "python"]
+
+
+def test_the_job_in_the_readme_trains() -> None:
     from dataclasses import replace
 
     import meshcee
 
-    (block,) = (text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "python")
+    block = in_the_readme()[0]
     assert len(block.split("Job(")[1].splitlines()) <= 10
     space: dict[str, meshcee.Job] = {}
     exec(compile(block, "README.md", "exec"), space)
     result = meshcee.train(replace(space["job"], steps=3), local=2)
     assert len(result.losses) == 3
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_the_fine_tuning_in_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very lines, with fewer steps and peers in this process; `base` and the text are made here."""
+    for library in ("transformers", "peft", "accelerate", "tokenizers"):
+        pytest.importorskip(library, reason="the hf extra is not installed")
+    import peft
+    import torch
+
+    from tests.hf.tiny import llama, tokenizer_of_words
+
+    block = in_the_readme()[1]
+    assert len(block.splitlines()) <= 15
+    assert len(in_the_readme()) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    llama().save_pretrained("base")
+    tokenizer_of_words().save_pretrained("base")
+    Path("lines.txt").write_text("".join(f"w{i} w{i + 1} w{i + 2}{' w9' * (i % 4)}\n" for i in range(40)))
+    for there, here in (("max_steps=100", "max_steps=2"), ('join="<printed line>"', "local=2")):
+        assert there in block
+        block = block.replace(there, here)
+    space: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), space)
+    model = space["trainer"].model
+    loaded = peft.PeftModel.from_pretrained(llama(), "adapter").state_dict()
+    adapter = {name: tensor for name, tensor in model.state_dict().items() if "lora_B" in name}
+    assert any(tensor.any() for tensor in adapter.values())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
 
 
 def walks() -> dict[str, list[tuple[str, str]]]:

@@ -43,11 +43,19 @@ class Counting:
 
     def items(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """How many labels of these samples are predicted. A causal model predicts none at a sample's first place."""
+        return self._predicted(inputs).sum()
+
+    def items_of_each(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The same for each sample."""
+        predicted = self._predicted(inputs)
+        return predicted.sum(tuple(range(1, predicted.dim()))) if predicted.dim() > 1 else predicted.long()
+
+    def _predicted(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         if "shift_labels" in inputs:
             labels = inputs["shift_labels"]
         else:
             labels = inputs["labels"][..., 1:] if self._shifts else inputs["labels"]
-        return labels.ne(IGNORED).sum()  # type: ignore[no-any-return]
+        return labels.ne(IGNORED)  # type: ignore[no-any-return]
 
 
 def counted(model: nn.Module, counting: Counting) -> nn.Module:
@@ -83,12 +91,11 @@ def weight_of(target: Mapping[str, Any]) -> float:
 def divides(model: nn.Module, samples: Iterable[Mapping[str, torch.Tensor]]) -> bool:
     """Whether the model divides its loss by the number of items that it is given; else it passes that number over.
 
-    UsageError where it divides one part of its loss and not another. One sample is computed twice.
+    UsageError where it divides one part of its loss and not another. `samples` are micro-batches of one; one is computed twice.
     """
     model.eval()
     try:
-        for sample in samples:
-            inputs = {name: tensor[None] for name, tensor in sample.items()}
+        for inputs in samples:
             with torch.no_grad():
                 by_one, by_two = (
                     loss_of(model(**inputs, num_items_in_batch=torch.tensor(n)), None) for n in (1.0, 2.0)

@@ -1,7 +1,7 @@
-"""Datasets and collators as a Job reads them, a sample at a time; and what an evaluation returns, as compute_metrics reads it.
+"""Datasets and collators as a Job reads them; and what an evaluation returns, as compute_metrics reads it.
 
-The idea: a Job stacks samples of one shape. So a collator is given one sample at a time, and must pad to a length that it knows.
-A target holds the sample's place too, so that outputs are put in order whoever computed them, and when.
+The idea: a collator is given the samples of one micro-batch, as in the library, and may pad to the longest of these. A target
+holds each sample's place too, so that outputs are put in order whoever computed them, and when.
 """
 
 from __future__ import annotations
@@ -13,65 +13,89 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.hf.loss import Counting
+from meshcee.sampling.data import varying
+from meshcee.user_code import calling
 
-__all__ = ["Outputs", "Samples"]
+__all__ = ["Batches", "Outputs", "Samples", "lengths_of"]
 
 
 class Samples:
-    """`data` for a Job: x is what the model is called with, y its place, how many items it has, and its labels."""
+    """`data` for a Job: each row with its place, and without what the model does not take."""
 
-    def __init__(
-        self,
-        data: Any,
-        collate: Callable[[list[Any]], Mapping[str, Any]],
-        columns: Collection[str] | None,
-        label_names: Sequence[str],
-        counting: Counting,
-        *,
-        name: str,
-        stacked: bool,
-        labels: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, data: Any, columns: Collection[str] | None, *, name: str) -> None:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or isinstance(data, Mapping):
             raise UsageError(
                 f"{name} is one dataset that has a length and samples by number: a list of dicts or a datasets.Dataset"
             )
-        self._data, self._collate, self._columns, self._name = data, collate, columns, name
-        self._label_names, self._counting, self._labels = label_names, counting, labels or {}
-        self._stacked, self._shapes = stacked, dict[str, torch.Size]()
+        self._data, self._columns, self.name = data, columns, name
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def __getitem__(self, i: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def __getitem__(self, i: int) -> tuple[int, Any]:
         row = self._data[i]
         if self._columns is not None and isinstance(row, Mapping):
             row = {key: value for key, value in row.items() if key in self._columns}
-        batch = dict(self._collate([row]))
-        for key, value in batch.items():
-            if not isinstance(value, torch.Tensor) or value.shape[:1] != (1,):
-                raise UsageError(f"data_collator makes of {self._name}[{i}] no tensor {key!r} with one row")
-        x = {key: value[0] for key, value in batch.items()} | {
-            key: value for key, value in self._labels.items() if key not in batch
-        }
-        if self._stacked:
-            self._check_shapes(i, x)
-        y: dict[str, Any] = {"place": i, "items": 0}
+        return i, row
+
+
+class Batches:
+    """`collate` for a Job: x is what the model is called with, y the samples' places, how many items each has, and labels.
+
+    `like` is a sample of another dataset, for samples without labels: the graph has a loss, and nothing is made of it.
+    `lengths` are what every micro-batch must have, as the graph has them for good: (key, dimension) -> size.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Mapping[str, Any]],
+        label_names: Sequence[str],
+        counting: Counting,
+        like: Mapping[str, torch.Tensor] | None = None,
+        lengths: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        self._collate, self._label_names, self._counting = collate, label_names, counting
+        self._like, self._lengths = like or {}, lengths or {}
+
+    def __call__(self, samples: Sequence[tuple[int, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        places, rows = [place for place, _ in samples], [row for _, row in samples]
+        with calling(lambda: f"data_collator, given samples {places},"):
+            x = {key: value for key, value in self._collate(rows).items() if value is not None}
+        for key, value in x.items():
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(rows),):
+                raise UsageError(
+                    f"data_collator makes of {len(rows)} samples no tensor {key!r} with a row for each: collate with padding, and "
+                    "return tensors alone"
+                )
+        for (key, dimension), size in self._lengths.items():
+            if key in x and x[key].shape[dimension] != size:
+                raise UsageError(
+                    f"samples {places} have {key} of {tuple(x[key].shape)}, and all that were looked at before the start have {size} in "
+                    "its place: pad every sample to one length, with padding='max_length' and max_length=..."
+                )
+        x |= {key: self._blind(key, x) for key in self._label_names if key in self._like and key not in x}
+        x = {key: value.clone() for key, value in x.items()}  # inputs of a graph share no memory
+        y: dict[str, Any] = {"place": torch.tensor(places), "items": torch.zeros(len(rows), dtype=torch.int64)}
         if "labels" in x:
-            y["items"] = int(self._counting.items(x))
-        if labels := {key: x[key] for key in self._label_names if key in x}:
+            y["items"] = self._counting.items_of_each(x)
+        if labels := {key: x[key].clone() for key in self._label_names if key in x}:
             y["labels"] = labels
         return x, y
 
-    def _check_shapes(self, i: int, x: Mapping[str, torch.Tensor]) -> None:
-        for key, value in x.items():
-            first = self._shapes.setdefault(key, value.shape)
-            if first != value.shape:
-                raise UsageError(
-                    f"{self._name}[{i}] has {key} of {tuple(value.shape)}, another sample {tuple(first)}: pad all to one length, "
-                    "with padding='max_length' and max_length=... in the collator or the tokenizer (pad_to_multiple_of alone "
-                    "leaves several), or write per_device_train_batch_size=1"
-                )
+    def _blind(self, key: str, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Labels for these samples: those of `like`; or zeros as many as the tokens, where it has one for each token."""
+        known = self._like[key]
+        for name, tokens in x.items():
+            if known.dim() > 1 and name in self._like and self._like[name].shape == known.shape:
+                return torch.zeros_like(tokens, dtype=known.dtype)
+        return known.expand(len(next(iter(x.values()))), *known.shape[1:])
+
+
+def lengths_of(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[tuple[str, int], int]:
+    """Sizes that all of these micro-batches of one sample have: (key, dimension) -> size."""
+    differ = varying(rows)
+    places = [(key, d) for key, value in rows[0].items() for d in range(1, value.dim())]
+    return {(key, d): rows[0][key].shape[d] for key, d in places if (key, d) not in differ}
 
 
 class Outputs:

@@ -26,12 +26,12 @@ from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
 from meshcee.hf.library import transformers
 from meshcee.hf.loss import Counting, base_of, counted, divides, loss_of, weight_of
-from meshcee.hf.samples import Outputs, Samples
+from meshcee.hf.samples import Batches, Outputs, Samples, lengths_of
 from meshcee.job import Job
 from meshcee.run import join as joined
 from meshcee.run import run_blocking
 from meshcee.run import train as trained
-from meshcee.sampling import read
+from meshcee.sampling import NO_STEP, batch_of
 from meshcee.user_code import calling
 
 __all__ = ["Trainer"]
@@ -143,16 +143,22 @@ class Trainer:
         data = self._samples(self.train_dataset, "train_dataset")
         if (left := len(data) % (micro * accumulated)) and not args.dataloader_drop_last:
             log.warning("each epoch leaves samples out, as with dataloader_drop_last=True", samples=left, of=len(data))
-        model, weighing = self._weighing(data, accumulated)
+        looked_at = self._looked_at(data, self._batches())
+        model, weighing = self._weighing(looked_at, accumulated)
         when = args.eval_strategy.value
         if when != "no" and self.eval_dataset is None:
             raise UsageError(f"eval_strategy={when!r} needs eval_dataset=...")
+        batches = self._batches(lengths=lengths_of(looked_at))
+        held_out = None if when == "no" else self._samples(self.eval_dataset, "eval_dataset")
+        if held_out is not None:
+            self._looked_at(held_out, batches)
         measures = when != "no" and self.compute_metrics is not None and not args.prediction_loss_only
         return Job(
             name=args.run_name or Path(args.output_dir).name or "job",
             model=model,
             loss=loss_of,
             data=data,
+            collate=batches,
             optimizer=arguments.optimizer_of(args, self.model),
             schedule=arguments.schedule_of(args, steps),
             batch_size=micro * accumulated,
@@ -163,17 +169,18 @@ class Trainer:
             clip_norm=args.max_grad_norm or None,
             precision="bf16" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),
-            eval_data=None if when == "no" else self._samples(self.eval_dataset, "eval_dataset"),
+            eval_data=held_out,
             eval_every={"steps": int(state.eval_steps), "epoch": per_epoch}.get(when, 0),
             checkpoint_every={"steps": int(state.save_steps), "epoch": per_epoch}.get(args.save_strategy.value, 0),
             metrics={OUTPUTS: Outputs(self._ignored(), self.preprocess_logits_for_metrics)} if measures else {},
             **weighing,
         )
 
-    def _weighing(self, data: Samples, accumulated: int) -> tuple[nn.Module, dict[str, Any]]:
+    def _weighing(
+        self, samples: Sequence[Mapping[str, torch.Tensor]], accumulated: int
+    ) -> tuple[nn.Module, dict[str, Any]]:
         """The model, and how a Job adds its micro-batches' losses up, so that the sum is that of the library."""
-        samples = (read(data, [i], self.args.seed)[0][0] for i in range(min(len(data), 16)))
-        if not self._counting.accepts or "labels" not in self._first(data):
+        if not self._counting.accepts or "labels" not in samples[0]:
             return self.model, {}  # each loss is divided by how many micro-batches there are
         if accumulated > 1 and not divides(self.model, samples):
             return self.model, {"reduction": "sum"}
@@ -218,13 +225,11 @@ class Trainer:
         """The model's outputs for each sample, in their order: the library's PredictionOutput. Samples need no labels."""
         samples, known = self._samples(test_dataset, "test_dataset"), {}
         if self.train_dataset is not None and len(samples):
-            known = self._first(self._samples(self.train_dataset, "train_dataset"))
-        here = self._first(samples) if len(samples) else {}
-        blind = {name: known[name] for name in self._label_names() if name in known and name not in here}
-        if blind:  # the graph has a loss: it is computed with the labels of another sample, and nothing is made of it
-            samples = self._samples(test_dataset, "test_dataset", blind)
+            known = self._inputs(self._samples(self.train_dataset, "train_dataset"), 0, self._batches())
+        here = self._inputs(samples, 0, self._batches()) if len(samples) else {}
+        blind = any(name in known and name not in here for name in self._label_names())
         began_s = time.time()
-        loss, predictions, labels = self._round(samples, ignore_keys, collects=True)
+        loss, predictions, labels = self._round(samples, ignore_keys, collects=True, like=known if blind else None)
         metrics: dict[str, float] = {}
         if not blind:
             metrics = {f"{metric_key_prefix}_loss": loss, **self._measured(metric_key_prefix, predictions, labels)}
@@ -232,7 +237,14 @@ class Trainer:
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return transformers().trainer_utils.PredictionOutput(predictions, None if blind else labels, metrics)
 
-    def _round(self, data: Samples, ignore_keys: Sequence[str] | None, *, collects: bool) -> tuple[float, Any, Any]:
+    def _round(
+        self,
+        data: Samples,
+        ignore_keys: Sequence[str] | None,
+        *,
+        collects: bool,
+        like: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[float, Any, Any]:
         """The loss, predictions and labels of one evaluation, in the micro-batches that training has."""
         if self.callback_handler.model is None:
             raise UsageError("train() is under way, and its weights are with the peers: set control.should_evaluate")
@@ -245,6 +257,7 @@ class Trainer:
             loss=loss_of,
             data=data,
             eval_data=data,
+            collate=self._batches(like=like, lengths=lengths_of(self._looked_at(data, self._batches()))),
             optimizer=arguments.optimizer_of(self.args, self.model),
             batch_size=micro,
             micro_batch_size=micro,
@@ -321,7 +334,7 @@ class Trainer:
 
     # -- what the library knows of the model ---------------------------------------------------------------------------
 
-    def _samples(self, data: Any, name: str, labels: Mapping[str, torch.Tensor] | None = None) -> Samples:
+    def _samples(self, data: Any, name: str) -> Samples:
         columns = None
         if self.args.remove_unused_columns:
             columns = {
@@ -330,16 +343,10 @@ class Trainer:
                 "label",
                 "label_ids",
             }
-        return Samples(
-            data,
-            self.data_collator,
-            columns,
-            self._label_names(),
-            self._counting,
-            name=name,
-            stacked=self.args.per_device_train_batch_size > 1,
-            labels=labels,
-        )
+        return Samples(data, columns, name=name)
+
+    def _batches(self, **more: Any) -> Batches:
+        return Batches(self.data_collator, self._label_names(), self._counting, **more)
 
     def _label_names(self) -> list[str]:
         from transformers.utils.generic import find_labels
@@ -351,9 +358,16 @@ class Trainer:
         config = getattr(self.model, "config", None)
         return list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
 
-    def _first(self, samples: Samples) -> dict[str, torch.Tensor]:
-        """What the model is called with for one of them."""
-        found: dict[str, torch.Tensor] = read(samples, [0], self.args.seed)[0][0]
+    def _looked_at(self, samples: Samples, batches: Batches) -> list[dict[str, torch.Tensor]]:
+        """What the model is called with for each of those that a capture looks at, all over the data."""
+        count = min(len(samples), LOOKED_AT)
+        return [self._inputs(samples, k * len(samples) // count, batches) for k in range(count)]
+
+    def _inputs(self, samples: Samples, i: int, batches: Batches) -> dict[str, torch.Tensor]:
+        """What the model is called with for this one alone."""
+        found: dict[str, torch.Tensor] = batch_of(
+            samples, [i], self.args.seed, NO_STEP, name=samples.name, collate=batches
+        )[0]
         return found
 
     def _speed(self, split: str, began_s: float, samples: int, steps: int | None = None) -> dict[str, float]:
@@ -363,6 +377,7 @@ class Trainer:
         return found
 
 
+LOOKED_AT = 16  # samples, as many as a capture looks at
 OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
 INSTEAD = {
     "tokenizer": "write processing_class=",

@@ -15,7 +15,7 @@ from meshcee.errors import UsageError
 from meshcee.hf import Trainer
 from meshcee.hf.loss import Counting, counted, divides
 from meshcee.sampling import draw
-from tests.hf.tiny import arguments, llama, texts
+from tests.hf.tiny import arguments, llama, ragged, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("accelerate", reason="the hf extra is not installed")
@@ -41,13 +41,16 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def sample(text: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(text[name]) for name in ("input_ids", "attention_mask", "labels")}
+    """As a micro-batch of one."""
+    return {name: torch.tensor([text[name]]) for name in ("input_ids", "attention_mask", "labels")}
 
 
 def test_a_causal_model_predicts_no_first_token() -> None:
     labels = torch.tensor([[5, 6, -100, 7], [8, -100, -100, -100]])
     assert Counting(llama()).items({"labels": labels}) == 2
+    assert Counting(llama()).items_of_each({"labels": labels}).tolist() == [2, 0]
     assert Counting(Plain(1.0, 0.0)).items({"labels": labels}) == 4
+    assert Counting(Plain(1.0, 0.0)).items_of_each({"labels": torch.tensor([2, -100])}).tolist() == [1, 0]
     shifted = torch.tensor([[6, -100, 7, -100]])
     assert Counting(llama()).items({"labels": labels, "shift_labels": shifted}) == 2
 
@@ -59,37 +62,40 @@ def test_a_counted_model_has_the_mean_of_its_tokens_and_no_nan_of_none() -> None
     assert isinstance(other, type(model))
     assert other.lm_head.weight is model.lm_head.weight
     some, none = texts(4)[0], texts(4)[3]
-    torch.testing.assert_close(
-        other(**{k: v[None] for k, v in sample(some).items()}).loss,
-        model(**{k: v[None] for k, v in sample(some).items()}).loss,
-    )
-    assert other(**{k: v[None] for k, v in sample(none).items()}).loss == 0
-    assert model(**{k: v[None] for k, v in sample(none).items()}).loss.isnan()
+    torch.testing.assert_close(other(**sample(some)).loss, model(**sample(some)).loss)
+    assert other(**sample(none)).loss == 0
+    assert model(**sample(none)).loss.isnan()
 
 
 def test_what_a_model_does_with_the_number_is_found_out() -> None:
     assert divides(llama(), [sample(texts(4)[3]), sample(texts(4)[0])])
-    samples = [{"x": torch.tensor([3.0]), "labels": torch.tensor([1.0])}]
+    samples = [{"x": torch.tensor([[3.0]]), "labels": torch.tensor([[1.0]])}]
     assert divides(Plain(1.0, 0.0), samples)
     assert not divides(Plain(0.0, 1.0), samples)
     with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
         divides(Plain(1.0, 0.5), samples)
 
 
-def by_hand(model: Any, args: Any, data: list[dict[str, Any]], steps: int) -> tuple[list[float], dict[str, Any]]:
+def stacked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([sample(row)[name] for row in rows]) for name in ("input_ids", "attention_mask", "labels")}
+
+
+def by_hand(
+    model: Any, args: Any, data: list[dict[str, Any]], steps: int, collate: Any = stacked
+) -> tuple[list[float], dict[str, Any]]:
     """Accumulation in plain torch: each sum of token losses over the tokens of the whole batch."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     micro, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
     losses = []
     for step in range(steps):
-        batch = [sample(data[i]) for i in draw(args.seed, len(data), micro * count, step)]
-        items = sum(int((one["labels"][1:] != -100).sum()) for one in batch)
+        batch = [data[i] for i in draw(args.seed, len(data), micro * count, step)]
+        items = sum(label != -100 for row in batch for label in row["labels"][1:])
         total = 0.0
         for start in range(0, len(batch), micro):
-            stacked = {name: torch.stack([one[name] for one in batch[start : start + micro]]) for name in batch[0]}
-            labels = stacked.pop("labels")
-            logits = model(**stacked).logits[:, :-1].flatten(0, 1)
+            inputs = dict(collate(batch[start : start + micro]))
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits[:, :-1].flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / items
             loss.backward()
             total += loss.item()
@@ -109,6 +115,23 @@ def test_a_job_equals_token_weighting_by_hand(tmp_path: Path) -> None:
     found = meshcee.plain(trainer.job)
     torch.testing.assert_close(found.losses, expected[0])
     torch.testing.assert_close(found.state_dict, expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_texts_padded_to_each_micro_batch_weigh_as_many_tokens_as_they_have(tmp_path: Path) -> None:
+    """By hand, and as the library's Trainer has it."""
+    model, args = llama(), arguments(tmp_path, lr_scheduler_type="constant", save_strategy="no", optim="adamw_torch")
+    keys = ("input_ids", "attention_mask", "labels")
+    data = [{key: text[key] for key in keys} for text in ragged(20)]
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer_of_words())
+    trainer = Trainer(copy.deepcopy(model), args, train_dataset=data, data_collator=pad)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    for losses, state in (
+        by_hand(copy.deepcopy(model), args, data, 4, lambda rows: pad([dict(row) for row in rows])),
+        theirs(copy.deepcopy(model), args, data, data_collator=pad),
+    ):
+        torch.testing.assert_close(found.losses, losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
 
 
 def theirs(model: Any, args: Any, data: list[Any], **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

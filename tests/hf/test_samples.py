@@ -1,8 +1,7 @@
-"""Datasets and collators, a sample at a time; outputs in the order of samples, whoever computed them."""
+"""Datasets and collators, a micro-batch at a time; outputs in the order of samples, whoever computed them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.hf import Trainer
 from meshcee.hf.loss import Counting
-from meshcee.hf.samples import Outputs, Samples
-from meshcee.sampling import read
-from tests.hf.tiny import LENGTH, WORDS, arguments, llama, texts
+from meshcee.hf.samples import Batches, Outputs, Samples, lengths_of
+from meshcee.sampling import batch_of
+from tests.hf.tiny import WORDS, llama, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("accelerate", reason="the hf extra is not installed")
@@ -23,88 +21,97 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 COLUMNS = {"input_ids", "attention_mask", "labels"}
 
 
-def samples(data: Any, collate: Any = None, *, stacked: bool = True, **more: Any) -> Samples:
-    collate = collate or transformers.default_data_collator
-    return Samples(data, collate, COLUMNS, ["labels"], Counting(llama()), name="train_dataset", stacked=stacked, **more)
+def micro_batch(
+    data: Any, indices: list[int], collate: Any = None, step: int = 0, *, model: Any = None, **more: Any
+) -> tuple[Any, Any]:
+    """As a Job reads it."""
+    counting = Counting(model or llama())
+    batches = Batches(collate or transformers.default_data_collator, ["labels"], counting, **more)
+    return batch_of(Samples(data, COLUMNS, name="train_dataset"), indices, seed=0, step=step, collate=batches)
 
 
-def test_a_sample_is_what_the_model_takes_and_its_labels() -> None:
-    data = texts(4)
-    x, y = samples(data)[2]
-    assert {name: tensor.tolist() for name, tensor in x.items()} == {name: data[2][name] for name in COLUMNS}
-    assert (y["place"], y["items"]) == (2, sum(label != -100 for label in data[2]["labels"][1:]))
-    assert y["labels"]["labels"] is x["labels"]
-
-
-def test_a_collator_that_pads_to_a_length_it_knows_is_applied(tmp_path: Path) -> None:
-    def pad(rows: list[Any]) -> dict[str, torch.Tensor]:
-        ids = [row["input_ids"] + [0] * (LENGTH - len(row["input_ids"])) for row in rows]
-        return {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
-
-    data = [{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4]}]
-    assert [tuple(samples(data, pad)[i][0]["input_ids"].shape) for i in (0, 1)] == [(LENGTH,)] * 2
-    trainer = Trainer(
-        llama(),
-        arguments(tmp_path, gradient_accumulation_steps=1),
-        data_collator=pad,
-        train_dataset=data,
-    )
-    assert trainer.job is not None
-    assert trainer.job.data[0][1]["items"] == LENGTH - 1
+def test_a_micro_batch_is_what_the_model_takes_and_its_labels() -> None:
+    data = texts(5)
+    x, y = micro_batch(data, [2, 3, 0])
+    assert {name: tensor.tolist() for name, tensor in x.items()} == {
+        name: [data[i][name] for i in (2, 3, 0)] for name in COLUMNS
+    }
+    assert y["place"].tolist() == [2, 3, 0]
+    assert y["items"].tolist() == [sum(label != -100 for label in data[i]["labels"][1:]) for i in (2, 3, 0)]
+    assert torch.equal(y["labels"]["labels"], x["labels"])
 
 
 @pytest.fixture(name="tokenizer")
 def _tokenizer() -> Any:
-    tokenizers = pytest.importorskip("tokenizers", reason="the hf extra is not installed")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w1")
+    return tokenizer_of_words()
 
 
-def test_the_librarys_collators_are_applied_to_one_sample(tokenizer: Any) -> None:
-    data = [dict(tokenizer("w5 w6 w7")), dict(tokenizer("w8"))]
-    pad = transformers.DataCollatorWithPadding(tokenizer, padding="max_length", max_length=4)
-    assert [samples(data, pad)[i][0]["input_ids"].tolist() for i in (0, 1)] == [[5, 6, 7, 0], [8, 0, 0, 0]]
+def test_the_librarys_collators_pad_to_the_longest_of_a_micro_batch(tokenizer: Any) -> None:
+    words = [dict(tokenizer(text)) for text in ("w5 w6 w7", "w8", "w8 w9")]
+    pad = transformers.DataCollatorWithPadding(tokenizer)
+    assert micro_batch(words, [0, 1], pad)[0]["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert micro_batch(words, [1, 2], pad)[0]["input_ids"].tolist() == [[8, 0], [8, 9]]
+    always = transformers.DataCollatorWithPadding(tokenizer, padding="max_length", max_length=4)
+    assert micro_batch(words, [1], always)[0]["input_ids"].tolist() == [[8, 0, 0, 0]]
+
+    asked = [row | {"labels": [-100] * (k == 0) + row["input_ids"][k == 0 :]} for k, row in enumerate(words)]
+    x, y = micro_batch(asked, [0, 1], transformers.DataCollatorForSeq2Seq(tokenizer))
+    assert x["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
+    assert y["items"].tolist() == [2, 0]
+
     causal = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    x, y = samples([{"input_ids": [3, 4, 0, 0], "attention_mask": [1, 1, 0, 0]}], causal)[0]
-    assert x["labels"].tolist() == [3, 4, -100, -100]
-    assert y["items"] == 1
+    x, y = micro_batch(words, [0, 2], causal)
+    assert x["labels"].tolist() == [[5, 6, 7], [8, 9, -100]]
+    assert y["items"].tolist() == [2, 1]
 
 
 def test_a_collator_that_draws_is_the_same_when_a_step_is_computed_again(tokenizer: Any) -> None:
     masked = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
-    data = samples([{"input_ids": list(range(2, WORDS))}], masked)
-    first, again, other = (read(data, [0], seed=0, step=step)[0][0]["labels"] for step in (1, 1, 2))
+    data = [{"input_ids": list(range(2, WORDS))}] * 2
+    first, again, other = (micro_batch(data, [0, 1], masked, step)[0]["labels"] for step in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_dynamic_padding_is_refused_with_what_to_write() -> None:
-    data = samples([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}])
-    data[0]
-    with pytest.raises(
-        UsageError, match=r"train_dataset\[1\] has input_ids of \(2,\).*padding='max_length'.*pad_to_multiple_of"
-    ):
-        data[1]
-    lone = samples([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2]}], stacked=False)
-    assert [len(lone[i][0]["input_ids"]) for i in (0, 1)] == [3, 2]
+def test_inputs_share_no_memory() -> None:
+    """Though a collator returns one tensor under two names: a graph's inputs are told apart by what they lie in."""
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    x, y = micro_batch([{}, {}], [0, 1], lambda rows: {"input_ids": ids, "labels": ids})
+    assert len({t.data_ptr() for t in (*x.values(), *y["labels"].values())}) == 3
 
 
 @pytest.mark.parametrize("data", [iter([1]), {"train": [1]}], ids=["iterable", "several"])
 def test_what_is_no_dataset_is_refused(data: Any) -> None:
     with pytest.raises(UsageError, match="train_dataset is one dataset"):
-        samples(data)
+        Samples(data, COLUMNS, name="train_dataset")
 
 
-def test_a_collator_that_gives_no_tensors_is_named() -> None:
-    with pytest.raises(UsageError, match=r"data_collator makes of train_dataset\[0\] no tensor 'text'"):
-        samples([{"input_ids": [1]}], lambda rows: {"text": "words"})[0]
+@pytest.mark.parametrize(
+    "made", [{"text": ["a", "b"]}, {"input_ids": torch.ones(1, 4)}], ids=["words", "samples joined into one row"]
+)
+def test_a_collator_that_gives_no_row_for_each_sample_is_named(made: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"data_collator makes of 2 samples no tensor '\w+' with a row for each"):
+        micro_batch([{}, {}], [0, 1], lambda rows: made)
 
 
-def test_labels_that_are_missing_are_another_samples() -> None:
-    labels = torch.arange(LENGTH)
-    x, _ = samples([{"input_ids": [1] * LENGTH}], labels={"labels": labels})[0]
-    assert x["labels"] is labels
+def test_a_length_that_the_graph_has_for_good_is_held() -> None:
+    data = [{"input_ids": [1] * (3 if i == 3 else 5), "labels": [0]} for i in range(4)]
+    same = lengths_of([micro_batch(data, [i])[0] for i in (0, 1)])
+    assert same == {("input_ids", 1): 5, ("labels", 1): 1}
+    assert lengths_of([micro_batch(data, [i])[0] for i in (0, 3)]) == {("labels", 1): 1}
+    micro_batch(data, [0, 1], lengths=same)
+    with pytest.raises(UsageError, match=r"samples \[3\] have input_ids of \(1, 3\), .* padding='max_length'"):
+        micro_batch(data, [3], lengths=same)
+
+
+def test_labels_that_are_missing_are_made_up() -> None:
+    """Of a class as another sample has them; of tokens as many as there are."""
+    blind = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
+    like = {"input_ids": torch.ones(1, 9), "labels": torch.tensor([2])}
+    x, _ = micro_batch(blind, [0, 1], model=torch.nn.Linear(1, 1), like=like)
+    assert x["labels"].tolist() == [2, 2]
+    x, _ = micro_batch(blind, [0, 1], like={"input_ids": torch.ones(1, 9), "labels": torch.ones(1, 9).long()})
+    assert x["labels"].tolist() == [[0, 0, 0]] * 2
 
 
 def test_outputs_are_in_the_order_of_samples_and_each_counts_once() -> None:

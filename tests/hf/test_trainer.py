@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import meshcee
-from meshcee.errors import UsageError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.files import Home
 from meshcee.hf import Trainer
-from tests.hf.tiny import WORDS, arguments, llama, texts
+from tests.hf.tiny import WORDS, arguments, llama, ragged, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("accelerate", reason="the hf extra is not installed")
@@ -81,7 +81,7 @@ class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 def test_a_causal_model_trains_as_the_plain_loop_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """With tokens that do not count, in a Llama under LoRA: stopped after two steps, and resumed by another Trainer."""
+    """With tokens that do not count, padded to each micro-batch, in a Llama under LoRA: stopped and resumed by another Trainer."""
     peft = pytest.importorskip("peft", reason="the hf extra is not installed")
 
     def script(*callbacks: Any) -> Trainer:
@@ -89,7 +89,8 @@ def test_a_causal_model_trains_as_the_plain_loop_and_goes_on_where_it_stopped(tm
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
         model = peft.get_peft_model(llama(), config)
         args = arguments(tmp_path, weight_decay=0.1)
-        return Trainer(model, args, train_dataset=texts(20), callbacks=[*callbacks], local=2)
+        pad = transformers.DataCollatorForSeq2Seq(tokenizer_of_words())
+        return Trainer(model, args, pad, train_dataset=ragged(20), callbacks=[*callbacks], local=2)
 
     first = script(Stops(2))
     assert first.job is not None
@@ -192,6 +193,22 @@ def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) ->
     data = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts(8)]
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data)
     with pytest.raises(UsageError, match="returns no loss"):
+        trainer.train()
+
+
+def test_an_evaluation_of_another_length_is_refused_before_the_start(tmp_path: Path) -> None:
+    short = [{name: text[name][:5] for name in ("input_ids", "attention_mask", "labels")} for text in texts(4)]
+    args = arguments(tmp_path, eval_strategy="epoch")
+    with pytest.raises(UsageError, match=r"eval_dataset\[i\] for i in \[0\]: .*pad every sample to one length"):
+        Trainer(llama(), args, train_dataset=texts(8), eval_dataset=short)
+
+
+def test_grouped_queries_under_masks_that_mask_nothing_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    """transformers leaves such a mask out where a micro-batch has no padding, and adds gradients in another order then."""
+    config = transformers.LlamaConfig(**{**llama().config.to_diff_dict(), "num_key_value_heads": 1})
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer_of_words())
+    trainer = Trainer(transformers.LlamaForCausalLM(config), arguments(tmp_path), pad, train_dataset=ragged(20))
+    with pytest.raises(CaptureError, match="attn_implementation='eager'"):
         trainer.train()
 
 

@@ -35,6 +35,25 @@ def texts(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return found
 
 
+def ragged(count: int) -> list[dict[str, Any]]:
+    """Likewise, and each has a length of its own; a collator pads them."""
+    found = texts(count)
+    for i, text in enumerate(found):
+        for name in ("input_ids", "attention_mask", "labels"):
+            text[name] = text[name][: LENGTH - i % 7]
+    return found
+
+
+def tokenizer_of_words() -> Any:
+    """Its words are w0, w1, ...; with what collators ask for."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w1")
+
+
 def arguments(folder: Path, **options: Any) -> Any:
     import transformers
 
