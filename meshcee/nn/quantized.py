@@ -95,18 +95,22 @@ def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequ
     double  the scales of Linear modules in 8 bits as well: 4.13 bits a number in place of 4.5
     skip    patterns of names of modules that stay as they are
 
-    What is trained stays, and so do a weight that several modules share and an Embedding whose rows are no whole blocks. Call it
-    after `get_peft_model`, or after `model.requires_grad_(False)`. Weights that a quantized model computes with are its own: it is
-    another model than the one before, and trains as that one does on one machine.
+    What is trained stays, and so do a weight that several modules share, an Embedding whose rows are no whole blocks, and adapters
+    of PEFT, which are frozen too when they are loaded to be used. Call it after `get_peft_model`, or after
+    `model.requires_grad_(False)`. Weights that a quantized model computes with are its own: it is another model than the one
+    before, and trains as that one does on one machine.
     """
     if bits not in (4, 8):
         raise UsageError(f"bits must be 4 or 8, got {bits!r}")
+    adapters = tuple(
+        f"{name}.{own}." for name, module in model.named_modules() for own in getattr(module, "adapter_layer_names", ())
+    )
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     table = pairs() if bits == 4 else None
     found = 0
     for name, module in list(model.named_modules()):
         kind = _KINDS.get(type(module))
-        if kind is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+        if kind is None or name.startswith(adapters) or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
             continue
         weight = module.weight
         if weight.requires_grad or uses[id(weight)] > 1 or not weight.is_floating_point() or not _fits(module):

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.files.hugging_face import described, write
+from meshcee.nn import quantize_frozen
 
 transformers = pytest.importorskip("transformers", reason="the examples' extra is not installed")
 
@@ -123,4 +124,44 @@ def test_what_an_adapters_folder_cannot_hold_is_refused(peft: Any, tmp_path: Pat
     prompts = peft.get_peft_model(tiny(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(UsageError, match=r"computes 'prompt_embeddings' when it saves"):
         write(tmp_path / "hf", *noted(prompts))
+    assert list(tmp_path.iterdir()) == []
+
+
+def llama() -> Any:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **sizes)).eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
+def test_an_adapter_on_few_bits_loads_onto_its_base_model(peft: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    """QLoRA: onto the model in full precision, and in the same few bits onto what was trained, bit for bit."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    torch.manual_seed(1)
+    trained = quantize_frozen(peft.get_peft_model(llama(), config).eval(), bits=4)
+    for name, parameter in trained.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    state = {name: tensor.detach() for name, tensor in trained.state_dict().items()}
+    changed = {name for name, parameter in trained.named_parameters() if parameter.requires_grad}
+    kind, count = write(tmp_path / "hf", {**described(trained), "aliases": {}}, state, changed)
+    assert (kind, count) == ("PeftModel", len(changed))
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "hf")
+    assert all(torch.equal(loaded.state_dict()[name], state[name]) for name in changed)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected, full = trained(input_ids=ids).logits, loaded(input_ids=ids).logits
+        assert not torch.equal(full, expected)
+        assert torch.equal(quantize_frozen(loaded, bits=4)(input_ids=ids).logits, expected)
+
+
+def test_a_model_in_few_bits_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    """No class of transformers reads its codes."""
+    model = llama().requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    quantize_frozen(model)
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM of this config has other tensors.*--out FILE"):
+        write(tmp_path / "hf", *noted(model))
     assert list(tmp_path.iterdir()) == []
