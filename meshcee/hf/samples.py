@@ -70,8 +70,8 @@ class Batches:
         for (key, dimension), size in self._lengths.items():
             if key in x and x[key].shape[dimension] != size:
                 raise UsageError(
-                    f"samples {places} have {key} of {tuple(x[key].shape)}, and all that were looked at before the start have {size} in "
-                    "its place: pad every sample to one length, with padding='max_length' and max_length=..."
+                    f"samples {places} have {key} of {tuple(x[key].shape)}, and all that were looked at before the start have {size} "
+                    f"in dimension {dimension}: pad every sample to one length, with padding='max_length' and max_length=..."
                 )
         x |= {key: self._blind(key, x) for key in self._label_names if key in self._like and key not in x}
         x = {key: value.clone() for key, value in x.items()}  # inputs of a graph share no memory

@@ -141,7 +141,7 @@ def test_an_adapter_on_few_bits_loads_onto_its_base_model(peft: Any, tmp_path: P
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
     torch.manual_seed(1)
     trained = quantize_frozen(peft.get_peft_model(llama(), config).eval(), bits=4)
-    for name, parameter in trained.named_parameters():
+    for parameter in trained.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     state = {name: tensor.detach() for name, tensor in trained.state_dict().items()}
