@@ -16,7 +16,10 @@ from meshcee.hf.loss import Counting
 from meshcee.sampling.data import varying
 from meshcee.user_code import calling
 
-__all__ = ["Batches", "Outputs", "Samples", "lengths_of"]
+__all__ = ["LOOKED_AT", "Batches", "Outputs", "Samples", "lengths_of"]
+
+
+LOOKED_AT = 16  # samples, as many as a capture looks at
 
 
 class Samples:
@@ -70,8 +73,8 @@ class Batches:
         for (key, dimension), size in self._lengths.items():
             if key in x and x[key].shape[dimension] != size:
                 raise UsageError(
-                    f"samples {places} have {key} of {tuple(x[key].shape)}, and all that were looked at before the start have {size} "
-                    f"in dimension {dimension}: pad every sample to one length, with padding='max_length' and max_length=..."
+                    f"samples {places} have {key} of {tuple(x[key].shape)}, and all {LOOKED_AT} that were looked at before the start have "
+                    f"{size} in dimension {dimension}: pad each to one length, with padding='max_length' and max_length=..."
                 )
         x |= {key: self._blind(key, x) for key in self._label_names if key in self._like and key not in x}
         x = {key: value.clone() for key, value in x.items()}  # inputs of a graph share no memory

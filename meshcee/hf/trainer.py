@@ -26,7 +26,7 @@ from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
 from meshcee.hf.library import transformers
 from meshcee.hf.loss import Counting, base_of, counted, divides, loss_of, weight_of
-from meshcee.hf.samples import Batches, Outputs, Samples, lengths_of
+from meshcee.hf.samples import LOOKED_AT, Batches, Outputs, Samples, lengths_of
 from meshcee.job import Job
 from meshcee.run import join as joined
 from meshcee.run import run_blocking
@@ -377,7 +377,6 @@ class Trainer:
         return found
 
 
-LOOKED_AT = 16  # samples, as many as a capture looks at
 OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
 INSTEAD = {
     "tokenizer": "write processing_class=",

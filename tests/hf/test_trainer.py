@@ -199,7 +199,7 @@ def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) ->
 def test_an_evaluation_of_another_length_is_refused_before_the_start(tmp_path: Path) -> None:
     short = [{name: text[name][:5] for name in ("input_ids", "attention_mask", "labels")} for text in texts(4)]
     args = arguments(tmp_path, eval_strategy="epoch")
-    with pytest.raises(UsageError, match=r"eval_dataset\[i\] for i in \[0\]: .*pad every sample to one length"):
+    with pytest.raises(UsageError, match=r"eval_dataset\[i\] for i in \[0\]: .*pad each to one length"):
         Trainer(llama(), args, train_dataset=texts(8), eval_dataset=short)
 
 
