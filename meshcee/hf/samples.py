@@ -73,7 +73,7 @@ class Batches:
         for (key, dimension), size in self._lengths.items():
             if key in x and x[key].shape[dimension] != size:
                 raise UsageError(
-                    f"samples {places} have {key} of {tuple(x[key].shape)}, and the {LOOKED_AT} looked at before the start all have "
+                    f"samples {places} have {key} of {tuple(x[key].shape)}, and the {LOOKED_AT} looked at before the start have "
                     f"{size} in dimension {dimension}: pad each to one length, with padding='max_length' and max_length=..."
                 )
         x |= {key: self._blind(key, x) for key in self._label_names if key in self._like and key not in x}
