@@ -32,7 +32,7 @@ from meshcee.run import join as joined
 from meshcee.run import run_blocking
 from meshcee.run import train as trained
 from meshcee.sampling import NO_STEP, batch_of
-from meshcee.user_code import calling
+from meshcee.user_code import calling, library_of
 
 __all__ = ["Trainer"]
 
@@ -73,6 +73,7 @@ class Trainer:
             raise UsageError("join= and local= exclude each other: leave one out")
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         arguments.check(self.args)
+        _take_trls_head_off(model)
         self.model: Any = model
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -396,6 +397,14 @@ def _refuse_overridden(kind: type) -> None:
             f"{kind.__name__}.{unheard[0]} would never be called: put the loss into the model's own forward, and the data into "
             "the dataset; or use meshcee.Job"
         )
+
+
+def _take_trls_head_off(model: nn.Module) -> None:
+    """SFTTrainer puts a forward on the model for a loss of its own. It leads back to this very object, whichever copy is called."""
+    base = base_of(model)
+    code = getattr(getattr(vars(base).get("forward"), "__func__", None), "__code__", None)
+    if code is not None and library_of(code.co_filename) == "trl":
+        del base.forward
 
 
 def _is_meshcees(callback: Any) -> bool:

@@ -95,8 +95,8 @@ def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequ
     double  the scales of Linear modules in 8 bits as well: 4.13 bits a number in place of 4.5
     skip    patterns of names of modules that stay as they are
 
-    What is trained stays, and so do a weight that several modules share, an Embedding whose rows are no whole blocks, and adapters
-    of PEFT, which are frozen too when they are loaded to be used. Call it after `get_peft_model`, or after
+    What is trained stays, and so do a weight that several modules share and an Embedding whose rows are no whole blocks. Adapters
+    of PEFT stay too: they are frozen when they are loaded to be used. Call it after `get_peft_model`, or after
     `model.requires_grad_(False)`. Weights that a quantized model computes with are its own: it is another model than the one
     before, and trains as that one does on one machine.
     """
