@@ -1,14 +1,20 @@
 """meshcee trains one model across scattered machines, exactly as one machine would have.
 
-Names are loaded on first use: `meshcee.planner` must be importable on a machine without torch.
+Names are loaded on first use: `meshcee.planner` must be importable on a machine without torch. Which torch is installed is looked
+up all the same, so that a release that nobody has tried is told of at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
+import warnings
 from typing import Any
 
 __version__ = "0.1.0"
+
+TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)  # as pyproject.toml has them: a test holds them together
 
 _HOME = {
     "Callback": "meshcee.callbacks",
@@ -55,3 +61,22 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _tell_of_torch() -> None:
+    """Warns where another installation has put a torch here that is outside of the supported range."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # plans are made without it, too
+        return
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", torch)
+    if found is None or not TORCH_FROM <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+        first, below = ("{}.{}".format(*numbers) for numbers in (TORCH_FROM, TORCH_BELOW))
+        warnings.warn(
+            f"torch {torch} is installed, and meshcee {__version__} supports {first} up to below {below}: "
+            f"pip install 'torch>={first},<{below}'",
+            stacklevel=3,
+        )
+
+
+_tell_of_torch()

@@ -66,6 +66,22 @@ def test_the_front_door_opens_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(("torch", "told"), [("2.15.0", True), ("2.10.1+cu130", True), ("2.13.9", False)])
+def test_an_installation_that_breaks_the_range_of_torch_says_so_at_import(
+    torch: str, told: bool, tmp_path: Path
+) -> None:
+    """As `pip install -U torch` or another library may leave it behind."""
+    about = tmp_path / f"torch-{torch}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import meshcee"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (f"torch {torch} is installed" in done.stderr) == told
+    assert ("pip install 'torch>=2.11,<2.14'" in done.stderr) == told
+    strictly = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=60, check=False)
+    assert (strictly.returncode != 0) == told
+
+
 def test_the_demo_job_is_part_of_the_package_and_trains() -> None:
     """One step over four micro-batches in a plain loop: the loss starts near that of a guess, and falls."""
     demo = importlib.import_module("meshcee._demo_job")

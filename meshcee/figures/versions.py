@@ -12,9 +12,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from meshcee import TORCH_BELOW, TORCH_FROM
+
 __all__ = ["PYTHON_FROM", "TORCH_BELOW", "TORCH_FROM", "Versions"]
 
-TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)  # as pyproject.toml has them: a test holds them together
 PYTHON_FROM = (3, 11)
 
 _Version = Annotated[str, Meta(max_length=32)]
