@@ -68,11 +68,12 @@ class Optimizer:
         self.options = dict(options)
         self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
         self.ema: float | None = None  # a stage keeps an average of what it updates: what a Job says
+        self.eval_ema = False  # and evaluates it
 
-    def averaging(self, ema: float | None) -> Optimizer:
-        """The same, with this decay of an average of the weights."""
+    def averaging(self, ema: float | None, evaluated: bool = False) -> Optimizer:
+        """The same, with this decay of an average of the weights, which evaluations are of or not."""
         found = Optimizer(self.name, groups=self.groups, **self.options)
-        found.ema = ema
+        found.ema, found.eval_ema = ema, evaluated
         return found
 
     def group_of(self, parameter: str) -> int:
@@ -109,14 +110,16 @@ class Optimizer:
 
     def to_json(self) -> dict[str, Any]:
         found = {"name": self.name, "options": self.options, "groups": [[p, g] for p, g in self.groups.items()]}
-        return found if self.ema is None else found | {"ema": self.ema}
+        if self.ema is None:
+            return found
+        return found | {"ema": self.ema} | ({"eval_ema": True} if self.eval_ema else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Optimizer:
         try:
             groups = {str(pattern): dict(extra) for pattern, extra in data["groups"]}
             found = cls(str(data["name"]), groups=groups, **dict(data["options"]))
-            return found if data.get("ema") is None else found.averaging(float(data["ema"]))
+            return found if data.get("ema") is None else found.averaging(float(data["ema"]), bool(data.get("eval_ema")))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not an optimizer: {error!r}") from error
 
@@ -263,6 +266,7 @@ class Job:
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
     ema        also keep an average of the weights, with this decay: torch's AveragedModel with get_ema_multi_avg_fn(ema)
+    eval_ema   evaluations, and so EarlyStop and KeepBest, are of that average and not of the weights
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
     checkpoint_every  steps from one checkpoint to the next; 0 as often as it costs nearly nothing. The last step always
                writes one.
@@ -320,6 +324,7 @@ class Job:
     sampler: Sampler[int] | Callable[[int, int], Iterable[int]] | None = None
     ema: float | None = None
     audit: float = 0.0
+    eval_ema: bool = False
 
     @property
     def streams(self) -> bool:
@@ -350,8 +355,10 @@ class Job:
             raise UsageError("threads must be at least 1")
         if self.ema is not None and not 0 < self.ema < 1:
             raise UsageError(f"ema is the decay of an average, between 0 and 1, got {self.ema!r}")
-        if self.ema != self.optimizer.ema:
-            object.__setattr__(self, "optimizer", self.optimizer.averaging(self.ema))
+        if self.eval_ema and self.ema is None:
+            raise UsageError("eval_ema evaluates the average of the weights: say which, with ema=0.999")
+        if (self.ema, self.eval_ema) != (self.optimizer.ema, self.optimizer.eval_ema):
+            object.__setattr__(self, "optimizer", self.optimizer.averaging(self.ema, self.eval_ema))
         if not 0 <= self.audit <= 1:
             raise UsageError("audit is a share of the steps, from 0 to 1")
         if self.audit and self.groups:

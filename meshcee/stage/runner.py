@@ -300,7 +300,7 @@ class StageRunner:
             results = run(
                 *own,
                 *given,
-                *(self.weights.parameters[n] for n in spec.parameters),
+                *(self.weights.evaluated(n) for n in spec.parameters),
                 *(self.weights.buffers[n] for n in spec.buffers),
             )
         count = len(spec.sent)

@@ -57,13 +57,19 @@ class Weights:
                 self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(copied(full))
         self.trainable = {n: self.parameters[n] for n in trainable}
         self.optimizer = optimizer.build(self.masters)
-        self.ema = optimizer.ema or 0.0
+        self.ema, self.eval_ema = optimizer.ema or 0.0, optimizer.eval_ema
         self.averages: dict[str, torch.Tensor] = {}  # of the masters, from the end of the first step on
 
     @staticmethod
     def _compute(tensor: torch.Tensor, precision: str, device: torch.device) -> torch.Tensor:
         tensor = tensor.detach().to(device)
         return tensor.to(torch.bfloat16) if precision == "bf16" and tensor.is_floating_point() else tensor
+
+    def evaluated(self, name: str) -> torch.Tensor:
+        """What evaluations compute with: the parameter, or its average where the job wants that and there is one."""
+        own = self.parameters[name]
+        average = self.averages.get(name) if self.eval_ema else None
+        return own if average is None else average.to(own.dtype)
 
     def drop_grads(self) -> None:
         for parameter in (*self.trainable.values(), *self.masters.values()):

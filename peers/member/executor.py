@@ -445,6 +445,8 @@ class Executor:
 
     async def _evaluate(self, round: Round) -> None:
         place, spec = self.place, self._runner.eval_spec or self._runner.spec
+        if self._runner.weights.eval_ema:
+            await self.complete.wait()  # averages come with the moments
         for micro in range(round.num_micro):
             size = round.samples(micro, place.micro_batch)
             rows, targets = place.rows(size), place.targets(size)

@@ -1,8 +1,12 @@
-"""The average of the weights is torch's own, bit for bit, whatever befalls the run; and so are moments of every shape."""
+"""The average of the weights is torch's own, bit for bit, whatever befalls the run; and so are moments of every shape.
+
+Evaluations are of it where the job says so.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import safetensors.torch
 import torch
 
 from meshcee.capture import capture
-from meshcee.eager import plain
+from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer
@@ -18,7 +22,7 @@ from meshcee.stage import optimizer_layout
 from peers.cli.runs import export
 from peers.owner.epoch import Report
 from peers.owner.result import Result
-from tests.peers.member.test_training import make_job
+from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
 
 STEPS, MICRO = 16, 6
@@ -35,7 +39,7 @@ def by_shape(job: Job, kind: str) -> Optimizer:
     return Optimizer("Muon", lr=2e-2, groups={"|".join(names): {"class": kind, "lr": 1e-2}})
 
 
-async def trained(job: Job, home: Home, crash_after: int) -> Result:
+async def trained(job: Job, home: Home, crash_after: int, heard: list[Report] | None = None) -> Result:
     """On three peers in virtual time, the second of which dies."""
     captured = await asyncio.to_thread(capture, job)
     async with a_mesh(home, 3) as (here, mesh):
@@ -46,6 +50,8 @@ async def trained(job: Job, home: Home, crash_after: int) -> Result:
 
         async for report in mesh.train(job, captured=captured, stages=3):
             hear(report)
+            if heard is not None:
+                heard.append(report)
         return mesh.result
 
 
@@ -71,6 +77,35 @@ async def test_the_average_outlives_a_member_and_is_exported(
     export("last", None, tmp_path / "ema.safetensors", ema=True, as_json=True)
     exported = safetensors.torch.load_file(tmp_path / "ema.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.ema.items())
+
+
+async def test_evaluations_are_of_the_average_where_the_job_says_so(tmp_path: Path) -> None:
+    """Also behind a change of plan, whose averages come late; and training is as without."""
+    held_out = Pairs(23)
+    changes: dict[str, object] = {"eval_data": held_out, "eval_every": 4, "eval_ema": True}
+    job = job_of(Optimizer("AdamW", lr=1e-2), **changes)
+    heard: list[Report] = []
+    result = await trained(job, Home(tmp_path), crash_after=6, heard=heard)
+    x, y = (torch.tensor(column) for column in zip(*(held_out[i] for i in range(len(held_out)))))
+    expected: dict[int, list[float]] = {}
+    losses = []
+    for done in plain_steps(job):
+        losses.append(done.loss)
+        if (done.step + 1) % 4 == 0:
+            model = copy.deepcopy(done.module).eval()
+            for state in (done.state_dict, done.ema):
+                model.load_state_dict(state)
+                with torch.no_grad():
+                    parts = [job.loss(model(a), b).item() * len(a) for a, b in zip(x.split(MICRO), y.split(MICRO))]
+                expected.setdefault(done.step, []).append(sum(parts) / len(x))
+    assert result.losses == losses
+    found = {report.step: report.metrics["loss"] for report in heard if report.metrics}
+    assert found.keys() == expected.keys() == {3, 7, 11, 15}
+    for step, (weights, average) in expected.items():
+        assert found[step] == pytest.approx(average, rel=1e-6)
+        assert found[step] != pytest.approx(weights, rel=1e-4)
+    with pytest.raises(UsageError, match=r"ema=0\.999"):
+        job_of(Optimizer("SGD", lr=0.1), ema=None, eval_ema=True)
 
 
 async def test_without_one_there_is_nothing_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
