@@ -10,6 +10,7 @@ from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
 from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, certify
 from dht.records import (
+    MAX_DATASETS,
     MAX_LINKS,
     MAX_REVOKED,
     LeaseRecord,
@@ -29,6 +30,7 @@ __all__ = [
     "CERTIFICATE_S",
     "ENROL",
     "MAX_ADDRESSES",
+    "MAX_DATASETS",
     "MAX_LINKS",
     "MAX_REVOKED",
     "MAX_RUMOURS",

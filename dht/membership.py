@@ -42,7 +42,7 @@ MAX_KNOWN = 4096
 
 # What takes more than to be a member. Streams that are opened, by their purpose:
 OPENS: Mapping[str, Role] = dict.fromkeys(
-    ("job", "plan", "profile", "sound", "follow", "journal", "shelf", "leave"), "own"
+    ("job", "plan", "profile", "sound", "follow", "journal", "shelf", "leave", "data"), "own"
 )
 # Records that are written, by their kind:
 WRITES: Mapping[str, Role] = {"runs": "own", "revoked": "admin"}

@@ -29,6 +29,7 @@ from meshcee.plan import Plan, Term
 
 __all__ = [
     "CLOCK_SKEW_S",
+    "MAX_DATASETS",
     "MAX_LINKS",
     "MAX_TTL_S",
     "Envelope",
@@ -53,6 +54,7 @@ __all__ = [
 MAX_TTL_S = 3600.0
 RunState = Literal["waiting", "running", "over"]
 MAX_LINKS = 100  # of one peer: what fits into Limits.record_bytes
+MAX_DATASETS = 16  # of one peer
 MAX_REVOKED = 180  # peers, and invites, of one admin's list: the same
 _Revoked = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REVOKED)]
 
@@ -101,10 +103,12 @@ class PeerRecord(Record):
     software: ShortText = ""
     # What the process that checks graphs of others has given up, () until it has; None: the one with the keys checks them.
     guards: Annotated[tuple[ShortText, ...], Meta(max_length=16)] | None = None
+    # Sets that it reads for jobs of others: names and numbers of samples. None: an older peer, fed by owners alone.
+    datasets: Annotated[tuple[tuple[Name, Count], ...], Meta(max_length=MAX_DATASETS)] | None = None
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
-        found = super().from_wire(body, signer, what)
+        found = super().from_wire({"datasets": None, **body}, signer, what)
         if found.name.startswith("12D3KooW"):
             raise ProtocolError(f"{what} has the 'name' {found.name!r}: only ids begin with 12D3KooW; take another")
         return replace(found, addresses=tuple(map(checked, found.addresses)))

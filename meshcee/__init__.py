@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 14)  # as pyproject.toml has them: a test holds them together
 
 _HOME = {
+    "At": "meshcee.job",
     "Callback": "meshcee.callbacks",
     "EarlyStop": "meshcee.callbacks.rules",
     "Job": "meshcee.job",
@@ -33,6 +34,7 @@ _HOME = {
 }
 
 __all__ = [
+    "At",
     "Callback",
     "EarlyStop",
     "Job",

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
-from meshcee.job import Job, seeded
+from meshcee.job import At, Job, seeded
 from meshcee.sampling import collated, source_of
 
 __all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
@@ -65,6 +65,8 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
     >>> expected = meshcee.plain(job, micro_batch=result.micro_batch_size)
     >>> assert result.losses == expected.losses
     """
+    if isinstance(job.data, At):
+        raise UsageError(f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first")
     losses, norms = [], []
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)

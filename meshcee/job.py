@@ -24,7 +24,7 @@ from meshcee.errors import UsageError
 from meshcee.figures import MIXES
 from meshcee.user_code import calling
 
-__all__ = ["Job", "Optimizer", "Schedule", "seed_of", "seeded"]
+__all__ = ["At", "Job", "Optimizer", "Schedule", "seed_of", "seeded"]
 
 CODEC_CHOICES = ("none", "lossless", "bf16", "int8", "int4", "auto")  # what a job may ask for
 # torch.optim classes whose update of a parameter reads that parameter and its own state only.
@@ -243,6 +243,45 @@ def _named(value: Any) -> Any:
     return _Name(value if hasattr(value, "__qualname__") else type(value))
 
 
+@dataclass(frozen=True, eq=False)
+class At:
+    """Data that stays at its place: a peer reads it, and samples go from there to the stages, never through the owner.
+
+    >>> Job(data=At("hospital", "scans", like=(torch.zeros(1, 64, 64), 0), samples=4000), ...)
+
+    where    a peer's name or id, or a region's name: of several peers there that have the set, one reads
+    name     what its owner calls it: `meshcee peer --dataset scans=FILE.py:make`
+    like     a sample of your own making, with the types and shapes of the real ones: all that is seen here
+    samples  how many the set has
+
+    Here every sample is `like`: with it the model is captured, and looked at before the first step.
+    """
+
+    where: str
+    name: str
+    like: Any
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self.samples <= index < self.samples:
+            raise IndexError(index)
+        return self.like
+
+    def check(self, job: Job) -> None:
+        """UsageError for what would need the samples at the owner."""
+        needs = {
+            "collate": "collate is code of yours, and the peer with the data runs its own owner's only: have its `make` do this",
+            "workers": "workers are processes of yours, and the peer with the data reads ahead by itself",
+            "weight": "weight looks at targets, which never come to you",
+            "audit": "an audit computes steps again from their samples, which never come to you",
+        }
+        if found := next((why for name, why in needs.items() if getattr(job, name)), None):
+            raise UsageError(f"{found}: leave this out of a job whose data is At({self.where!r}, {self.name!r})")
+
+
 @dataclass(frozen=True)
 class Job:
     """One training run.
@@ -254,7 +293,8 @@ class Job:
     loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
-               Or iterable: `iter(data)` gives samples, which are read in order; its end begins the next data epoch
+               Or iterable: `iter(data)` gives samples, which are read in order; its end begins the next data epoch.
+               Or At(...): a set that a peer reads where it is
     collate    list of samples -> (x, y), each with one row a sample, as a DataLoader's collate_fn; a sample may then be anything
     sampler    which samples, in which order: a torch Sampler, or (data epoch, seed) -> indices; None shuffles all of them
     optimizer  Optimizer(...) by name
@@ -386,6 +426,10 @@ class Job:
             self._check_stream()
         elif len(self.data) < self.batch_size and self.sampler is None:
             raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}")
+        if isinstance(self.data, At):
+            self.data.check(self)
+        if isinstance(self.eval_data, At):
+            raise UsageError("metrics are computed at the owner, so eval_data cannot be At(...): give a set of your own")
         if self.eval_data is not None and not _is_map(self.eval_data):
             raise UsageError("eval_data must be map-style: it needs len(eval_data) and eval_data[i]")
         if self.sampler is not None:

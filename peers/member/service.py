@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import structlog
 import torch
@@ -171,12 +172,7 @@ class Session:
             except StreamClosed as closed:
                 raise _OwnerDone from closed
             if frame.kind == messages.INPUT:
-                names = need(frame.header, "names", list[str])
-                values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads)
-                inputs = {name: value for name, value in zip(names, values) if isinstance(value, torch.Tensor)}
-                if not len(names) == len(values) == len(inputs):
-                    raise ProtocolError("an input frame needs one tensor for each name")
-                self._inbox.put_raw(need(frame.header, "round", int), need(frame.header, "micro", int), inputs)
+                self._take_inputs(frame)
             elif frame.kind in (messages.STEP, messages.EVALUATE):
                 await self._link()
                 evaluation = frame.kind == messages.EVALUATE
@@ -200,6 +196,50 @@ class Session:
                 await self._inbox.rounds.put(End())
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+    def _take_inputs(self, frame: Frame, expected: Sequence[tensors.Expected] | None = None) -> None:
+        names = need(frame.header, "names", list[str])
+        values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads, expected)
+        inputs = {name: value for name, value in zip(names, values) if isinstance(value, torch.Tensor)}
+        if not len(names) == len(values) == len(inputs):
+            raise ProtocolError("an input frame needs one tensor for each name")
+        self._inbox.put_raw(need(frame.header, "round", int), need(frame.header, "micro", int), inputs)
+
+    def supply(self, peer: str, frame: Frame) -> None:
+        """Inputs of a micro-batch of training, from the peer that has the data."""
+        place, (spec, *_) = self._place, self.offer.specs[self.offer.index :]
+        first, end = place.rows(place.micro_batch)
+        if peer != self.offer.supplier or need(frame.header, "names", list[str]) != [v.name for v in spec.raw_inputs]:
+            raise ProtocolError(f"peer {peer} sent inputs that stage {place.label_of(place.peer)} does not take from it")
+        self._take_inputs(frame, [(v.dtype, v.sizes(end - first)) for v in spec.raw_inputs if v.dtype is not None])
+
+    async def serve_inputs(self, stream: Stream) -> None:
+        """The peer with the data has opened a stream to us: take what comes until the session ends, or say what is wrong with it."""
+        if self._group is None or stream.peer_id != self.offer.supplier:
+            raise ProtocolError(f"peer {stream.peer_id} has no data for this epoch")
+        stream.max_payload_bytes = self.offer.max_fed_bytes
+        outbox = Outbox(stream)
+        outbox.post(Frame(messages.ATTACH))
+
+        async def take() -> None:
+            while True:
+                if (frame := await stream.recv()).kind == messages.INPUT:
+                    self.supply(stream.peer_id, frame)
+                elif frame.kind != messages.PONG:
+                    raise ProtocolError(f"peer {stream.peer_id} sent a frame of kind {frame.kind!r} instead of inputs")
+
+        async def until_done() -> None:
+            await self.done.wait()
+            raise StreamClosed("the session is over")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for work in (outbox.run(), live(outbox, self._timeouts), take(), until_done()):
+                    group.create_task(work)
+        except* StreamClosed:
+            pass
+        except* ProtocolError as errors:
+            await stream.send(Frame(messages.FAILED, messages.error_header(errors.exceptions[0])))
 
     # -- links to other members --------------------------------------------------------------------------------------
 
@@ -309,6 +349,7 @@ class Member:
         self.busy_changed = asyncio.Event()
         transport.serve("job", self.serve_job)
         transport.serve("stage", self.serve_stage)
+        transport.serve("inputs", self.serve_inputs)
 
     @property
     def peer_id(self) -> str:
@@ -484,10 +525,22 @@ class Member:
         )
 
     async def serve_stage(self, stream: Stream) -> None:
+        await (await self._session_of(stream)).attach(stream)
+
+    async def serve_inputs(self, stream: Stream) -> None:
+        await (await self._session_of(stream)).serve_inputs(stream)
+
+    async def _session_of(self, stream: Stream) -> Session:
         stream.max_payload_bytes = 0  # until it has said which stage it is
         async with asyncio.timeout(self._timeouts.join_s):
             frame = await stream.recv()
+        if frame.kind != messages.ATTACH:
+            raise NotPermittedError(f"peer {stream.peer_id} does not say to which epoch it attaches")
+        return self.session_in(frame.header, stream.peer_id)
+
+    def session_in(self, header: Mapping[str, Any], peer: str) -> Session:
+        """The session of this epoch. NotPermittedError where there is none."""
         session = self.session
-        if frame.kind != messages.ATTACH or session is None or not session.offer.is_epoch(frame.header):
-            raise NotPermittedError(f"peer {stream.peer_id} attached to an epoch that is not running here")
-        await session.attach(stream)
+        if session is None or not session.offer.is_epoch(header):
+            raise NotPermittedError(f"peer {peer} attached to an epoch that is not running here")
+        return session

@@ -26,6 +26,8 @@ Purposes of streams, and the frames on them:
                                                                        says what it does, and whom it waits for
                                         END  ->  END when all before it is applied
                                         FAILED, LEAVING or, when what the optimizer has kept was not found, AGAIN at any time
+    data    (owner -> supplier)         DATASET, OPENED | REFUSED, then READ  ->  GIVEN; PING; PONG unasked; FAILED at any time
+    inputs  (supplier -> member)        ATTACH both ways, then INPUT*; PONG both ways; FAILED at any time
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     shelf   (standby -> peer)           SEEK, FOUND: journals of a job it keeps, runs that are over; then PULL  ->  FILE*, FOLLOWED
@@ -81,6 +83,7 @@ CLOCK = "clock"
 PROOF, AUDIT, EVIDENCE = "step proof", "audit", "evidence"
 COPY, COPIED, KEEP, KEPT = "copy", "copied", "keep", "kept"
 SEEK, FOUND, PULL = "seek", "found", "pull"
+DATASET, OPENED, READ, GIVEN = "dataset?", "opened", "read", "given"
 ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
 RATE = "rate"
 FOLLOW, FILE, SEALED, FOLLOWED = "follow", "file", "sealed", "followed"

@@ -116,11 +116,13 @@ class Offer:
     sources: tuple[str, ...] = ()  # as a member hears it: peers that hold copies of its state
     run: str = ""  # names the run over all its epochs and owners: who gives it may go on from its copies
     owner: str = ""  # the peer that has made the offer
+    supplier: str = ""  # the peer that feeds training in the owner's place
 
     def frame(self, sources: Sequence[str] = ()) -> Frame:
         """The OFFER frame; programs travel encoded by `meshcee.capture`, the rest as msgpack."""
         body = plain(_Body(plain(self.terms), self.plan.to_json(), self.addresses, tuple(sources)))
         header = {"epoch": list(self.epoch), "term": list(self.term), "resumes": self.resumes, "run": self.run}
+        header |= {"supplier": self.supplier} if self.supplier else {}
         programs = [self.train, *([self.evaluate] if self.evaluate else [])]
         return Frame(messages.OFFER, header, [msgpack.packb(body), *map(encode_program, programs)])
 
@@ -142,6 +144,7 @@ class Offer:
             messages.run_of(frame.header),
         )
         resumes = need(frame.header, "resumes", bool)
+        supplier = need({"supplier": "", **frame.header}, "supplier", str)
         offer = cls(
             terms,
             plan,
@@ -155,6 +158,7 @@ class Offer:
             body.sources[:MOST_SOURCES],
             run,
             owner,
+            supplier,
         )
         if offer.plan.num_blocks != offer.train.num_blocks:
             raise PlanError(f"the plan has {offer.plan.num_blocks} blocks, the graph {offer.train.num_blocks}")

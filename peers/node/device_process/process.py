@@ -56,7 +56,7 @@ __all__ = ["DeviceProcess"]
 
 log = structlog.get_logger()
 
-SERVES = ("job", "stage", "copies", "profile")
+SERVES = ("job", "stage", "inputs", "copies", "profile")
 OPENS = ("stage", "copies")
 ASK_S = 0.5  # between two questions whether it is there
 STILL_S = 1.5  # without an answer, in which it neither runs nor waits for a core: it is stopped, or waits for itself
