@@ -66,7 +66,9 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
     >>> assert result.losses == expected.losses
     """
     if isinstance(job.data, At):
-        raise UsageError(f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first")
+        raise UsageError(
+            f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first"
+        )
     losses, norms = [], []
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)

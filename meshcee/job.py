@@ -429,7 +429,9 @@ class Job:
         if isinstance(self.data, At):
             self.data.check(self)
         if isinstance(self.eval_data, At):
-            raise UsageError("metrics are computed at the owner, so eval_data cannot be At(...): give a set of your own")
+            raise UsageError(
+                "metrics are computed at the owner, so eval_data cannot be At(...): give a set of your own"
+            )
         if self.eval_data is not None and not _is_map(self.eval_data):
             raise UsageError("eval_data must be map-style: it needs len(eval_data) and eval_data[i]")
         if self.sampler is not None:

@@ -210,11 +210,13 @@ class Session:
         place, (spec, *_) = self._place, self.offer.specs[self.offer.index :]
         first, end = place.rows(place.micro_batch)
         if peer != self.offer.supplier or need(frame.header, "names", list[str]) != [v.name for v in spec.raw_inputs]:
-            raise ProtocolError(f"peer {peer} sent inputs that stage {place.label_of(place.peer)} does not take from it")
+            raise ProtocolError(
+                f"peer {peer} sent inputs that stage {place.label_of(place.peer)} does not take from it"
+            )
         self._take_inputs(frame, [(v.dtype, v.sizes(end - first)) for v in spec.raw_inputs if v.dtype is not None])
 
     async def serve_inputs(self, stream: Stream) -> None:
-        """The peer with the data has opened a stream to us: take what comes until the session ends, or say what is wrong with it."""
+        """The peer with the data has opened a stream to us: take what comes until the session ends, or say what is wrong."""
         if self._group is None or stream.peer_id != self.offer.supplier:
             raise ProtocolError(f"peer {stream.peer_id} has no data for this epoch")
         stream.max_payload_bytes = self.offer.max_fed_bytes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from peers.wire import Offer
 
 if TYPE_CHECKING:
     from peers.measure import Measuring
+    from peers.node.datasets.service import Source
     from peers.node.device_process import DeviceProcess
     from peers.node.lent import Lent
 
@@ -51,6 +52,7 @@ class AgentOptions:
     threads_said: bool = False
     direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
     measuring: Callable[[MeshView], Measuring] | None = None  # of links and blocks; without, plans are given
+    datasets: Mapping[str, Source] = field(default_factory=dict)  # that jobs of others may be fed from here
 
 
 class Agent(MeshView):
@@ -104,6 +106,10 @@ class Agent(MeshView):
         self.gossip = GossipService(self)
         self.shelf = Shelf(transport, timeouts, monotonic)
         transport.serve("join", _greeted)
+        if options.datasets:
+            from peers.node.datasets import DataService
+
+            DataService(self, options.name, options.datasets, lambda: self.member)
 
     @property
     def lends(self) -> bool:
@@ -202,6 +208,7 @@ class Agent(MeshView):
                 protocol=PROTOCOL_VERSION,
                 software=__version__,
                 guards=self._graphs.guards,
+                datasets=tuple((name, one.samples) for name, one in self.options.datasets.items()),
             )
         )
 

@@ -9,12 +9,12 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -45,6 +45,7 @@ from peers.transport import MemoryNetwork, StreamClosed, Transport
 if TYPE_CHECKING:
     from peers.device.emulation import Shape
     from peers.node.admission import Admin
+    from peers.node.datasets.service import Source
     from peers.node.device_process import DeviceProcess
     from peers.transport.p2p import P2PDaemon
 
@@ -85,6 +86,7 @@ class JoinOptions:
     threads_said: bool = False  # by the user, who has set torch's number
     device_process: bool = False  # the device computes in a process of its own
     direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
+    datasets: tuple[str, ...] = ()  # NAME=FILE.py:FUNCTION, that jobs of others may be fed from here
     measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
 
 
@@ -184,9 +186,10 @@ class InProcess:
         terms: TermFile | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] | None = None,
+        **said: Any,
     ) -> Agent:
         """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
-        own wall clock, where that differs from the mesh's."""
+        own wall clock, where that differs from the mesh's; `said` is what else its user says (AgentOptions)."""
         identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
         compute = (
             await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
@@ -199,7 +202,9 @@ class InProcess:
         )
         transport.addresses = ()
         store = self.stores[name] = MemoryStore(self.memory)
-        options = AgentOptions(name, memory_bytes=self._options.memory_bytes, direct_sums=self._options.direct_sums)
+        options = AgentOptions(
+            name, memory_bytes=self._options.memory_bytes, direct_sums=self._options.direct_sums, **said
+        )
         if self._options.measures:
             from peers.measure import Measuring
 
@@ -258,6 +263,11 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
         graphs, process = None, None
+        datasets: Mapping[str, Source] = {}
+        if options.datasets:
+            from peers.node.datasets import Datasets
+
+            datasets = await stack.enter_async_context(Datasets(options.datasets))
         if not options.compute:
             stack.enter_context(large_apart())  # an owner computes nothing: what it frees goes back to the system
         elif sys.platform == "linux":
@@ -356,6 +366,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 options.threads_said,
                 options.direct_sums,
                 Measuring,
+                datasets,
             ),
             identity,
             key,

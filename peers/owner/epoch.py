@@ -207,8 +207,15 @@ class Owner:
                     from meshcee.equality import check_sharing
 
                     await self.in_users_thread(check_sharing, self._job, self._capture, self.plan)
+                supplier = feed.steering.supplier if trains else None
                 with large_apart():
-                    beside += await self._offer_all(group)
+                    beside += await self._offer_all(group, supplier.peer if supplier is not None else "")
+                if supplier is not None:
+                    from peers.owner.supplier import Supply
+
+                    feed.supply = Supply(supplier, self._job, self.failures, self._data_was_read, self._timeouts)
+                    await feed.supply.begin(self._links, self._transport, self.plan.micro_batch)
+                    beside.append(group.create_task(feed.supply.run()))
                 self.ready_s = asyncio.get_running_loop().time()
                 if self._keeping is not None:
                     beside.append(group.create_task(self._keeping.saving.run()))
@@ -216,6 +223,8 @@ class Owner:
                     beside.append(group.create_task(self.audit.run()))
                 group.create_task(self._feed(feed))
                 await body()
+                if feed.supply is not None:
+                    await feed.supply.close()
                 for link in self._links:
                     link.closing = True
                     await link.outbox.finish()
@@ -230,6 +239,8 @@ class Owner:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
                 link.stream.abort()
+            if feed.supply is not None:
+                feed.supply.abort()
         if self.failures.cause is not None:
             raise self.failures.cause
 
@@ -268,7 +279,7 @@ class Owner:
 
     # -- offering ------------------------------------------------------------------------------------------------------
 
-    async def _offer_all(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+    async def _offer_all(self, group: asyncio.TaskGroup, supplier: str) -> list[asyncio.Task[None]]:
         """Until all are READY; returns the tasks that ask for signs of life, from each as soon as it is."""
         beats: list[asyncio.Task[None]] = []
 
@@ -282,7 +293,7 @@ class Owner:
 
         terms = Terms.of(self._job, self._capture, self._timeouts.regroup_s)
         same = (self._capture.train, self._capture.evaluate, self._addresses, self._kept.base is not None)
-        ours = (), self._run_name, self._transport.peer_id
+        ours = (), self._run_name, self._transport.peer_id, supplier
         offered = [Offer(terms, self.plan, self._epoch, self._term, peer, *same, *ours) for peer in self.plan.peers]
         state_bytes = max(offer.state_bytes for offer in offered)
         self._watch = Watch(self.plan, self._timeouts, state_bytes, self._received_bytes)
@@ -387,6 +398,10 @@ class Owner:
             self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
         await self._order.put(None)
 
+    def _data_was_read(self, round: int, seconds: float) -> None:
+        if (answers := self._answers.get(round)) is not None:
+            answers.data_s += seconds
+
     async def _feed_pipeline(
         self, feed: Feed, answers: Answers, portion: Portion, links: Sequence[Link], ahead: asyncio.Semaphore
     ) -> None:
@@ -402,6 +417,10 @@ class Owner:
         for own in range(portion.round.num_micro):
             await ahead.acquire()
             micro = portion.round.first + own
+            if feed.supply is not None and not round.forward_only:
+                indices = await self.in_users_thread(feed.indices, round, micro)
+                await feed.supply.ask(round.number, round.step, own, indices, feed.size(round, micro), links)
+                continue
             inputs, took_s = await self.in_users_thread(_timed, feed.inputs, round, micro)
             answers.data_s += took_s
             for link in links:

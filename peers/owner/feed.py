@@ -7,7 +7,7 @@ current batch. Of data that is not the same when it is read again, what was fed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,17 +15,29 @@ import torch
 
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
-from meshcee.errors import UsageError
-from meshcee.job import Job
+from meshcee.errors import JoinError, UsageError
+from meshcee.job import At, Job
 from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
-from meshcee.sampling import NO_STEP, HyperSchedule, batch_of, batched, inputs_of, probes, rebuild, source_of
+from meshcee.sampling import (
+    NO_STEP,
+    HyperSchedule,
+    batch_of,
+    batched,
+    indices_of,
+    inputs_of,
+    probes,
+    rebuild,
+    source_of,
+)
 from meshcee.user_code import calling, under_way
 from peers.wire import Round
 
 if TYPE_CHECKING:
     from meshcee.sampling.fed import Fed
     from meshcee.sampling.readers import Readers
+    from peers.mesh_view import MeshView
+    from peers.owner.supplier import Supplier, Supply
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 
@@ -50,10 +62,20 @@ class Steering:
         self.listeners = Listeners(callbacks, self.control)
         self.source = source_of(job)
         self.readers: Readers | None = None
+        self.supplier: Supplier | None = None
+        if isinstance(job.data, At):
+            from peers.owner.supplier import Supplier
+
+            self.supplier = Supplier(job)
         if job.workers:
             from meshcee.sampling.readers import Readers
 
             self.readers = Readers(job)
+
+    async def meet(self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError], str]) -> None:
+        """Before an epoch of these members: find who has the data, where the owner has not."""
+        if self.supplier is not None:
+            await self.supplier.meet(agent, members, how_to_go_on)
 
     def close(self) -> None:
         """Nothing is read any more. Takes up to some seconds."""
@@ -93,6 +115,7 @@ class Feed:
         self._reads_whole = fed is not None or job.workers > 0 or job.streams or job.collate is not None
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self.steering = steering or Steering(job)
+        self.supply: Supply | None = None  # of training, where the data is elsewhere
         self._reported = -1  # the last step that was
         self._was_reported = asyncio.Event()
 
@@ -175,6 +198,11 @@ class Feed:
             indices, rows = indices[rows[0] : rows[1]], None
         batch = batch_of(job.eval_data, indices, job.seed, NO_STEP, first, name="eval_data", collate=job.collate)
         return _rows_of(batch, rows)
+
+    def indices(self, round: Round, micro: int) -> list[int]:
+        """Of the samples of a micro-batch of training."""
+        first = micro * self._micro_batch
+        return indices_of(self._job, round.step)[first : first + self._micro_batch]
 
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them."""

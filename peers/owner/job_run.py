@@ -467,6 +467,7 @@ class Training:
         captured, plan = self._captured, planned.plan
         assert captured is not None
         self.result.notes = planned.notes
+        await self._steering.meet(self._agent, plan.peers, self._how_to_go_on)
         if self._noted:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
             self.base = self.copies.newest(len(self.result.losses)) or self.base

@@ -1,0 +1,220 @@
+"""A peer's side of the process that reads a dataset: it starts it, asks it for samples, checks what comes, and starts the next one.
+
+The idea: the process runs code of the peer's owner, which may fail, hang or die like any. What it says is checked against what the
+job expects before memory is spent on it. Whatever goes wrong is one sentence for the owner of the job; all of it stands in this
+peer's own log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from dht import MAX_DATASETS
+from meshcee.errors import PeerLostError, ProtocolError, UsageError
+from meshcee.stage import tensors
+from peers.device.worker.workers import command
+from peers.node.datasets.packets import Answer, Ask, payloads_of, receive, send
+
+__all__ = ["Dataset", "Datasets", "Layout"]
+
+log = structlog.get_logger()
+
+START_S = 300.0  # until the set is open
+ANSWER_S = 300.0  # for a micro-batch
+ENDS_S = 0.5  # a process that has heard so has ended, or is about to
+STANDARD_ERROR = 2
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of one sample: type and shape of each input
+
+
+class Dataset:
+    """One set. `start` says how many samples it has; `end` ends its process."""
+
+    def __init__(self, name: str, file: str, make: str) -> None:
+        self.name, self._file, self._make = name, file, make
+        self.samples = 0
+        self._process: _Process | None = None
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    def parse(cls, text: str) -> Dataset:
+        """From NAME=FILE.py:FUNCTION. UsageError for anything else."""
+        found = re.fullmatch(r"([\w.-]{1,64})=(.+\.py):([A-Za-z_]\w*)", text)
+        if found is None:
+            raise UsageError(f"--dataset {text!r:.200}: write NAME=FILE.py:FUNCTION, for example scans=scans.py:make")
+        if not Path(found[2]).is_file():
+            raise UsageError(f"--dataset {found[1]}: there is no file {found[2]}")
+        return cls(found[1], str(Path(found[2]).resolve()), found[3])
+
+    async def start(self) -> None:
+        """UsageError where the user's code fails, or is another set than before."""
+        async with self._starting:
+            if self._process is None or not self._process.lives:
+                await self.end()
+                self._process = _Process(self.name, self._file, self._make)
+                found = await self._asked(self._process.opened)
+                if self.samples not in (0, found.samples):
+                    raise UsageError(f"dataset {self.name!r} has {found.samples} samples now, and had {self.samples}")
+                self.samples = found.samples
+
+    async def batch(self, seed: int, step: int, indices: Sequence[int], layout: Layout) -> dict[str, torch.Tensor]:
+        """The samples of these indices, stacked. UsageError for what the user's code does, PeerLostError where it has ended."""
+        await self.start()
+        assert self._process is not None
+        asked = Ask(seed, step, (8 * len(indices),))
+        found: dict[str, torch.Tensor] = await self._asked(self._process.ask, asked, indices, layout)
+        return found
+
+    async def _asked(self, call: Any, *args: Any) -> Any:
+        process = self._process
+        assert process is not None
+        try:
+            return await asyncio.to_thread(call, *args)
+        except _Failed as failed:
+            log.error("a dataset could not be read", dataset=self.name, error=str(failed))
+            raise UsageError(f"{failed.brief}; the log of the peer that has it says more") from failed
+        except (OSError, EOFError, ProtocolError) as error:  # a time-out is an OSError
+            why = str(error) if isinstance(error, ProtocolError) else f"it took more than {ANSWER_S:.0f} s"
+            how = await process.end()
+            told = f"the process that reads dataset {self.name!r} {how if isinstance(error, EOFError) else f'is ended: {why}'}"
+            log.error("the process that reads a dataset has ended", dataset=self.name, error=told)
+            raise PeerLostError(told) from error
+
+    async def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+
+class Datasets(dict[str, Dataset]):
+    """By name. Lifetime is `async with`: inside, all are open."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        if texts and sys.platform != "linux":
+            raise UsageError("--dataset needs Linux: leave it out here")
+        found = [Dataset.parse(text) for text in texts]
+        super().__init__({one.name: one for one in found})
+        if len(self) < len(found) or len(found) > MAX_DATASETS:
+            raise UsageError(f"--dataset: give each name once, and at most {MAX_DATASETS}")
+
+    async def __aenter__(self) -> Datasets:
+        try:
+            for one in self.values():
+                await one.start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        for one in self.values():
+            await one.end()
+
+
+class _Failed(Exception):
+    """The user's code has."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.error)
+        self.brief = answer.brief
+
+
+class _Process:
+    """Runs at once, started by exec; ends with `end`, or with this process. `opened` and `ask` are called by threads."""
+
+    def __init__(self, name: str, file: str, make: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()  # a caller that was cancelled leaves a thread which still waits for its answer
+        self._channel, far = socket.socketpair()
+        told = [str(os.getpid()), str(far.fileno()), str(torch.get_num_threads()), name, file, make]
+        try:
+            self._process = subprocess.Popen(
+                command("peers.node.datasets.reader", *told),
+                stdin=subprocess.DEVNULL,
+                stdout=STANDARD_ERROR,  # what the user's code prints; ours may be JSON
+                env={k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_")},  # a token may stand there
+                pass_fds=[far.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
+            )
+        except BaseException:
+            self._channel.close()
+            raise
+        finally:
+            far.close()
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def opened(self) -> Answer:
+        with self._turn:
+            self._channel.settimeout(START_S)
+            return _unless_failed(receive(self._channel, Answer))
+
+    def ask(self, asked: Ask, indices: Sequence[int], layout: Layout) -> dict[str, torch.Tensor]:
+        with self._turn:
+            self._channel.settimeout(ANSWER_S)
+            send(self._channel, asked, [np.asarray(indices, "<i8").tobytes()])
+            answer = _unless_failed(receive(self._channel, Answer))
+            if wrong := self._compared(answer, layout):
+                self._process.kill()  # what follows is not taken
+                raise _Failed(Answer(error=wrong, brief=wrong))
+            most = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in layout.values()) * len(indices)
+            if sum(answer.sizes) > most:
+                raise ProtocolError(f"it has {sum(answer.sizes)} bytes for samples of {most}")
+            payloads = payloads_of(self._channel, answer.sizes)
+        expected = [(dtype, (len(indices), *shape)) for dtype, shape in (layout[name] for name in answer.names)]
+        values = tensors.unpack(list(answer.tensors), payloads, expected)
+        return {name: value for name, value in zip(answer.names, values) if isinstance(value, torch.Tensor)}
+
+    def _compared(self, answer: Answer, layout: Layout) -> str:
+        """In what samples are not like those that the job expects; "" where they are."""
+        wanted = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in layout.items()}
+        found = {}
+        for name, entry in zip(answer.names, answer.tensors):
+            known = isinstance(entry, list) and len(entry) > 1 and isinstance(entry[1], list)
+            found[name] = [entry[0], entry[1][1:]] if known else [entry]
+        if found == wanted and len(answer.names) == len(answer.tensors):
+            return ""
+        there, here = (
+            ", ".join(f"{name} {' '.join(map(str, of))}" for name, of in sorted(one.items())) for one in (found, wanted)
+        )
+        return f"samples of dataset {self._name!r} are {there:.500}; At(like=...) is {here:.500}: give a `like` as they are"
+
+    async def end(self) -> str:
+        """How it has ended, or ends now."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # both it and a thread that waits for it hear so
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, ENDS_S)
+        self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        self._channel.close()
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def _unless_failed(answer: Answer) -> Answer:
+    if answer.error:
+        raise _Failed(answer)
+    return answer

@@ -1,0 +1,136 @@
+"""One epoch's stream to the supplier: what the owner says instead of feeding, and what it hears of it.
+
+The idea: for each micro-batch there goes a list of indices, and rows for each member that takes inputs. That these have come, members
+show by their answers, as always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from meshcee.config import Timeouts
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, UsageError
+from meshcee.fields import NotNegative
+from meshcee.job import Job
+from peers.owner.supplier.supplier import Supplier
+from peers.transport import Frame, Stream, StreamClosed, Transport
+from peers.wire import LOST_HERE, SILENT, Failures, Link, Outbox, beat, messages, need, unless_silent
+
+__all__ = ["Supply"]
+
+FEW_FRAMES = 64
+
+
+class Supply:
+    """`begin` once all members are ready, `run` beside the epoch, `close` before members are left. `read` hears for which round the
+    supplier has read, and for how many seconds."""
+
+    def __init__(
+        self, supplier: Supplier, job: Job, failures: Failures, read: Callable[[int, float], None], timeouts: Timeouts
+    ) -> None:
+        self._supplier = supplier
+        self._job = job
+        self._failures = failures
+        self._read = read
+        self._timeouts = timeouts
+        self._places: dict[str, int] = {}  # of members that take inputs, in the list that the supplier has
+        self._is_closing = False
+        self._stream: Stream | None = None
+        self._outbox: Outbox
+
+    async def begin(self, links: Sequence[Link], transport: Transport, size: int) -> None:
+        """Name the set and the members. Raises why there is no data."""
+        supplier, at = self._supplier, self._supplier.at
+        takes = {link.peer_id: link.offer.raw_inputs(forward_only=False) for link in links}
+        members = [(peer, names) for peer, names in takes.items() if names]
+        self._places = {peer: k for k, (peer, _) in enumerate(members)}
+        header = links[0].offer.attach_header() | {
+            "dataset": at.name,
+            "samples": at.samples,
+            "seed": self._job.seed,
+            "size": size,
+            "inputs": supplier.inputs,
+            "members": members,
+        }
+        try:
+            async with asyncio.timeout(self._timeouts.offer_s):
+                stream = self._stream = await transport.open(supplier.peer, "data", supplier.addresses)
+                stream.max_payload_bytes = 0
+                await stream.send(Frame(messages.DATASET, header))
+                reply = await unless_silent(partial(_reply, stream), stream, self._timeouts)
+        except (JoinError, StreamClosed, TimeoutError) as error:
+            raise self._lost(str(error) or "it does not answer") from error
+        if reply.kind != messages.OPENED:
+            raise self._failed(reply)
+        self._outbox = Outbox(stream, limit_frames=FEW_FRAMES)
+
+    async def ask(
+        self, round: int, step: int, micro: int, indices: Sequence[int], size: int, links: Sequence[Link]
+    ) -> None:
+        """For a micro-batch of one pipeline, `micro` in its own count."""
+        rows = [(self._places[link.peer_id], *link.place.rows(size)) for link in links if link.peer_id in self._places]
+        header = {"round": round, "micro": micro, "step": step, "to": [row for row in rows if row[1] < row[2]]}
+        await self._outbox.put(Frame(messages.READ, header, [np.asarray(indices, "<i8").tobytes()]))
+
+    async def run(self) -> None:
+        """Until `close`, or until the supplier fails, which ends the epoch."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._outbox.run())
+                group.create_task(beat(self._outbox, self._timeouts, self._silent))
+                group.create_task(self._hear())
+        except* StreamClosed as closed:
+            if not self._is_closing:
+                self._failures.add(LOST_HERE, self._lost(str(closed.exceptions[0])))
+        except* MeshceeError as errors:
+            self._failures.add(LOST_HERE, self._lost(str(errors.exceptions[0])))
+
+    def _silent(self) -> None:
+        raise StreamClosed(SILENT)
+
+    async def _hear(self) -> None:
+        assert self._stream is not None
+        while True:
+            frame = await self._stream.recv()
+            if frame.kind == messages.FAILED:
+                error = self._failed(frame)
+                self._failures.add(0 if isinstance(error, UsageError) else LOST_HERE, error)
+                self._is_closing = True
+            elif frame.kind == messages.GIVEN:
+                self._read(need(frame.header, "round", int), need(frame.header, "seconds", NotNegative))
+
+    async def close(self) -> None:
+        self._is_closing = True
+        if self._stream is not None:
+            await self._stream.aclose()
+
+    def abort(self) -> None:
+        self._is_closing = True
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _failed(self, frame: Frame) -> MeshceeError:
+        """What it says: of the user's own or its owner's code; of a member that it does not reach; of itself."""
+        error, member = messages.error_from(frame.header), frame.header.get("lost")
+        if isinstance(error, UsageError):
+            return error
+        if isinstance(member, str):
+            self._failures.blame(self._supplier.peer, [member])
+            return PeerLostError(f"{self._supplier.name}, which has the data, says: {error}")
+        if isinstance(error, PeerLostError):  # its process has ended: the next epoch has another
+            return PeerLostError(f"{self._supplier.name}: {error}")
+        return self._lost(str(error))
+
+    def _lost(self, why: str) -> PeerLostError:
+        self._supplier.lose()
+        return PeerLostError(f"{self._supplier.name}, which has the data, was lost: {why}")
+
+
+async def _reply(stream: Stream) -> Frame:
+    while (frame := await stream.recv()).kind == messages.PONG:
+        pass
+    return frame
