@@ -71,7 +71,7 @@ class Supplier:
         for record in (agent.directory.peers[peer] for peer in members if peer in agent.directory.peers):
             if record.datasets is None:
                 raise UsageError(
-                    f"peer {record.name} runs an older meshcee ({record.software}), which takes samples from an owner alone: upgrade "
+                    f"peer {record.name} runs an older meshcee ({record.software}), which takes samples from owners alone: upgrade "
                     "it with `pip install -U meshcee`"
                 )
 

@@ -1,7 +1,7 @@
 """One epoch's stream to the supplier: what the owner says instead of feeding, and what it hears of it.
 
-The idea: for each micro-batch there goes a list of indices, and rows for each member that takes inputs. That these have come, members
-show by their answers, as always.
+The idea: for each micro-batch there goes a list of indices, and rows for each member that takes inputs. That these have come,
+members show by their answers, as always.
 """
 
 from __future__ import annotations

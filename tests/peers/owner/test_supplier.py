@@ -1,0 +1,255 @@
+"""Data at its place: a peer reads what an owner has never seen, and the run equals the plain loop over that set, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshcee
+from meshcee.capture import Capture, capture
+from meshcee.eager import plain
+from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
+from meshcee.files.home import Home
+from meshcee.job import At, Job
+from meshcee.sampling import batch_of, inputs_of
+from peers.node.assemble import InProcess, JoinOptions
+from peers.node.mesh import Mesh
+from peers.owner.epoch import Report
+from peers.owner.feed import Feed
+from peers.owner.job_run import Result
+from peers.wire.messages import Round
+from tests.peers.member.test_training import Pairs, make_job
+from tests.peers.owner.test_recovery import FAST
+
+STEPS, MICRO = 12, 6
+
+
+class Noisy(Pairs):
+    """Samples that draw from torch's generator each time they are read."""
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return super().__getitem__(i + int(torch.randint(23, ())))
+
+
+class Here:
+    """A set that is open in this process, as `Dataset` has it in one of its own."""
+
+    def __init__(self, data: Any, fails: Callable[[int], None] = lambda step: None) -> None:
+        self.samples, self._data, self._fails = len(data), data, fails
+        self.read: list[int] = []  # steps
+
+    async def batch(self, seed: int, step: int, indices: Sequence[int], layout: Any) -> dict[str, torch.Tensor]:
+        self._fails(step)
+        self.read.append(step)
+        return inputs_of(batch_of(self._data, indices, seed, step))
+
+
+def job_of(where: str = "hospital", **changes: Any) -> Job:
+    settings = {"data": At(where, "pairs", like=(0, 0), samples=96), "steps": STEPS, "micro_batch_size": MICRO, "checkpoint_every": 3, **changes}
+    return make_job(**settings)
+
+
+@functools.cache
+def captured_job() -> Capture:
+    return capture(job_of())
+
+
+@functools.cache
+def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, _, model, _ = plain(make_job(data=Noisy(96), steps=STEPS), STEPS, MICRO)
+    return losses, model.state_dict()
+
+
+@asynccontextmanager
+async def a_mesh(home: Home | None, peers: int, **more: Any) -> AsyncIterator[tuple[InProcess, Mesh, Here]]:
+    """So many peers that compute, and one that only has the data."""
+    source = Here(Noisy(96))
+    try:
+        async with InProcess(JoinOptions(), timeouts=replace(FAST, **more)) as here:
+            for i in range(peers):
+                await here.start(f"p{i}")
+            await here.start("hospital", lends=False, datasets={"pairs": source}, region="north")
+            yield here, await here.own("owner", home), source
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def train(mesh: Mesh, hear: Callable[[Report], None] = lambda report: None, **more: Any) -> Result:
+    job = more.pop("job", None) or job_of()
+    stages = more.pop("stages", len(mesh.agent.devices()))
+    async for report in mesh.train(job, captured=captured_job(), stages=stages, **more):
+        hear(report)
+    return mesh.result
+
+
+def assert_equal(result: Result) -> None:
+    losses, state = expected()
+    assert result.losses == losses
+    assert all(torch.equal(tensor, state[name]) for name, tensor in result.state_dict.items())
+
+
+async def test_samples_go_from_their_peer_to_the_stages_and_the_run_equals_the_plain_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_here(self: Feed, round: Round, micro: int) -> Any:
+        raise AssertionError("the owner has no samples")
+
+    monkeypatch.setattr(Feed, "inputs", read_here)
+    async with a_mesh(None, 3) as (here, mesh, source):
+        reports: list[Report] = []
+        assert_equal(await train(mesh, reports.append))
+        assert source.read == [step for step in range(STEPS) for _ in range(24 // MICRO)]
+        assert not any(report.observed.fed for report in reports)
+        assert here.agents["owner"].known()["peers"]
+
+
+async def test_evaluations_are_fed_by_the_owner_in_between() -> None:
+    job = job_of(eval_data=Pairs(23), eval_every=4)
+    async with a_mesh(None, 2) as (_, mesh, _):
+        async for _ in mesh.train(job, stages=2):
+            pass
+        assert_equal(mesh.result)
+        assert [step for step, _ in mesh.result.metrics] == [3, 7, 11]
+
+
+async def test_a_peer_that_has_the_data_may_hold_stages_too() -> None:
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        await here.start("hospital", datasets={"pairs": Here(Noisy(96))})
+        await here.start("p1")
+        assert_equal(await train(await here.own("owner", None)))
+
+
+async def test_a_supplier_that_is_lost_is_replaced_by_another_of_its_region(tmp_path: Path) -> None:
+    other = Here(Noisy(96))
+    async with a_mesh(Home(tmp_path), 2) as (here, mesh, source):
+        await here.start("clinic", lends=False, datasets={"pairs": other}, region="north")
+
+        def hear(report: Report) -> None:
+            if report.step == 5:
+                first = next(name for name in ("hospital", "clinic") if (source if name == "hospital" else other).read)
+                here.crash(first)
+
+        assert_equal(await train(mesh, hear, job=job_of("north")))
+        assert source.read
+        assert other.read
+
+
+async def test_a_run_waits_for_its_only_supplier_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    async with a_mesh(Home(tmp_path), 2) as (here, mesh, _), asyncio.TaskGroup() as group:
+        again = Here(Noisy(96))
+
+        async def come_back() -> None:
+            await asyncio.sleep(1.0)
+            await here.start("hospital", lends=False, datasets={"pairs": again})
+
+        def hear(report: Report) -> None:
+            if report.step == 5:
+                here.crash("hospital")
+                group.create_task(come_back())
+
+        assert_equal(await train(mesh, hear))
+        assert again.read
+
+
+async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+
+    async def alone() -> None:
+        async with a_mesh(home, 2, regroup_s=4.0, record_ttl_s=2.0) as (here, mesh, _):
+            await train(mesh, lambda report: here.crash("hospital") if report.step == 5 else None)
+
+    with pytest.raises(PeerLostError, match=r"the data is gone; after 4 s: no peer 'hospital'.*--resume \S+-job`") as caught:
+        await alone()
+    run = str(caught.value).rpartition("--resume ")[2].rstrip("`")
+    async with a_mesh(home, 2) as (_, mesh, source):
+        assert_equal(await train(mesh, resume=run))
+        assert min(source.read) > 0
+
+
+async def test_a_lost_member_costs_no_step(tmp_path: Path) -> None:
+    async with a_mesh(Home(tmp_path), 3) as (here, mesh, _):
+
+        def hear(report: Report) -> None:
+            if report.step == 5:
+                assert mesh.result.plan is not None
+                first = mesh.result.plan.pipelines[0].stages[0].members[0].peer
+                here.crash(next(name for name, agent in here.agents.items() if agent.peer_id == first))
+
+        assert_equal(await train(mesh, hear))
+
+
+async def test_what_the_other_owners_code_does_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
+    def fails(step: int) -> None:
+        if step == 4:
+            raise UsageError("dataset 'pairs'[3] of step 5 failed at scans.py:12: ValueError")
+
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        await here.start("p0")
+        await here.start("hospital", lends=False, datasets={"pairs": Here(Noisy(96), fails)})
+        with pytest.raises(UsageError, match="scans.py:12"):
+            await train(await here.own("owner", Home(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"where": "clinic"}, "no peer 'clinic', nor one of a region .* \\(this mesh has 'pairs' at hospital\\).*--dataset pairs="),
+        ({"name": "scans"}, "--dataset scans=FILE.py:make"),
+        ({"samples": 97}, "has 96 samples: write samples=96"),
+    ],
+)
+async def test_a_set_that_nobody_has_is_refused_before_the_first_step(change: dict[str, Any], why: str) -> None:
+    job = job_of()
+    assert isinstance(job.data, At)
+    async with a_mesh(None, 1) as (_, mesh, source):
+        with pytest.raises(UsageError, match=why):
+            await train(mesh, job=replace(job, data=replace(job.data, **change)))
+        assert not source.read
+
+
+async def test_an_older_peer_is_told_apart_before_the_first_step() -> None:
+    async with a_mesh(None, 1) as (_, mesh, source):
+        peers = mesh.agent.directory.peers
+        (older,) = [record for record in peers.values() if record.device is not None]
+        assert older.datasets == ()
+        wire = {name: value for name, value in older.to_wire().items() if name != "datasets"}
+        assert type(older).from_wire(wire, older.peer_id, "a record") == replace(older, datasets=None)
+        with pytest.MonkeyPatch.context() as patch:
+            from_wire = type(older).from_wire.__func__  # type: ignore[attr-defined]
+            without = classmethod(lambda cls, body, *more: from_wire(cls, {**body, "datasets": None} if body["device"] else body, *more))
+            patch.setattr(type(older), "from_wire", without)
+            await mesh.agent.directory.refresh()
+            with pytest.raises(UsageError, match="peer p0 runs an older meshcee .* upgrade it"):
+                await train(mesh)
+        assert not source.read
+
+
+def test_a_job_refuses_what_needs_samples_at_the_owner() -> None:
+    for change, why in (
+        ({"collate": lambda rows: rows}, "collate is code of yours"),
+        ({"workers": 2}, "workers are processes of yours"),
+        ({"weight": lambda y: 1.0}, "weight looks at targets"),
+        ({"audit": 0.1}, "an audit computes steps again"),
+        ({"eval_data": job_of().data}, "eval_data cannot be At"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            job_of(**change)
+    with pytest.raises(UsageError, match="the data is at 'hospital'"):
+        meshcee.plain(job_of())
+    assert meshcee.check(job_of(), stages=(2,), steps=1).equal
+
+
+async def test_only_who_may_own_jobs_may_ask_for_data() -> None:
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        hospital = await here.start("hospital", datasets={"pairs": Here(Noisy(96))})
+        lender = await here.start("lender", role="compute")
+        with pytest.raises(NotPermittedError, match="takes the role own"):
+            await lender.transport.open(hospital.peer_id, "data")
