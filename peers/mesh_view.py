@@ -289,6 +289,7 @@ class MeshView:
                     "state": "leaving" if r.leaving else "busy" if r.busy else "idle",
                     "software": r.software,
                     "guards": r.guards,
+                    "datasets": dict(r.datasets or ()),
                 }
                 for p, r in sorted(self.directory.peers.items(), key=lambda item: item[1].name)
             ],

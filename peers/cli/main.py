@@ -27,7 +27,9 @@ from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
     Announce,
+    Datasets,
     Device,
+    DeviceProcess,
     DirectPort,
     Identity,
     JobFile,
@@ -118,13 +120,7 @@ def peer(
         float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
     leave_within: LeaveWithin = None,
-    device_process: Annotated[
-        bool,
-        typer.Option(
-            "--device-process",
-            help="Compute in a process of its own, without this peer's keys: a crash ends only that.",
-        ),
-    ] = False,
+    device_process: DeviceProcess = False,
     direct_sums: Annotated[
         bool,
         typer.Option(
@@ -138,6 +134,7 @@ def peer(
     ] = True,
     yield_to_owner: Yield = False,
     when: When = None,
+    dataset: Datasets = None,
     metrics: Metrics = None,
     as_json: Json = False,
 ) -> None:
@@ -177,6 +174,7 @@ def peer(
             lan=lan,
             yield_to_owner=yield_to_owner,
             when=when,
+            datasets=tuple(dataset or ()),
             metrics=metrics,
         ),
         as_json=as_json,

@@ -60,6 +60,7 @@ class PeerOptions:
     yield_to_owner: bool = False
     when: str | None = None
     metrics: str | None = None
+    datasets: tuple[str, ...] = ()
 
 
 def parse_duration_s(text: str) -> float:
@@ -90,6 +91,10 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--device-process needs Linux: leave it out here")
     if options.device_process and options.direct_sums:
         raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
+    if options.device_process and options.datasets:
+        raise UsageError(
+            "a device's process gets no samples from its own peer: leave out --device-process or --dataset"
+        )
     configure_logging(as_json=as_json)
     where_metered = address_of(options.metrics)
     memory_bytes = parse_bytes(options.memory) if options.memory else None
@@ -120,6 +125,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         leave_s=options.leave_within,
         device_process=options.device_process,
         direct_sums=options.direct_sums,
+        datasets=options.datasets,
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     if options.threads:

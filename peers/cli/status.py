@@ -119,6 +119,9 @@ def report(data: dict[str, Any]) -> RenderableType:
             where = "in the process that holds the keys" if p["guards"] is None else f"apart, behind {behind}"
             apart.setdefault(where, []).append(names[p["peer"]])
     found += [f"graphs of others are checked {where}: {', '.join(checking)}" for where, checking in apart.items()]
+    for p in data["peers"]:
+        for name, samples in p.get("datasets", {}).items():
+            found.append(f"dataset {name} stays at {names[p['peer']]}, with {samples} samples")
     coordinator = data["coordinator"]
     if coordinator:
         found.append(f"* coordinator: {names.get(coordinator['peer'], GONE)}, term {coordinator['term']}")

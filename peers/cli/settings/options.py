@@ -15,7 +15,9 @@ from peers.cli.session import read_token
 
 __all__ = [
     "Announce",
+    "Datasets",
     "Device",
+    "DeviceProcess",
     "DirectPort",
     "Identity",
     "JobFile",
@@ -107,6 +109,19 @@ Name = Annotated[
 LeaveWithin = Annotated[
     float | None,
     typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
+]
+DeviceProcess = Annotated[
+    bool,
+    typer.Option(
+        "--device-process",
+        help="Compute in a process of its own, without this peer's keys: a crash ends only that.",
+    ),
+]
+Datasets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FILE.py:FUNCTION. Jobs may read the set that FUNCTION() returns, at this peer; several are fine."
+    ),
 ]
 Qr = Annotated[bool, typer.Option("--qr", help="Show the line as a QR code too.")]
 Metrics = Annotated[

@@ -77,7 +77,8 @@ class Dataset:
         """The samples of these indices, stacked. UsageError for what the user's code does, PeerLostError where it has ended."""
         await self.start()
         assert self._process is not None
-        asked = Ask(seed, step, (8 * len(indices),))
+        inputs = ((name, str(dtype).removeprefix("torch."), shape) for name, (dtype, shape) in layout.items())
+        asked = Ask(seed, step, len(indices), tuple(inputs))
         found: dict[str, torch.Tensor] = await self._asked(self._process.ask, asked, indices, layout)
         return found
 
@@ -88,7 +89,8 @@ class Dataset:
             return await asyncio.to_thread(call, *args)
         except _Failed as failed:
             log.error("a dataset could not be read", dataset=self.name, error=str(failed))
-            raise UsageError(f"{failed.brief}; the log of the peer that has it says more") from failed
+            more = "; the log of the peer that has it says more" if failed.brief != str(failed) else ""
+            raise UsageError(f"{failed.brief}{more}") from failed
         except (OSError, EOFError, ProtocolError) as error:  # a time-out is an OSError
             why = str(error) if isinstance(error, ProtocolError) else f"it took more than {ANSWER_S:.0f} s"
             how = await process.end()
@@ -177,30 +179,15 @@ class _Process:
             self._channel.settimeout(ANSWER_S)
             send(self._channel, asked, [np.asarray(indices, "<i8").tobytes()])
             answer = _unless_failed(receive(self._channel, Answer))
-            if wrong := self._compared(answer, layout):
-                self._process.kill()  # what follows is not taken
-                raise _Failed(Answer(error=wrong, brief=wrong))
             most = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in layout.values()) * len(indices)
             if sum(answer.sizes) > most:
                 raise ProtocolError(f"it has {sum(answer.sizes)} bytes for samples of {most}")
             payloads = payloads_of(self._channel, answer.sizes)
+        if set(answer.names) != layout.keys():
+            raise ProtocolError("it has other inputs than it was asked for")
         expected = [(dtype, (len(indices), *shape)) for dtype, shape in (layout[name] for name in answer.names)]
         values = tensors.unpack(list(answer.tensors), payloads, expected)
         return {name: value for name, value in zip(answer.names, values) if isinstance(value, torch.Tensor)}
-
-    def _compared(self, answer: Answer, layout: Layout) -> str:
-        """In what samples are not like those that the job expects; "" where they are."""
-        wanted = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in layout.items()}
-        found = {}
-        for name, entry in zip(answer.names, answer.tensors):
-            known = isinstance(entry, list) and len(entry) > 1 and isinstance(entry[1], list)
-            found[name] = [entry[0], entry[1][1:]] if known else [entry]
-        if found == wanted and len(answer.names) == len(answer.tensors):
-            return ""
-        there, here = (
-            ", ".join(f"{name} {' '.join(map(str, of))}" for name, of in sorted(one.items())) for one in (found, wanted)
-        )
-        return f"samples of dataset {self._name!r} are {there:.500}; At(like=...) is {here:.500}: give a `like` as they are"
 
     async def end(self) -> str:
         """How it has ended, or ends now."""

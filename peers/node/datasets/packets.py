@@ -18,22 +18,25 @@ from msgspec import Meta
 from meshcee.errors import ProtocolError
 from meshcee.fields import Count, Name, plain, read, unpack
 
-__all__ = ["Answer", "Ask", "payloads_of", "receive", "send"]
+__all__ = ["INDEX_BYTES", "Answer", "Ask", "payloads_of", "receive", "send"]
 
 T = TypeVar("T", "Ask", "Answer")
 
 _LENGTH = struct.Struct(">I")
+INDEX_BYTES = 8
 MOST_BYTES = 64 * 1024  # of one message
 _Text = Annotated[str, Meta(max_length=4000)]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """For the samples of these indices, eight bytes each, as this step of a run with this seed reads them."""
+    """For the samples of these indices, eight bytes each, as this step of a run with this seed reads them; and what the job expects
+    of one: name, type and shape of each input."""
 
     seed: int
     step: int
-    sizes: tuple[Count, ...] = ()
+    count: Count
+    inputs: tuple[tuple[Name, Name, tuple[Count, ...]], ...]
 
 
 @dataclass(frozen=True)

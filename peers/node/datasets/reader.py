@@ -22,9 +22,11 @@ from meshcee.sampling import batch_of, inputs_of
 from meshcee.stage import tensors
 from meshcee.user_code import calling, import_job_file
 from peers.device.worker.confine import die_with
-from peers.node.datasets.packets import Answer, Ask, payloads_of, receive, send
+from peers.node.datasets.packets import INDEX_BYTES, Answer, Ask, payloads_of, receive, send
 
 __all__ = ["Reads", "main"]
+
+Inputs = Sequence[tuple[str, str, tuple[int, ...]]]  # name, type and shape, as a job expects them of one sample
 
 LOOKED_AT = 4  # samples that are read twice
 MOST_TEXT = 4000
@@ -55,8 +57,16 @@ class Reads:
                     "torch's own generator only"
                 )
 
-    def inputs(self, seed: int, step: int, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        return inputs_of(batch_of(self._data, indices, seed, step, name=self._what))
+    def inputs(self, seed: int, step: int, indices: Sequence[int], expected: Inputs = ()) -> dict[str, torch.Tensor]:
+        """Of these samples. UsageError where the user's code fails, or they are not as the job expects them."""
+        found = inputs_of(batch_of(self._data, indices, seed, step, name=self._what))
+        kinds = {(n, str(t.dtype).removeprefix("torch."), tuple(t.shape[1:])) for n, t in found.items()}
+        if expected and kinds != set(expected):
+            there, here = (", ".join(" ".join(map(str, kind)) for kind in sorted(one)) for one in (kinds, expected))
+            raise UsageError(
+                f"samples of {self._what} are {there:.500}, and At(like=...) is {here:.500}: give a `like` as they are"
+            )
+        return found
 
     def _bytes(self, index: int) -> tuple[Any, list[bytes]]:
         meta, payloads = tensors.pack(list(self.inputs(0, 0, [index]).values()))
@@ -65,7 +75,7 @@ class Reads:
 
 def answer(reads: Reads, asked: Ask, indices: Sequence[int]) -> tuple[Answer, Sequence[Any]]:
     try:
-        inputs = reads.inputs(asked.seed, asked.step, indices)
+        inputs = reads.inputs(asked.seed, asked.step, indices, asked.inputs)
         meta, payloads = tensors.pack(list(inputs.values()))
     except MeshceeError as error:
         return failed(error), ()
@@ -91,7 +101,7 @@ def serve(channel: socket.socket, name: str, file: str, make: str) -> None:
     while True:
         try:
             asked = receive(channel, Ask)
-            (raw,) = payloads_of(channel, asked.sizes)
+            (raw,) = payloads_of(channel, [INDEX_BYTES * asked.count])
         except EOFError:
             return
         send(channel, *answer(reads, asked, np.frombuffer(raw, "<i8").tolist()))

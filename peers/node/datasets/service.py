@@ -27,6 +27,7 @@ from peers.member import Member
 from peers.member.service import Session
 from peers.mesh_view import MeshView
 from peers.node.datasets.dataset import Layout
+from peers.node.datasets.packets import INDEX_BYTES
 from peers.node.lent import Lent
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import Outbox, live, messages, most_telling, while_alive
@@ -36,7 +37,6 @@ __all__ = ["DataService", "Source"]
 log = structlog.get_logger()
 
 MOST_WAITING = 64  # micro-batches that an owner may ask for ahead; it has no reason for so many
-INDEX_BYTES = 8
 
 
 class Source(Protocol):

@@ -53,7 +53,13 @@ class Here:
 
 
 def job_of(where: str = "hospital", **changes: Any) -> Job:
-    settings = {"data": At(where, "pairs", like=(0, 0), samples=96), "steps": STEPS, "micro_batch_size": MICRO, "checkpoint_every": 3, **changes}
+    settings = {
+        "data": At(where, "pairs", like=(0, 0), samples=96),
+        "steps": STEPS,
+        "micro_batch_size": MICRO,
+        "checkpoint_every": 3,
+        **changes,
+    }
     return make_job(**settings)
 
 
@@ -166,7 +172,9 @@ async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_
         async with a_mesh(home, 2, regroup_s=4.0, record_ttl_s=2.0) as (here, mesh, _):
             await train(mesh, lambda report: here.crash("hospital") if report.step == 5 else None)
 
-    with pytest.raises(PeerLostError, match=r"the data is gone; after 4 s: no peer 'hospital'.*--resume \S+-job`") as caught:
+    with pytest.raises(
+        PeerLostError, match=r"the data is gone; after 4 s: no peer 'hospital'.*--resume \S+-job`"
+    ) as caught:
         await alone()
     run = str(caught.value).rpartition("--resume ")[2].rstrip("`")
     async with a_mesh(home, 2) as (_, mesh, source):
@@ -194,14 +202,17 @@ async def test_what_the_other_owners_code_does_ends_the_run_with_its_sentence(tm
     async with InProcess(JoinOptions(), timeouts=FAST) as here:
         await here.start("p0")
         await here.start("hospital", lends=False, datasets={"pairs": Here(Noisy(96), fails)})
-        with pytest.raises(UsageError, match="scans.py:12"):
+        with pytest.raises(UsageError, match=r"scans.py:12"):
             await train(await here.own("owner", Home(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"where": "clinic"}, "no peer 'clinic', nor one of a region .* \\(this mesh has 'pairs' at hospital\\).*--dataset pairs="),
+        (
+            {"where": "clinic"},
+            "no peer 'clinic', nor one of a region .* \\(this mesh has 'pairs' at hospital\\).*--dataset pairs=",
+        ),
         ({"name": "scans"}, "--dataset scans=FILE.py:make"),
         ({"samples": 97}, "has 96 samples: write samples=96"),
     ],
@@ -224,10 +235,12 @@ async def test_an_older_peer_is_told_apart_before_the_first_step() -> None:
         assert type(older).from_wire(wire, older.peer_id, "a record") == replace(older, datasets=None)
         with pytest.MonkeyPatch.context() as patch:
             from_wire = type(older).from_wire.__func__  # type: ignore[attr-defined]
-            without = classmethod(lambda cls, body, *more: from_wire(cls, {**body, "datasets": None} if body["device"] else body, *more))
+            without = classmethod(
+                lambda cls, body, *more: from_wire(cls, {**body, "datasets": None} if body["device"] else body, *more)
+            )
             patch.setattr(type(older), "from_wire", without)
             await mesh.agent.directory.refresh()
-            with pytest.raises(UsageError, match="peer p0 runs an older meshcee .* upgrade it"):
+            with pytest.raises(UsageError, match=r"peer p0 runs an older meshcee .* upgrade it"):
                 await train(mesh)
         assert not source.read
 
