@@ -56,7 +56,7 @@ from meshcee.errors import (
     ProtocolError,
     UsageError,
 )
-from meshcee.fields import plain, unpack
+from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, Measured
 from meshcee.figures.kernels import class_of
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
@@ -72,6 +72,7 @@ from peers.groups.meeting import Meeting
 from peers.measure.block_profiler import ProfileRequest
 from peers.member.inbox import TakeCopy, named_tensors
 from peers.node.admission import Membership
+from peers.node.datasets.service import Asked, Wanted
 from peers.owner.answers import Answers, CodecNews
 from peers.planning.coordinator import PlanRequest
 from peers.state.checkpoint import Checkpoint
@@ -313,7 +314,9 @@ def dial(value: Any) -> None:
 # -- records
 
 RECORDS: tuple[Record, ...] = (
-    PeerRecord(ME.peer_id, NOW, "ann", (ADDRESS,), "lab", DEVICE, True, True, False, 900.0, "ab", 1, "0.1", ("x",)),
+    PeerRecord(
+        ME.peer_id, NOW, "ann", (ADDRESS,), "lab", DEVICE, True, True, False, 900.0, "ab", 1, "0.1", ("x",), (("s", 9),)
+    ),
     LinkRecord(ME.peer_id, NOW, ((OTHER.peer_id, LINK),)),
     LeaseRecord(ME.peer_id, NOW, 7, True),
     RunRecord(ME.peer_id, NOW, "gpt", (1, 2), 30, 1.5, PLAN.to_json()),
@@ -528,10 +531,11 @@ def read_checkpoint(value: Any) -> None:
     assert found.next_step >= 0
     assert found.micro_batch >= 0
     found.verify()
-    for read in (found.weights(found.names), found.optimizer(["a"])):
-        assert all(isinstance(tensor, torch.Tensor) for tensor in read.values())
+    for state in (found.weights(found.names), found.optimizer(["a"])):
+        assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
 
 
+ASKED = Asked("scans", 9, 1, 4, (("x", "float32", (2, 3)),), ((OTHER.peer_id, ("x",)),))
 ENDED = MeshceeError, StreamClosed
 TARGETS: tuple[Target, ...] = (
     Target("frames", lambda: encoded(True), lambda data: Decoder(SMALL).feed(data)),
@@ -575,6 +579,12 @@ TARGETS: tuple[Target, ...] = (
     Target("graphs", graphs, graph, (GraphError,), share=0.5),
     Target("tensors", arriving, arrive),
     Target("weights", lambda: [safetensors.torch.save({"a": torch.zeros(2), "b": torch.zeros(())})], state),
+    header("a question for data", plain(ASKED), lambda one: read(one, Asked, "a question for data").layout),
+    header(
+        "a question for samples",
+        plain(Wanted(1, 2, 3, ((0, 0, 4),))),
+        lambda one: read(one, Wanted, "a question for samples"),
+    ),
     payload("recipes", {"a": [b"", "0" * 64]}, lambda data: StateReceiver(LAYOUT, recipes=True).follow(data)),
     payload(
         "digests",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ from peers.node.lent import Lent
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import Outbox, live, messages, most_telling, while_alive
 
-__all__ = ["DataService", "Source"]
+__all__ = ["Asked", "DataService", "Source", "Wanted"]
 
 log = structlog.get_logger()
 
+DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 MOST_WAITING = 64  # micro-batches that an owner may ask for ahead; it has no reason for so many
 
 
@@ -54,16 +56,15 @@ class Asked:
     dataset: Name
     samples: Count
     seed: int
-    size: Annotated[int, Meta(ge=1, le=1 << 20)]  # samples of a micro-batch
+    size: Annotated[int, Meta(ge=1, le=1 << 16)]  # samples of a micro-batch
     inputs: Annotated[tuple[tuple[Name, ShortText, tuple[Count, ...]], ...], Meta(min_length=1, max_length=256)]
     members: Annotated[tuple[tuple[ShortText, tuple[Name, ...]], ...], Meta(min_length=1, max_length=256)]
 
     @property
     def layout(self) -> Layout:
-        found = {name: (getattr(torch, dtype, None), shape) for name, dtype, shape in self.inputs}
-        if any(not isinstance(dtype, torch.dtype) for dtype, _ in found.values()):
+        if not {dtype for _, dtype, _ in self.inputs} <= DTYPES.keys():
             raise ProtocolError("an owner expects samples of a type that torch does not have")
-        return found  # type: ignore[return-value]
+        return {name: (DTYPES[dtype], shape) for name, dtype, shape in self.inputs}
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ class _Supply:
             raise UsageError(
                 f"dataset {asked.dataset!r} of peer {self._name} has {found.samples} samples, and At(...) says {asked.samples}"
             )
+        sample_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in asked.layout.values())
+        if asked.size * sample_bytes > (most := self._agent.limits.payload_bytes):
+            raise UsageError(f"a micro-batch of {asked.size} samples has more than {most} bytes: take a smaller one")
         if any(peer == self._stream.peer_id for peer, _ in asked.members):
             raise NotPermittedError("samples of a dataset go to members of a job, and never to its owner")
         self._source, self._layout = found, asked.layout

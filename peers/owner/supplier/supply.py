@@ -98,7 +98,8 @@ class Supply:
             frame = await self._stream.recv()
             if frame.kind == messages.FAILED:
                 error = self._failed(frame)
-                self._failures.add(0 if isinstance(error, UsageError) else LOST_HERE, error)
+                by_another = frame.header.get("lost") is not None  # the member itself may say why
+                self._failures.add(0 if isinstance(error, UsageError) else LOST_HERE + by_another, error)
                 self._is_closing = True
             elif frame.kind == messages.GIVEN:
                 self._read(need(frame.header, "round", int), need(frame.header, "seconds", NotNegative))

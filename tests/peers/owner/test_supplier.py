@@ -20,11 +20,14 @@ from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
 from meshcee.files.home import Home
 from meshcee.job import At, Job
 from meshcee.sampling import batch_of, inputs_of
+from peers.member import Member
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.job_run import Result
+from peers.transport.base import Frame, StreamClosed
+from peers.wire import messages
 from peers.wire.messages import Round
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import FAST
@@ -111,10 +114,23 @@ async def test_samples_go_from_their_peer_to_the_stages_and_the_run_equals_the_p
     monkeypatch.setattr(Feed, "inputs", read_here)
     async with a_mesh(None, 3) as (here, mesh, source):
         reports: list[Report] = []
-        assert_equal(await train(mesh, reports.append))
+        async for report in mesh.train(job_of(), captured=captured_job(), stages=3):
+            reports.append(report)
+            if report.step == 3:  # nobody else feeds a member
+                assert mesh.result.plan is not None
+                first = mesh.result.plan.pipelines[0].stages[0].members[0].peer
+                stranger = next(a for a in here.agents.values() if a.lends and a.peer_id != first)
+                assert isinstance(stranger.member, Member)
+                assert stranger.member.session is not None
+                attach = stranger.member.session.offer.attach_header()
+                stream = await stranger.transport.open(first, "inputs")
+                await stream.send(Frame(messages.ATTACH, attach))
+                with pytest.raises(StreamClosed):
+                    await stream.recv()
+        assert_equal(mesh.result)
         assert source.read == [step for step in range(STEPS) for _ in range(24 // MICRO)]
         assert not any(report.observed.fed for report in reports)
-        assert here.agents["owner"].known()["peers"]
+        assert [p["datasets"] for p in mesh.agent.known()["peers"] if p["name"] == "hospital"] == [{"pairs": 96}]
 
 
 async def test_evaluations_are_fed_by_the_owner_in_between() -> None:
