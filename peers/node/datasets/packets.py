@@ -30,8 +30,8 @@ _Text = Annotated[str, Meta(max_length=4000)]
 
 @dataclass(frozen=True)
 class Ask:
-    """For the samples of these indices, eight bytes each, as this step of a run with this seed reads them; and what the job expects
-    of one: name, type and shape of each input."""
+    """For the samples of these indices, as this step of a run with this seed reads them. `inputs` is what the job expects of one
+    sample: name, type and shape."""
 
     seed: int
     step: int

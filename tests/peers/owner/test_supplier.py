@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import meshcee
+from dht.records import PeerRecord
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain
 from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
@@ -26,6 +28,7 @@ from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.job_run import Result
+from peers.owner.supplier import Supplier
 from peers.transport.base import Frame, StreamClosed
 from peers.wire import messages
 from peers.wire.messages import Round
@@ -198,6 +201,7 @@ async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_
         assert min(source.read) > 0
 
 
+@pytest.mark.slow
 async def test_a_lost_member_costs_no_step(tmp_path: Path) -> None:
     async with a_mesh(Home(tmp_path), 3) as (here, mesh, _):
 
@@ -243,22 +247,24 @@ async def test_a_set_that_nobody_has_is_refused_before_the_first_step(change: di
 
 
 async def test_an_older_peer_is_told_apart_before_the_first_step() -> None:
-    async with a_mesh(None, 1) as (_, mesh, source):
-        peers = mesh.agent.directory.peers
-        (older,) = [record for record in peers.values() if record.device is not None]
-        assert older.datasets == ()
-        wire = {name: value for name, value in older.to_wire().items() if name != "datasets"}
-        assert type(older).from_wire(wire, older.peer_id, "a record") == replace(older, datasets=None)
-        with pytest.MonkeyPatch.context() as patch:
-            from_wire = type(older).from_wire.__func__  # type: ignore[attr-defined]
-            without = classmethod(
-                lambda cls, body, *more: from_wire(cls, {**body, "datasets": None} if body["device"] else body, *more)
-            )
-            patch.setattr(type(older), "from_wire", without)
-            await mesh.agent.directory.refresh()
-            with pytest.raises(UsageError, match=r"peer p0 runs an older meshcee .* upgrade it"):
-                await train(mesh)
-        assert not source.read
+    async with a_mesh(None, 1) as (_, mesh, _):
+        agent, records = mesh.agent, dict(mesh.agent.directory.peers)
+        ((peer, record),) = [(peer, one) for peer, one in records.items() if one.device is not None]
+        wire = {name: value for name, value in record.to_wire().items() if name != "datasets"}
+        older = PeerRecord.from_wire(wire, peer, "a record")
+        assert (record.datasets, older) == ((), replace(record, datasets=None))
+        directory = SimpleNamespace(peers={**records, peer: older}, wait_for=agent.directory.wait_for)
+        seen: Any = SimpleNamespace(
+            directory=directory,
+            timeouts=agent.timeouts,
+            clock=agent.clock,
+            names=agent.names,
+            addresses_of=agent.addresses_of,
+        )
+        supplier = Supplier(job_of())
+        await supplier.meet(seen, [], str)
+        with pytest.raises(UsageError, match=r"peer p0 runs an older meshcee .* upgrade it"):
+            await supplier.meet(seen, [peer], str)
 
 
 def test_a_job_refuses_what_needs_samples_at_the_owner() -> None:
