@@ -35,8 +35,7 @@ __all__ = ["Dataset", "Datasets", "Layout"]
 
 log = structlog.get_logger()
 
-START_S = 300.0  # until the set is open
-ANSWER_S = 300.0  # for a micro-batch
+ANSWER_S = 300.0  # for a micro-batch, or until the set is open
 ENDS_S = 0.5  # a process that has heard so has ended, or is about to
 STANDARD_ERROR = 2
 
@@ -91,10 +90,13 @@ class Dataset:
             log.error("a dataset could not be read", dataset=self.name, error=str(failed))
             more = "; the log of the peer that has it says more" if failed.brief != str(failed) else ""
             raise UsageError(f"{failed.brief}{more}") from failed
-        except (OSError, EOFError, ProtocolError) as error:  # a time-out is an OSError
-            why = str(error) if isinstance(error, ProtocolError) else f"it took more than {ANSWER_S:.0f} s"
+        except (OSError, EOFError, ProtocolError) as error:
             how = await process.end()
-            told = f"the process that reads dataset {self.name!r} {how if isinstance(error, EOFError) else f'is ended: {why}'}"
+            if isinstance(error, TimeoutError):
+                how = f"has not answered for {ANSWER_S:.0f} s"
+            elif isinstance(error, ProtocolError):
+                how = f"is ended: {error}"
+            told = f"the process that reads dataset {self.name!r} {how}"
             log.error("the process that reads a dataset has ended", dataset=self.name, error=told)
             raise PeerLostError(told) from error
 
@@ -171,7 +173,7 @@ class _Process:
 
     def opened(self) -> Answer:
         with self._turn:
-            self._channel.settimeout(START_S)
+            self._channel.settimeout(ANSWER_S)
             return _unless_failed(receive(self._channel, Answer))
 
     def ask(self, asked: Ask, indices: Sequence[int], layout: Layout) -> dict[str, torch.Tensor]:
