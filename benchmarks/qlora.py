@@ -2,10 +2,10 @@
 
 The idea: the model is a function, and its weights are drawn as codes, so it never exists whole. The first part captures all 32
 layers and asks the planner for four peers of 4 GiB; nothing is computed. The second part trains a few layers of the same width
-for two steps on real peers of this machine. It holds the growth of each peer's resident memory, from idle to its peak, against
-what the plan says that its stage needs.
+for two steps on real peers of this machine, with --width a narrower one. It holds the growth of each peer's resident memory, from
+idle to its peak, against what the plan says that its stage needs.
 
-    python benchmarks/qlora.py [--plan-layers 32] [--layers 2] [--peers 2] [--length 64] [--json]
+    python benchmarks/qlora.py [--plan-layers 32] [--layers 2] [--peers 2] [--length 64] [--width 4096] [--json]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from measure import machine, row
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from meshcee.capture import capture  # noqa: E402
+from meshcee.capture import Capture, capture  # noqa: E402
 from meshcee.figures import DeviceProfile, LinkProfile, Measured  # noqa: E402
 from meshcee.job import Job  # noqa: E402
-from meshcee.planner.live import choose  # noqa: E402
+from meshcee.plan import Plan  # noqa: E402
+from meshcee.planner.live import choose, situation  # noqa: E402
 from meshcee.planner.rules import needs  # noqa: E402
 from peers.planning.job_costs import costs_of  # noqa: E402
 
@@ -49,11 +51,12 @@ import meshcee
 from meshcee.nn import QuantizedEmbedding, QuantizedLinear
 from meshcee.nn.blocks import BLOCK, pairs
 
-LAYERS, LENGTH = {layers}, {length}
+LAYERS, LENGTH, WIDTH = {layers}, {length}, {width}
 
 
 def model():
-    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=LAYERS, num_attention_heads=32)
+    inner = WIDTH * 43 // 16  # 11008, where the width is 4096
+    config = LlamaConfig(hidden_size=WIDTH, intermediate_size=inner, num_hidden_layers=LAYERS, num_attention_heads=32)
     with no_init_weights():
         llama = LlamaForCausalLM(config)
     llama = get_peft_model(llama, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
@@ -91,21 +94,24 @@ job = meshcee.Job(
 """
 
 
-def job_of(layers: int, length: int) -> Job:
+def captured_job(source: str) -> tuple[Job, Capture]:
     found: dict[str, Any] = {}
-    exec(JOB.format(layers=layers, length=length, steps=STEPS), found)
+    exec(source, found)
     job: Job = found["job"]
-    return job
+    return job, capture(job)
 
 
-def planned(layers: int, length: int) -> dict[str, Any]:
+def mesh_of(peers: Sequence[str]) -> Measured:
+    devices = {peer: DeviceProfile("cpu", "small", MEMORY_BYTES, SPEED_FLOPS_PER_S) for peer in peers}
+    return Measured(devices, {(a, b): LINK for a in devices for b in devices if a != b}, {}, {})
+
+
+def planned(source: str, layers: int) -> dict[str, Any]:
     """Seconds of the capture, bytes of the state, and of each stage what the planner counts."""
-    job = job_of(layers, length)
-    captured = capture(job)
-    devices = {f"peer-{i}": DeviceProfile("cpu", "small", MEMORY_BYTES, SPEED_FLOPS_PER_S) for i in range(PEERS)}
-    links = {(a, b): LINK for a in devices for b in devices if a != b}
+    job, captured = captured_job(source)
     began_s = time.perf_counter()
-    choice, cluster, workload = choose(Measured(devices, links, {}, {}), costs_of(job, captured), PEERS)
+    costs = costs_of(job, captured)
+    choice, cluster, workload = choose(mesh_of([f"peer-{i}" for i in range(PEERS)]), costs, PEERS)
     plan = choice.best
     return {
         "layers": layers,
@@ -124,12 +130,12 @@ def memory_of(pid: int, field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measured(layers: int, length: int, count: int) -> dict[str, Any]:
+def measured(source: str, layers: int, count: int) -> dict[str, Any]:
     """The growth of each peer over two steps, beside what the plan of this run counts for its stage."""
     with tempfile.TemporaryDirectory(prefix="meshcee-qlora-") as folder:
         home = Path(folder)
         file = home / "job.py"
-        file.write_text(JOB.format(layers=layers, length=length, steps=STEPS))
+        file.write_text(source)
         processes: list[subprocess.Popen[str]] = []
         token = ""
         try:
@@ -162,15 +168,25 @@ def measured(layers: int, length: int, count: int) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(f"training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         events = [json.loads(line) for line in done.stdout.splitlines()]
-        return {
-            "layers": layers,
-            "peers": count,
-            "seconds": round(seconds, 1),
-            "losses": [event["report"]["loss"] for event in events if "report" in event],
-            "growth_bytes": [peak - before for peak, before in zip(peaks, idle)],
-            "plan": next((event["plan"] for event in events if "plan" in event), None),
-            "names": next((event["names"] for event in events if "names" in event), None),
-        }
+    told = next(event for event in events if "plan" in event)
+    plan, names = Plan.from_json(told["plan"]), told["names"]
+    cluster, workload = situation(mesh_of(plan.peers), costs_of(*captured_job(source)))
+    growth = {f"peer-{i}": peak - before for i, (peak, before) in enumerate(zip(peaks, idle))}
+    return {
+        "layers": layers,
+        "seconds": round(seconds, 1),
+        "losses": [event["report"]["loss"] for event in events if "report" in event],
+        "stages": [
+            {
+                "blocks": [workload.names[stage.first], workload.names[stage.end - 1]],
+                "needed_bytes": needed,
+                "growth_bytes": growth[names[peer]],
+            }
+            for peer, needed in needs(plan, cluster, workload).items()
+            for stage in plan.pipelines[0].stages
+            if peer in stage.peers
+        ],
+    }
 
 
 def main() -> None:
@@ -180,19 +196,31 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=2, help="that train it")
     parser.add_argument("--length", type=int, default=64, help="of a sample, in tokens")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--width", type=int, default=4096, help="of the hidden states, a multiple of 64")
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for what has another name now
+
+    def source_of(layers: int) -> str:
+        return JOB.format(layers=layers, length=options.length, steps=STEPS, width=options.width)
+
     found: dict[str, Any] = {"machine": machine()}
     if options.plan_layers:
-        found["planned"] = planned(options.plan_layers, options.length)
+        found["planned"] = planned(source_of(options.plan_layers), options.plan_layers)
     if options.layers:
-        found["measured"] = measured(options.layers, options.length, options.peers)
+        found["measured"] = measured(source_of(options.layers), options.layers, options.peers)
     if options.json:
         print(json.dumps(found))
         return
     mib = 1 << 20
     for name, part in found.items():
         print(row(name, *(f"{key} {value}" for key, value in part.items())))
+    for stage in found.get("measured", {}).get("stages", ()):
+        print(
+            row(
+                " to ".join(stage["blocks"]),
+                *(f"{stage[key] / mib:.0f} MiB" for key in ("needed_bytes", "growth_bytes")),
+            )
+        )
     if "planned" in found:
         print(row(*(f"{peer}: {size / mib:.0f} MiB" for peer, size in found["planned"]["needed_bytes"].items())))
 

@@ -12,7 +12,7 @@ from meshcee.errors import ProtocolError
 from meshcee.fields import Count, NotNegative
 from meshcee.figures.kernels import MIXES
 from meshcee.figures.profile import BlockCost, Cores, DeviceProfile, LinkProfile
-from meshcee.figures.timing import BlockTimes
+from meshcee.figures.timing import MAX_SIZES, BlockTimes
 from meshcee.figures.versions import Versions
 
 __all__ = ["DEFAULT_LINK", "FEW", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
@@ -41,6 +41,7 @@ class JobCosts:
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
     audited  members keep what their last steps began with
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
+    workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
     pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
     """
 
@@ -64,6 +65,7 @@ class JobCosts:
     data_s: NotNegative = 0.0
     averages: bool = False  # of the weights, beside the optimizer's moments
     audited: bool = False
+    workspace: Annotated[tuple[tuple[Count, tuple[Count, ...]], ...], Meta(max_length=MAX_SIZES)] = ()
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""
@@ -74,6 +76,9 @@ class JobCosts:
             raise ProtocolError("a shared parameter lies on two blocks of the job and has a size")
         if not all(block < count for _, blocks in self.feeds for block in blocks):
             raise ProtocolError("a raw input has a size, and blocks of the job read it")
+        sizes = [size for size, _ in self.workspace]
+        if sizes != sorted(set(sizes)) or any(len(each) != count for _, each in self.workspace):
+            raise ProtocolError("workspaces are of ascending numbers of samples, with a figure for each block")
         if self.micro_batch is not None and self.batch_size % self.micro_batch:
             raise ProtocolError("a batch is of equal micro-batches")
         if self.mix not in MIXES:

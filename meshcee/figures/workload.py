@@ -152,7 +152,10 @@ class Workload:
     clips: bool = False  # the commit waits for the norms of all members
     feeds: tuple[tuple[int, tuple[int, ...]], ...] = ()  # raw inputs: bytes of a sample, and the blocks that read it
     data_s: float = 0.0  # that the owner takes to read a sample
+    # Of a micro-batch of so many samples, ascending: what the operators of each block take for a moment besides. (): not known.
+    workspace: tuple[tuple[int, tuple[int, ...]], ...] = ()
     _sums: dict[str, Floats] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _spaces: dict[int, Floats] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         columns = [self.state_bytes, self.gradient_bytes, self.activation_bytes]
@@ -162,6 +165,8 @@ class Workload:
         for column in columns:
             if any(not math.isfinite(x) or x < 0 for x in column):
                 raise UsageError("bytes of a block must be finite and not negative")
+        if any(len(each) != len(self.names) for _, each in self.workspace):
+            raise UsageError("a workload needs one figure per block in every column")
         if self.global_batch < 1:
             raise UsageError(f"global_batch must be at least 1, got {self.global_batch}")
         for name in ("state_bytes", "gradient_bytes", "activation_bytes"):
@@ -190,9 +195,19 @@ class Workload:
             return samples * (self.boundary_bytes[first - 1] if first else 0)
         return samples * sum(self.activation_bytes[first:end])
 
+    def workspace_bytes(self, samples: int) -> Floats:
+        """Of each block. Between two sizes that were looked at it is less: it grows as the largest of several straight lines."""
+        if samples not in self._spaces:
+            sizes = [size for size, _ in self.workspace] or [1]
+            rows = [row for _, row in self.workspace] or [(0,) * len(self.names)]
+            self._spaces[samples] = np.array([np.interp(samples, sizes, each) for each in zip(*rows)])
+        return self._spaces[samples]
+
     def stage_bytes(self, first: int, end: int, samples: int, live: int, recompute: bool = False) -> int:
-        """The memory model: state, live micro-batches, and with recomputation the one that is being recomputed."""
+        """The memory model: state, live micro-batches, with recomputation the one that is being recomputed, and the workspace of
+        one block at a time."""
         again = self.live_bytes(first, end, samples) if recompute else 0
+        again += math.ceil(max(self.workspace_bytes(samples)[first:end]))
         return self.state_sum_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
 
     def sum_costs(self, members: int) -> tuple[float, int]:

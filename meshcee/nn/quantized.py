@@ -1,8 +1,8 @@
 """Frozen weights of Linear and Embedding in 4 or 8 bits: what QLoRA trains an adapter on.
 
 The idea: the packed weight is a few buffers, and forward makes the weight of them when it is needed. A stage that computes
-gradients makes it once more then, instead of keeping it (meshcee/stage/remade.py). What is trained beside it, an adapter or
-a norm, is as it was.
+gradients makes it once more then, instead of keeping it (meshcee/stage/remade.py). Of a large Linear no more than PIECE numbers
+are there at a time: it computes its outputs piece by piece. What is trained beside it, an adapter or a norm, is as it was.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshcee.nn.blocks import BLOCK, Codes, decode, pairs, quantized, read_scale
 
 __all__ = ["QuantizedEmbedding", "QuantizedLinear", "quantize_frozen"]
 
+PIECE = 1 << 24  # numbers that a Linear unfolds at a time, for 8 bytes each: smaller ones would be more operators
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -42,10 +43,21 @@ class _Packed(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The numbers that the codes stand for, made when they are asked for."""
-        count = math.prod(self.shape)
-        scales = read_scales({name: self.get_buffer(name) for name in self.buffer_names}, -(-count // BLOCK))
-        flat = decode(self.get_buffer("codes"), scales, self.table).view(-1)
-        return flat[:count].view(self.shape).to(self.like.dtype)
+        return self._unfolded(self._scales())
+
+    def _scales(self) -> torch.Tensor:
+        codes = {name: self.get_buffer(name) for name in self.buffer_names}
+        return read_scales(codes, -(-math.prod(self.shape) // BLOCK))
+
+    def _unfolded(self, scales: torch.Tensor, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows of a matrix; where they are not all, they begin and end with whole blocks."""
+        codes, rows, width = self.get_buffer("codes"), self.shape[0], math.prod(self.shape[1:])
+        if end is not None:
+            rows, each = end - first, BLOCK if self.table is None else BLOCK // 2
+            blocks = slice(first * width // BLOCK, -(-end * width // BLOCK))
+            codes, scales = codes[blocks.start * each : blocks.stop * each], scales[blocks]
+        flat = decode(codes, scales, self.table).view(-1)
+        return flat[: rows * width].view(rows, *self.shape[1:]).to(self.like.dtype)
 
     @property
     def bits(self) -> int:
@@ -62,7 +74,14 @@ class QuantizedLinear(_Packed, nn.Linear):  # type: ignore[override]
         self.bias = linear.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, self.weight, self.bias)
+        rows = max(1, PIECE // self.in_features // BLOCK) * BLOCK
+        if rows >= self.out_features:
+            return F.linear(input, self.weight, self.bias)
+        scales, parts = self._scales(), []
+        for first in range(0, self.out_features, rows):
+            parts.append(F.linear(input, self._unfolded(scales, first, min(first + rows, self.out_features))))
+        found = torch.cat(parts, -1)
+        return found if self.bias is None else found + self.bias
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.bits}"

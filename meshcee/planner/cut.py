@@ -133,7 +133,7 @@ def _alone(
     port = np.maximum(out[None, :] + back[:, None], out[:, None] + back[None, :]) * samples * wire_share
     busy = np.maximum(_runs(f + b + w + again), port / port_bytes_per_s)
     each = _runs(workload.sums("activation_bytes")) * samples
-    room = memory_bytes - _runs(workload.sums("state_bytes"))
+    room = memory_bytes - _runs(workload.sums("state_bytes")) - _largest(workload.workspace_bytes(samples))
     if recompute:
         room, each = room - each, np.broadcast_to(out[:, None] * samples, each.shape)
     live = np.where(each > 0, np.floor(room / np.maximum(each, 1e-9)), np.where(room >= 0, 1e9, 0.0))
@@ -171,6 +171,14 @@ def ring_of(cluster: Cluster, workload: Workload, peers: Sequence[str]) -> tuple
 def _runs(cumulated: Floats) -> Floats:
     """[first, end] -> the sum over blocks first to end, from prefix sums."""
     return cumulated[None, :] - cumulated[:, None]
+
+
+def _largest(each: Floats) -> Floats:
+    """[first, end] -> the largest of blocks first to end."""
+    found = np.zeros((len(each) + 1, len(each) + 1))
+    for first in range(len(each)):
+        found[first, first + 1 :] = np.maximum.accumulate(each[first:])
+    return found
 
 
 Ints = npt.NDArray[np.int64]

@@ -130,6 +130,7 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         clips=job.clips,
         feeds=job.feeds,
         data_s=job.data_s,
+        workspace=job.workspace,
     )
 
 

@@ -515,7 +515,7 @@ class Member:
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         held.offered = {}
-        runner = await self._compute.run(offer.build, weights.state, self._compute.device)
+        runner = await self._compute.run(offer.build, weights.spend(), self._compute.device)
         stream.max_payload_bytes = offer.max_fed_bytes
         keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts

@@ -49,7 +49,12 @@ ALIKE = 1.1  # speeds within this factor are one kind
 def costs_of(job: Job, captured: Capture) -> JobCosts:
     """Everything about the job that a planner must know, and that the owner can tell without a device."""
     program = captured.train
+    from meshcee.stage.workspace import workspaces
+
     state = torch.Generator().get_state().nbytes if program.uses_random else 0  # travels with every activation
+    own = job.micro_batch_size
+    sizes = {least_samples(program), job.batch_size} if own is None else {1, own} if job.groups else {own}
+    like = alike(program)
     return JobCosts(
         blocks=captured.costs,
         batch_size=job.batch_size,
@@ -57,7 +62,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         recompute=job.recompute,
         element_bytes=2 if job.precision == "bf16" else 4,
         message_bytes=(FRAME_BYTES + state, FRAME_BYTES),
-        alike=alike(program),
+        alike=like,
         tied=tied(program),
         codec=job.codec,
         groups=job.groups,
@@ -70,6 +75,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         feeds=_feeds(captured),
         averages=job.ema is not None,
         audited=job.audit > 0,
+        workspace=workspaces(program, like, [c.activation_bytes for c in captured.costs], sorted(sizes), job.optimizer),
     )
 
 

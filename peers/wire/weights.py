@@ -222,6 +222,10 @@ class StateReceiver:
             if (tensor := find(digest)) is not None:
                 self._keep(name, tensor, digest)
 
+    def spend(self) -> Mapping[str, torch.Tensor]:
+        """The state, for who copies it: a tensor that has been looked up is held here no more."""
+        return _Spent(self.state)
+
     def _awaited(self, name: object) -> tuple[torch.dtype, tuple[int, ...]]:
         if not isinstance(name, str) or name not in self._expected or name in self.state:
             raise ProtocolError(f"weights of {str(name)[:200]!r} were not expected")
@@ -256,6 +260,20 @@ class StateReceiver:
                 self.digests[name] = digest
             else:
                 self._keep(name, tensor, digest)
+
+
+class _Spent(Mapping[str, torch.Tensor]):
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._state.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def digests_of(weights: Mapping[str, str], optimizer: Mapping[str, str]) -> list[bytes]:

@@ -192,6 +192,9 @@ def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Nod
     packed = {number for number, value in held.items() if value.dtype in _PACKED}
     calls = dict(nodes)
     sources: dict[int, frozenset[int]] = {number: frozenset({number}) for number in held}
+    sizes = {
+        number: value.nbytes(1) for number, value in held.items()
+    }  # of what a value is made of: a slice of a weight is less
     made: dict[int, frozenset[int]] = {number: frozenset() for number in held}
     found: dict[int, tuple[int, ...]] = {}
     for number, node in calls.items():
@@ -199,8 +202,9 @@ def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Nod
             continue
         sources[number] = frozenset().union(*(sources[r] for r in node.refs))
         made[number] = frozenset({number}).union(*(made[r] for r in node.refs))
-        size = sum(held[source].nbytes(1) for source in sources[number])
-        if sources[number] & packed and node.value.is_tensor and node.value.nbytes(1) > size:
+        size, own = sum(sizes[r] for r in set(node.refs)), node.value.nbytes(1)
+        sizes[number] = min(size, own) if node.value.is_tensor else size
+        if sources[number] & packed and node.value.is_tensor and own > size:
             found[number] = tuple(sorted(made[number]))
     reached = _written(calls, made)
     return {number: way for number, way in found.items() if not reached & {*way, *sources[number]}}
