@@ -158,7 +158,6 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
         captured.state,
         job.optimizer,
         stages=[(0, blocks)],
-        precision=job.precision,
         device=device,
         split=False,
     )

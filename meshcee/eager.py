@@ -8,10 +8,11 @@ runs it in a process of its own, writes FOLDER/eager.safetensors and prints {"lo
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_map_only
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import At, Job, seeded
 from meshcee.sampling import collated, source_of
 
-__all__ = ["Plain", "PlainStep", "plain", "plain_steps"]
+__all__ = ["Plain", "PlainStep", "compute_in_full", "halve", "outermost", "plain", "plain_steps"]
 
 
 class _Plain(NamedTuple):
@@ -90,7 +92,7 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
     # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
     full = {name: p.detach().clone() for name, p in model.named_parameters()} if job.precision == "bf16" else {}
     if full:
-        model.bfloat16()
+        halve(model, job.keep_fp32)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: nn.Parameter(full[name]) if full else p for name, p in live.items()}
     optimizer = job.optimizer.build(masters)
@@ -152,6 +154,67 @@ def _built(job: Job) -> nn.Module:
         # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
         model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
     return model
+
+
+def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
+    """Round the model to bf16, as `model.bfloat16()` does, but for what is kept in full."""
+    kept = outermost(model, keep_fp32)
+    inside = {module for one in kept for module in one.modules()}
+    for module in model.modules():
+        if module not in inside:
+            module._apply(lambda t: t.bfloat16() if t.is_floating_point() else t, recurse=False)
+    compute_in_full(kept)
+
+
+def compute_in_full(modules: Iterable[nn.Module]) -> None:
+    """Each gets its bf16 inputs in fp32, and gives its fp32 outputs in bf16."""
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, args, kwargs: _as(torch.float32, (args, kwargs)), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, output: _as(torch.bfloat16, output))
+
+
+def outermost(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules inside of the model that Job.keep_fp32 names and that have a forward pass, without what is inside of them."""
+    found: list[nn.Module] = []
+    unmet = set(patterns)
+
+    def look(module: nn.Module, path: str, named: bool) -> None:
+        for name, child in module.named_children():
+            own = f"{path}.{name}".lstrip(".")
+            met = {p for p in patterns if _is_named(child, own, p)}
+            unmet.difference_update(met)
+            if (named or met) and type(child).forward is not nn.Module.forward:
+                found.append(child)
+            else:
+                look(child, own, named or bool(met))
+
+    look(model, "", False)
+    if unmet:
+        raise UsageError(f"keep_fp32: no module of the model has a name or a class like {min(unmet)!r}")
+    inside = {module for one in found for module in one.modules()}
+    own = {id(t) for module in inside for t in _own(module)}
+    for name, module in model.named_modules():
+        if module not in inside and any(id(t) in own for t in _own(module)):
+            raise UsageError(
+                f"keep_fp32: a tensor of {name!r} is also one of a module that stays in fp32; name both, or neither"
+            )
+    return found
+
+
+def _is_named(module: nn.Module, name: str, pattern: str) -> bool:
+    if pattern == "frozen" and not any(p.requires_grad for p in module.parameters()):
+        return any(True for _ in (*module.parameters(), *module.buffers()))
+    return any(fnmatch.fnmatchcase(word, pattern) for word in (name, type(module).__name__))
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _as(dtype: torch.dtype, tree: Any) -> Any:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype == other else t, tree)
 
 
 def _collate(items: list[Any]) -> Any:

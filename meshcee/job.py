@@ -305,6 +305,8 @@ class Job:
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
+    keep_fp32  modules that compute in fp32 though precision is "bf16", by shell patterns of their names or classes, as "*Norm*";
+               "frozen" names those of which nothing is trained. They get bf16 inputs in fp32, and give fp32 outputs in bf16
     ema        also keep an average of the weights, with this decay: torch's AveragedModel with get_ema_multi_avg_fn(ema)
     eval_ema   evaluations, and so EarlyStop and KeepBest, are of that average and not of the weights
     metrics    name -> (output, target) -> number, averaged over eval_data by samples
@@ -344,6 +346,7 @@ class Job:
     reduction: str = "mean"
     weight: Callable[[Any], float] | None = None
     precision: str = "fp32"
+    keep_fp32: tuple[str, ...] = ()
     eval_data: Any = None
     eval_every: int = 0
     metrics: Mapping[str, Callable[[Any, Any], float]] = field(default_factory=dict)
@@ -389,6 +392,12 @@ class Job:
             )
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
+        if isinstance(self.keep_fp32, str) or not all(isinstance(pattern, str) for pattern in self.keep_fp32):
+            raise UsageError('keep_fp32 is a tuple of patterns: keep_fp32=("*Norm*",)')
+        if self.keep_fp32 and self.precision != "bf16":
+            raise UsageError(
+                "keep_fp32 names what stays in fp32 in precision 'bf16', and precision is 'fp32': leave one out"
+            )
         if self.codec not in CODEC_CHOICES:
             raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")
         if self.threads is not None and self.threads < 1:

@@ -91,7 +91,7 @@ class Net(nn.Module):
         return out
 
 
-def job_of(precision: str) -> Job:
+def job_of(precision: str, kept: tuple[str, ...] = ()) -> Job:
     torch.manual_seed(1)
     data = [(torch.randn(4), torch.randn(4)) for _ in range(20)]
     return Job(
@@ -106,13 +106,14 @@ def job_of(precision: str) -> Job:
         schedule=Schedule("LinearLR", start_factor=0.5, total_iters=3),
         weight=lambda y: float(1 + (y > 0).sum()),
         precision=precision,
+        keep_fp32=kept,
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_plain_loop_is_the_reference_of_the_tests(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "kept"), [("fp32", ()), ("bf16", ()), ("bf16", ("BatchNorm?d", "frozen"))])
+def test_the_plain_loop_is_the_reference_of_the_tests(precision: str, kept: tuple[str, ...]) -> None:
     """Written twice: the one that users call, and the one that every test of equality is held against."""
-    job = job_of(precision)
+    job = job_of(precision, kept)
     assert isinstance(job.model, nn.Module)
     before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
     found, expected = meshcee.plain(job), reference(job)

@@ -54,6 +54,7 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
+from meshcee.eager import compute_in_full, outermost
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
@@ -217,7 +218,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
     most = job.micro_batch_size or job.batch_size
-    work = model if job.precision == "fp32" else _rounded(model)
+    work = model if job.precision == "fp32" else _rounded(model, job.keep_fp32)
     if not model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
         model.train()
         work.train()
@@ -278,7 +279,7 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
     modes = {m: m.training for m in model.modules()}
     if not model.training:
         model.train()
-    work = model if job.precision == "fp32" else _rounded(model)
+    work = model if job.precision == "fp32" else _rounded(model, job.keep_fp32)
     before = Remembered(work, job.loss)
     example = _example(job, probes(job, 1)[0][0])
     try:
@@ -374,14 +375,18 @@ def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _rounded(model: nn.Module) -> nn.Module:
-    """A copy in bf16, as `.to(torch.bfloat16)` makes it; fake tensors, which that refuses, stay fake."""
+def _rounded(model: nn.Module, keep_fp32: Sequence[str]) -> nn.Module:
+    """A copy in bf16, as in the plain loop (meshcee/eager.py); fake tensors, which that refuses, stay fake."""
     memo: dict[int, Any] = {}
+    spared = {id(tensor) for module in outermost(model, keep_fp32) for _, tensor in _entries(module)}
     for _, tensor in _entries(model):
-        value = tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor.detach().clone()
+        rounds = tensor.is_floating_point() and id(tensor) not in spared
+        value = tensor.detach().to(torch.bfloat16) if rounds else tensor.detach().clone()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-    return copy.deepcopy(model, memo)
+    work = copy.deepcopy(model, memo)
+    compute_in_full(outermost(work, keep_fp32))
+    return work
 
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
 from meshcee.capture.graph import Program, StageSpec, copied, laid_out, resolve
+from meshcee.eager import compute_in_full, outermost
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
 
@@ -49,14 +50,16 @@ _ABOUT = frozenset(
 )
 
 
-def stand_ins(model: nn.Module, dtype: torch.dtype, real: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy of the model in this floating type, with stand-ins for all that is large but what is in `real`."""
+def stand_ins(model: nn.Module, halves: bool, keep_fp32: Sequence[str], real: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A copy of the model, which computes in bf16 or not, with stand-ins for all that is large but what is in `real`."""
+    full = {id(tensor) for module in outermost(model, keep_fp32) for _, tensor in entries(module)}
     fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     for name, tensor in entries(model):
         if id(tensor) in memo:
             continue
-        wanted = dtype if tensor.is_floating_point() and dtype != torch.float32 else tensor.dtype
+        rounds = halves and tensor.is_floating_point() and id(tensor) not in full
+        wanted = torch.bfloat16 if rounds else tensor.dtype
         if name in real:
             value = laid_out(real[name].to(wanted), tensor.stride())
         elif isinstance(tensor, FakeTensor) or tensor.nbytes >= SMALL_BYTES:
@@ -66,7 +69,9 @@ def stand_ins(model: nn.Module, dtype: torch.dtype, real: Mapping[str, torch.Ten
             value = tensor.detach().to(wanted, copy=True)
         own = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if own else value
-    return copy.deepcopy(model, memo)
+    work = copy.deepcopy(model, memo)
+    compute_in_full(outermost(work, keep_fp32))
+    return work
 
 
 def entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

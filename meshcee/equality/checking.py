@@ -123,11 +123,11 @@ def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 def _state(job: Job, captured: Capture, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """In bf16 whoever does not train a tensor may hold it in full, or rounded as it is computed with."""
-    trained = {entry.name for entry in captured.train.inputs if entry.trainable}
-    trained |= {other for other, name in captured.aliases.items() if name in trained}
+    full = {e.name for e in captured.train.inputs if e.trainable or e.value.dtype != torch.bfloat16}
+    full |= {other for other, name in captured.aliases.items() if name in full}
     rounds = job.precision == "bf16"
     return _digests(
-        {n: t.bfloat16() if rounds and t.is_floating_point() and n not in trained else t for n, t in state.items()}
+        {n: t.bfloat16() if rounds and t.is_floating_point() and n not in full else t for n, t in state.items()}
     )
 
 

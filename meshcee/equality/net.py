@@ -28,6 +28,7 @@ from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import explain
+from meshcee.eager import halve
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_ins, without_saving
 from meshcee.equality.lines import line_that
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
@@ -163,8 +164,7 @@ class _Net:
                 model = self.captured.built or self.job.model
                 assert isinstance(model, nn.Module)
                 real = {name: self.captured.state[name] for name in self.kept}
-                dtype = torch.bfloat16 if self.job.precision == "bf16" else torch.float32
-                self.model = stand_ins(model, dtype, real)
+                self.model = stand_ins(model, self.job.precision == "bf16", self.job.keep_fp32, real)
             self.weights = Weights(self.model, self.captured, self._largest_block())
             spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.kept}
         self.watch = Watch(self.model, [self.job.loss], spared=spared)
@@ -183,10 +183,16 @@ class _Net:
     def _module(self) -> nn.Module:
         """The user's own module: what closures refer to. A copy where the plain loop computes with other numbers than its."""
         if isinstance(self.job.model, nn.Module):
-            return self.job.model if self.job.precision == "fp32" else copy.deepcopy(self.job.model).bfloat16()
+            if self.job.precision == "fp32":
+                return self.job.model
+            model = copy.deepcopy(self.job.model)
+            halve(model, self.job.keep_fp32)
+            return model
         torch.manual_seed(self.job.seed)
         model = self.job.model()
-        return model.bfloat16() if self.job.precision == "bf16" else model
+        if self.job.precision == "bf16":
+            halve(model, self.job.keep_fp32)
+        return model
 
     def _affordable(self, sizes: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """What to run: (samples, with the backward pass), as much of the plan's sizes as the budget allows."""

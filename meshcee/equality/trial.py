@@ -103,7 +103,6 @@ class _One:
             self.state,
             self.job.optimizer,
             evaluate=None if self.trains else self.spec,
-            precision=self.job.precision,
             split=False,
             draws=draws,
         )

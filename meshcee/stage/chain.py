@@ -67,7 +67,6 @@ class Chain:
                 evaluate=captured.evaluate.slice(*r) if captured.evaluate else None,
                 stages=self.ranges,
                 index=i,
-                precision=job.precision,
                 **options,
             )
             for i, r in enumerate(self.ranges)

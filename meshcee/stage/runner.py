@@ -72,7 +72,6 @@ class StageRunner:
         evaluate: StageSpec | None = None,
         stages: Sequence[tuple[int, int]] | None = None,
         index: int = 0,
-        precision: str = "fp32",
         device: torch.device | str = "cpu",
         recompute: bool = False,
         split: bool = True,
@@ -96,9 +95,8 @@ class StageRunner:
             tuple(dict.fromkeys(n for spec in both for n in spec.buffers)),
             state,
             optimizer,
-            precision,
             self.device,
-            {entry.name: entry.laid_out for spec in both for _, entry in spec.inputs if entry.kind != "raw"},
+            {entry.name: entry for spec in both for _, entry in spec.inputs if entry.kind != "raw"},
         )
         self.trainable = self.weights.trainable
         self.optimizer = self.weights.optimizer

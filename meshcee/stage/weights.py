@@ -5,12 +5,12 @@ The idea: names are the model's own, so state can move between stages of any sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshcee.capture.graph import copied
+from meshcee.capture.graph import Input, copied
 from meshcee.files.tensor_files import Layout
 from meshcee.job import Optimizer
 
@@ -20,10 +20,10 @@ AVERAGE = "ema"  # the key of a parameter's average beside its moments
 
 
 class Weights:
-    """`parameters` compute; `masters` are what the optimizer changes (the same tensors, unless precision is "bf16").
+    """`parameters` compute; `masters` are what the optimizer changes: the same, unless the graph computes with rounded ones.
 
-    In precision "bf16" parameters, activations and gradients are bf16; at the end of a step the gradients are widened,
-    clipped and applied to the fp32 masters, which are then rounded into the parameters.
+    Where it does, in bf16, activations and gradients are bf16, too; at the end of a step the gradients are widened, clipped and
+    applied to the fp32 masters, which are then rounded into the parameters.
     """
 
     def __init__(
@@ -33,24 +33,21 @@ class Weights:
         buffers: Sequence[str],
         state: Mapping[str, torch.Tensor],
         optimizer: Optimizer,
-        precision: str,
         device: torch.device,
-        laid_out: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        entries: Mapping[str, Input],
     ) -> None:
-        orders = laid_out or {}
+        """`entries` say of each tensor in which type the graph computes with it, and how it lies in the memory of eager code."""
 
         def full_of(name: str) -> torch.Tensor:
-            """With the strides that it has in eager code, whatever way it came."""
-            tensor = state[name].detach()
-            return orders[name](tensor) if name in orders else tensor
+            return entries[name].laid_out(state[name].detach()).to(device)
 
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.masters: dict[str, torch.nn.Parameter] = {}
-        self.buffers = {n: copied(self._compute(full_of(n), precision, device)) for n in buffers}
+        self.buffers = {n: copied(full_of(n).to(entries[n].value.dtype)) for n in buffers}
         chosen = frozenset(trainable)
         for name in parameters:
-            full = full_of(name).to(device)
-            compute = self._compute(full, precision, device)
+            full = full_of(name)
+            compute = full.to(entries[name].value.dtype)
             self.parameters[name] = torch.nn.Parameter(copied(compute), requires_grad=name in chosen)
             if name in chosen:
                 same = compute.dtype == full.dtype
@@ -59,11 +56,6 @@ class Weights:
         self.optimizer = optimizer.build(self.masters)
         self.ema, self.eval_ema = optimizer.ema or 0.0, optimizer.eval_ema
         self.averages: dict[str, torch.Tensor] = {}  # of the masters, from the end of the first step on
-
-    @staticmethod
-    def _compute(tensor: torch.Tensor, precision: str, device: torch.device) -> torch.Tensor:
-        tensor = tensor.detach().to(device)
-        return tensor.to(torch.bfloat16) if precision == "bf16" and tensor.is_floating_point() else tensor
 
     def evaluated(self, name: str) -> torch.Tensor:
         """What evaluations compute with: the parameter, or its average where the job wants that and there is one."""

@@ -339,7 +339,7 @@ def _runner(spec: StageSpec, request: ProfileRequest, device: torch.device) -> S
             state[entry.name] = (
                 torch.ones(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
             )
-    return StageRunner(spec, state, request.optimizer, precision=request.precision, device=device)
+    return StageRunner(spec, state, request.optimizer, device=device)
 
 
 def _settled(device: torch.device, call: Callable[..., Any], *args: Any) -> Any:

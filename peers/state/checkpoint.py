@@ -57,7 +57,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "seed": job.seed,
         "clip_norm": job.clip_norm,
         "reduction": job.reduction,
-        "precision": job.precision,
+        "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
     }
 
 

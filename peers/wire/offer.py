@@ -427,7 +427,6 @@ class Offer:
             evaluate=self.evaluation_specs[self.index] if self.evaluate else None,
             stages=[(stage.first, stage.end) for stage in self.stages],
             index=self.index,
-            precision=self.terms.precision,
             device=device,
             recompute=self.recompute,
             draws=self._draws,

@@ -174,6 +174,23 @@ def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:
     assert_equal(chain, losses, want)
 
 
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [("cnn", ("*Norm*",)), ("char_gpt", ("blocks.*.mlp.?", "LayerNorm")), ("lora", ("frozen",)), ("llama", ("*norm",))],
+)
+def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...]) -> None:
+    job = zoo.make(model, "adamw", precision="bf16", keep_fp32=kept, steps=2)
+    found = capture(job)
+    types = {entry.name: entry.value.dtype for entry in found.train.inputs if entry.kind != "raw"}
+    assert {torch.bfloat16, torch.float32} <= set(types.values())
+    want = reference(job)
+    for stages, order in ((1, "fused"), (3, "late")):
+        chain = Chain(job, found, stages, order)
+        assert_equal(chain, chain.run(job.steps), want)
+    rounded = reference(zoo.make(model, "adamw", precision="bf16", steps=1))
+    assert not all(torch.equal(a, b) for a, b in zip(want.losses[0], rounded.losses[0]))
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("model", ["lengths", "sizes"])
 def test_sizes_that_vary_between_micro_batches(model: str, stages: int) -> None:

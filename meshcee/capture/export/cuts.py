@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshcee.capture.graph import Analysis, Input, Node
+from meshcee.capture.graph.analysis import PACKED, SMALL_BUFFER_BYTES
 from meshcee.errors import UsageError
 
 __all__ = ["find_cuts", "named_cuts", "positions"]
@@ -30,7 +31,8 @@ def positions(
     """Live bytes, for one sample, at each position p (before node p); None where a cut would change the meaning.
 
     That is: where a value with several outputs is alive, between the uses of a buffer that the forward pass writes, and
-    between the making and the last in-place change of a tensor.
+    between the making and the last in-place change of a tensor. Nor between the uses of a packed weight in one module, which
+    both sides would hold whole.
     """
     base, count = len(inputs), len(nodes)
     delta = [0.0] * (count + 2)
@@ -56,6 +58,11 @@ def positions(
                 last_use[number],
                 node.value.nbytes(1, usual=True) * (2 if analysis.requires_grad[number] else 1),
             )
+    for number, entry in enumerate(inputs):
+        uses = sorted(analysis.users[number])
+        large = entry.kind == "buffer" and entry.value.dtype in PACKED and entry.value.nbytes(1) > SMALL_BUFFER_BYTES
+        if large and len({nodes[use].scope for use in uses}) == 1:
+            span(blocked, uses[0] + 1, uses[-1], 1)
     for group, writes in analysis.mutations.items():
         members = [n for n in range(base + count) if analysis.group[n] == group]
         if any(n < base for n in members):  # a buffer: all its uses stay together

@@ -20,12 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshcee.capture.graph.program import Input, Node, Ref, Value, is_random
 
-__all__ = ["Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
+__all__ = ["PACKED", "SMALL_BUFFER_BYTES", "Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
 
-_PACKED = (torch.uint8, torch.int8, torch.int32)
+PACKED = (torch.uint8, torch.int8, torch.int32)
 _VIEWS = ("getitem", "aten.einsum.default", "aten.broadcast_tensors.default")  # whose schemas do not say so
 _HINT = 2  # samples in the fake pass; figures are divided by it
-_SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
+SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
 
 
 @dataclasses.dataclass
@@ -189,7 +189,7 @@ def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Nod
         for number, entry in inputs
         if entry.kind != "raw" and not (entry.trainable or entry.mutated)
     }
-    packed = {number for number, value in held.items() if value.dtype in _PACKED}
+    packed = {number for number, value in held.items() if value.dtype in PACKED}
     calls = dict(nodes)
     sources: dict[int, frozenset[int]] = {number: frozenset({number}) for number in held}
     sizes = {
@@ -247,7 +247,7 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
     # Value number -> raw inputs that it is computed from; values that cannot be redone are absent.
     sources: dict[int, frozenset[int]] = {}
     for i, entry in enumerate(inputs):
-        small = entry.kind == "buffer" and not entry.mutated and entry.value.nbytes(1) <= _SMALL_BUFFER_BYTES
+        small = entry.kind == "buffer" and not entry.mutated and entry.value.nbytes(1) <= SMALL_BUFFER_BYTES
         if entry.kind == "raw":
             sources[i] = frozenset({i})
         elif entry.kind == "constant" or small:
