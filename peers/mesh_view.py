@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes
 LINKS_AWAITED_S = 6.0  # that a plan waits for the next link which nobody has measured yet
 
 
-class MeshView:
+class MeshView(ABC):
     """What a peer sees through its directory and its elector. `beside` runs what belongs to the peer and ends with it."""
 
     def __init__(
@@ -161,9 +162,9 @@ class MeshView:
     def _liars(self) -> set[str]:
         return {peer for peer, (until_s, _, _) in self._shunned.items() if until_s == math.inf}
 
+    @abstractmethod
     async def judge(self, *case: Any) -> Any:
-        """A member's step computed again, as an audit wants it (peers/member/audit)."""
-        raise NotImplementedError
+        """A member's step computed again, as an audit wants it: by the peer (peers/member/audit), as here nothing computes."""
 
     def shunned(self) -> set[str]:
         return {peer for peer in self.failed() if self._shunned[peer][0] > self.monotonic()}

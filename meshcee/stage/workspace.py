@@ -49,19 +49,22 @@ def _peaks(program: Program, block: int, sizes: Sequence[int], optimizer: Optimi
 
 def _peak(program: Program, runner: StageRunner, samples: int) -> int:
     spec = runner.spec
-    raw = {v.name: _empty(v, samples) for v in spec.raw_inputs}
-    given = [
-        v.to_wire(_empty(v, samples)) if v.is_tensor else integer(program, number, samples)
-        for v, number in zip(spec.received, spec.received_numbers)
-    ]
-    grads = [v.to_wire(_empty(v, samples)) if v.requires_grad else None for v in spec.sent]
     runner.begin(0)
     held = 0
     with _Live() as live:
+        raw = {v.name: _empty(v, samples) for v in spec.raw_inputs}
+        given = [
+            v.to_wire(_empty(v, samples)) if v.is_tensor else integer(program, number, samples)
+            for v, number in zip(spec.received, spec.received_numbers)
+        ]
         for micro in range(_MICROS):
             held = sum(p.grad.nbytes for p in runner.trainable.values() if p.grad is not None)
             live.most = live.now
-            runner.forward(micro, raw, given)
+            sent, _, _ = runner.forward(micro, raw, given)
+            grads = [
+                torch.empty_like(t) if v.requires_grad and isinstance(t, torch.Tensor) else None
+                for v, t in zip(spec.sent, sent)
+            ]
             if runner.split:
                 runner.backward_input(micro, grads)
                 runner.backward_weight(micro)

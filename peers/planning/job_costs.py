@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -49,11 +49,7 @@ ALIKE = 1.1  # speeds within this factor are one kind
 def costs_of(job: Job, captured: Capture) -> JobCosts:
     """Everything about the job that a planner must know, and that the owner can tell without a device."""
     program = captured.train
-    from meshcee.stage.workspace import workspaces
-
     state = torch.Generator().get_state().nbytes if program.uses_random else 0  # travels with every activation
-    own = job.micro_batch_size
-    sizes = {least_samples(program), job.batch_size} if own is None else {1, own} if job.groups else {own}
     like = alike(program)
     return JobCosts(
         blocks=captured.costs,
@@ -75,8 +71,22 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         feeds=_feeds(captured),
         averages=job.ema is not None,
         audited=job.audit > 0,
-        workspace=workspaces(program, like, [c.activation_bytes for c in captured.costs], sorted(sizes), job.optimizer),
+        workspace=_workspaces(job, captured, like),
     )
+
+
+def _workspaces(job: Job, captured: Capture, like: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """For the sizes that micro-batches may have, from the least to the most."""
+    from meshcee.stage.workspace import workspaces
+
+    program, own = captured.train, job.micro_batch_size
+    sizes = {least_samples(program), job.batch_size} if own is None else {1, own} if job.groups else {own}
+    kept = [cost.activation_bytes for cost in captured.costs]
+    try:
+        return workspaces(program, like, kept, sorted(sizes), job.optimizer)
+    except Exception as error:  # whatever torch says of fake tensors: a job is not refused for it
+        log.warning("what the operators take for a moment is not counted in the plan", error=str(error))
+        return ()
 
 
 def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:

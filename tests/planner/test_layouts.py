@@ -9,11 +9,13 @@ from meshcee.errors import PlanError
 from meshcee.figures.profile import Cluster, Device, LinkProfile
 from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
-from meshcee.planner.chain import layout_of
+from meshcee.planner.chain import ChainStage, layout_of, most_live
+from meshcee.planner.cut import StageTable
 from meshcee.planner.rules import Runs, needs, shortages
 from meshcee.planner.search import Effort, plans
 from meshcee.simulator import bound_s, build, period_s
 from tests.planner.oracle import random_case, random_wide_case
+from tests.rig.small import workload
 
 QUICK = Effort(events=60_000, rows=3_000_000)
 ONE = Runs(pipelines=1)
@@ -135,3 +137,17 @@ def test_no_period_is_below_what_the_busiest_device_or_line_needs(seed: int) -> 
     bound = bound_s(build(plan, where, work))
     assert math.isfinite(bound)
     assert bound <= period_s(plan, where, work) * 1.02
+
+
+def test_the_workspace_of_one_block_at_a_time_takes_its_place_in_memory() -> None:
+    known = ((1, (0, 5, 70, 1)), (8, (0, 40, 70, 8)))
+    work = replace(workload(4, activation=10, state=100), workspace=known)
+    assert work.stage_bytes(0, 2, 1, 3) == 2 * 100 + 3 * 2 * 10 + 5
+    assert work.stage_bytes(0, 2, 4, 1) == 2 * 100 + 4 * 2 * 10 + 20  # on the line between the two
+    assert work.stage_bytes(0, 4, 8, 1) == 4 * 100 + 8 * 4 * 10 + 70
+    device = Device("a", "k", "r", 1000)
+    table = StageTable(work, [(device, 1)], 1.0)
+    cluster = Cluster([device], inside_latency_s={"r": 0.0}, between={})
+    for first, end in ((0, 1), (0, 3), (2, 4)):
+        live = most_live(cluster, work, ChainStage(first, end, ("a",)), (1,))
+        assert table.live[first, end] == live == (1000 - work.stage_bytes(first, end, 1, 0)) // (10 * (end - first))

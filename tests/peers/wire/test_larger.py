@@ -195,3 +195,13 @@ def test_what_is_unequal_must_come_at_the_second_try() -> None:
     for wrong in (["other"], ["weight", "weight"], 3, {"weight": 1}):
         with pytest.raises(ProtocolError, match=r"not offered|asks for again"):
             names_of(Frame(messages.AGAIN, {}, [msgpack.packb(wrong)]), 0, set(expected))
+
+
+def test_what_has_been_copied_is_held_no_more() -> None:
+    """By a member that builds its stage of it; what has not been looked up is there for another try."""
+    receiver = StateReceiver({"a": (torch.float32, (2,)), "b": (torch.float32, (3,))})
+    receiver.state |= {"a": torch.ones(2), "b": torch.ones(3)}
+    state = receiver.spend()
+    assert (list(state), len(state)) == (["a", "b"], 2)
+    assert torch.equal(state["a"], torch.ones(2))
+    assert (list(state), list(receiver.state)) == (["b"], ["b"])
