@@ -45,8 +45,8 @@ def test_a_second_gradient_is_there_before_it_is_added_to_the_first() -> None:
     [(_, few), (_, many)] = found_in(deeper(), (1, 1024))
     matrix = 4 * WIDTH * WIDTH
     assert matrix <= max(few) < 1.1 * matrix
-    row = 4 * 1024 * WIDTH  # of a micro-batch's activations: gradients on their way are some of these
-    assert max(matrix, 2 * row) <= max(many) < matrix + 4 * row
+    rows = 4 * 1024 * WIDTH  # what comes in, what goes out, and the gradients of both, are such
+    assert 4 * rows <= max(many) <= matrix + 5 * rows
 
 
 def test_unfolded_weights_are_a_workspace_and_a_large_one_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
