@@ -17,8 +17,10 @@ from typing import Any
 import structlog
 import torch
 
+from meshcee.capture.graph import unfolded
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
+from meshcee.files import large_apart
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.member.executor import Executor
@@ -396,7 +398,8 @@ class Member:
         self._idle.clear()
         self.busy_changed.set()
         try:
-            await self._serve(stream, frame)
+            with contextlib.ExitStack() as memory:
+                await self._serve(stream, frame, memory)
         finally:
             self._job = None
             self.lender.over()
@@ -431,7 +434,7 @@ class Member:
         if self._job is not None:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 
-    async def _serve(self, stream: Stream, frame: Frame) -> None:
+    async def _serve(self, stream: Stream, frame: Frame, memory: contextlib.ExitStack) -> None:
         taken = Arrivals(stream)
 
         def moved() -> tuple[int, ...]:
@@ -441,7 +444,8 @@ class Member:
             return Frame(messages.PONG, {"moved": taken.moved + self._compute.done})
 
         try:
-            prepare = partial(while_alive, partial(self.prepare, stream, frame, taken), stream, self._timeouts, sign)
+            ours = partial(self.prepare, stream, frame, taken, memory)
+            prepare = partial(while_alive, ours, stream, self._timeouts, sign)
             self.session = await while_moving(prepare, moved, self._timeouts.offer_s, self._timeouts)
         except TimeoutError:
             log.warning("an offer was not completed in time", owner=stream.peer_id)
@@ -501,7 +505,8 @@ class Member:
     def _step(self) -> int | None:
         return self.session.executor.step if self.session is not None else None
 
-    async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals) -> Session:
+    async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals, memory: contextlib.ExitStack) -> Session:
+        """The session that an offer asks for; `memory` is left when it is over."""
         programs = await self._graphs.read(Offer.graphs(frame))
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
@@ -511,6 +516,9 @@ class Member:
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing / 2**30:.3g} GiB more than this peer offers")
+        spec = offer.specs[offer.index]
+        if self._compute.device.type == "cpu" and unfolded(spec.inputs, spec.nodes):
+            memory.enter_context(large_apart())  # or what is unfolded for a moment would stay: a plan counts it once
         await self._compute.use_threads(offer.plan.threads)
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)

@@ -31,8 +31,8 @@ def positions(
     """Live bytes, for one sample, at each position p (before node p); None where a cut would change the meaning.
 
     That is: where a value with several outputs is alive, between the uses of a buffer that the forward pass writes, and
-    between the making and the last in-place change of a tensor. Nor between the uses of a packed weight in one module, which
-    both sides would hold whole.
+    between the making and the last in-place change of a tensor. Nor inside of a module that uses a packed weight piece by
+    piece, which both sides would hold whole.
     """
     base, count = len(inputs), len(nodes)
     delta = [0.0] * (count + 2)
@@ -61,8 +61,8 @@ def positions(
     for number, entry in enumerate(inputs):
         uses = sorted(analysis.users[number])
         large = entry.kind == "buffer" and entry.value.dtype in PACKED and entry.value.nbytes(1) > SMALL_BUFFER_BYTES
-        if large and len({nodes[use].scope for use in uses}) == 1:
-            span(blocked, uses[0] + 1, uses[-1], 1)
+        if large and len(uses) > 1 and {nodes[use].scope for use in uses} == {scope := nodes[uses[0]].scope}:
+            span(blocked, uses[0] + 1, max(p for p, node in enumerate(nodes) if node.scope == scope), 1)
     for group, writes in analysis.mutations.items():
         members = [n for n in range(base + count) if analysis.group[n] == group]
         if any(n < base for n in members):  # a buffer: all its uses stay together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from peers.member.inbox import norms_of
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork
 from peers.wire.offer import Offer
+from peers.wire.weights import StateReceiver
 from tests.rig.mesh_fixture import members, train
 from tests.rig.reference import reference
 
@@ -182,10 +183,20 @@ async def test_a_stage_with_room_for_one_micro_batch_trains_between_wide_ones() 
     assert trained.losses == (await train(make_job(steps=3), 3, 2)).losses
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-async def test_bf16_equals_the_eager_loop_with_fp32_masters(stages: int) -> None:
-    job = make_job(precision="bf16", micro_batch_size=6)
+@pytest.mark.parametrize(("stages", "kept"), [(1, ()), (3, ()), (3, ("*Norm?d", "layers.2"))])
+async def test_bf16_equals_the_eager_loop_with_fp32_masters(
+    stages: int, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, spend = [], StateReceiver.spend
+
+    def spy(self: StateReceiver) -> Mapping[str, torch.Tensor]:
+        arrived.append(self)
+        return spend(self)
+
+    monkeypatch.setattr(StateReceiver, "spend", spy)
+    job = make_job(precision="bf16", keep_fp32=kept, micro_batch_size=6)
     trained = await train(job, stages, 6)
+    assert [receiver.state for receiver in arrived] == [{}] * stages  # what was sent is not held beside the stage
     expected = reference(job)
     assert trained.losses == [sum(float(loss) * (6 / 24) for loss in step) for step in expected.losses]
     for name, tensor in trained.state.items():
