@@ -162,7 +162,9 @@ def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
     inside = {module for one in kept for module in one.modules()}
     for module in model.modules():
         if module not in inside:
-            module._apply(lambda t: t.bfloat16() if t.is_floating_point() else t, recurse=False)
+            module._apply(  # type: ignore[no-untyped-call]
+                lambda t: t.bfloat16() if t.is_floating_point() else t, recurse=False
+            )
     compute_in_full(kept)
 
 

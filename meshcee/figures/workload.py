@@ -207,7 +207,7 @@ class Workload:
         """The memory model: state, live micro-batches, with recomputation the one that is being recomputed, and the workspace of
         one block at a time."""
         again = self.live_bytes(first, end, samples) if recompute else 0
-        again += math.ceil(max(self.workspace_bytes(samples)[first:end]))
+        again += math.ceil(float(max(self.workspace_bytes(samples)[first:end])))
         return self.state_sum_bytes(first, end) + live * self.live_bytes(first, end, samples, recompute) + again
 
     def sum_costs(self, members: int) -> tuple[float, int]:

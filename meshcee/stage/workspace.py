@@ -71,7 +71,7 @@ def _peak(program: Program, runner: StageRunner, samples: int) -> int:
             else:
                 runner.backward(micro, grads)
     runner.rollback()
-    return live.most - held
+    return int(live.most - held)
 
 
 def _empty(value: Value, samples: int) -> torch.Tensor:

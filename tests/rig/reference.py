@@ -76,9 +76,8 @@ def built(job: Job) -> nn.Module:
 
 def halved_but(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """In bf16, but for modules of these names or classes, whose forward is wrapped: written another way than meshcee's."""
-    kept = [
-        module for name, module in model.named_modules() if name and any(is_kept(name, module, p) for p in patterns)
-    ]
+    found = {n: module for n, module in model.named_modules() if n and any(is_kept(n, module, p) for p in patterns)}
+    kept = [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
     before = [[t.detach().clone() for t in (*module.parameters(), *module.buffers())] for module in kept]
     model.bfloat16()
     for module, tensors in zip(kept, before):
