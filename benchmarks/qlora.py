@@ -3,7 +3,8 @@
 The idea: the model is a function, and its weights are drawn as codes, so it never exists whole. The first part captures all 32
 layers and asks the planner for four peers of 4 GiB; nothing is computed. The second part trains a few layers of the same width
 for two steps on real peers of this machine, with --width a narrower one. It holds the growth of each peer's resident memory, from
-idle to its peak, against what the plan says that its stage needs.
+idle to its peak, against what the plan says that its stage needs. The peak is that from the plan on: before, a peer may have
+timed larger blocks.
 
     python benchmarks/qlora.py [--plan-layers 32] [--layers 2] [--peers 2] [--length 64] [--width 4096] [--json]
 """
@@ -157,7 +158,20 @@ def measured(source: str, layers: int, count: int) -> dict[str, Any]:
                 "--json",
             ]
             began_s = time.perf_counter()
-            done = subprocess.run(command, env=environment(home), capture_output=True, text=True, check=False)
+            lines = []
+            with (
+                (home / "errors").open("w+") as errors,
+                subprocess.Popen(
+                    command, env=environment(home), stdout=subprocess.PIPE, stderr=errors, text=True
+                ) as done,
+            ):
+                assert done.stdout is not None
+                for line in done.stdout:
+                    lines.append(line)
+                    if "plan" in json.loads(line):  # blocks have been profiled, and no stage is there yet
+                        for process in processes:
+                            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            said = (home / "errors").read_text()
             seconds = time.perf_counter() - began_s
             peaks = [memory_of(process.pid, "VmHWM") for process in processes]
         finally:
@@ -166,8 +180,8 @@ def measured(source: str, layers: int, count: int) -> dict[str, Any]:
             for process in processes:
                 process.wait(30)
         if done.returncode:
-            raise SystemExit(f"training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-        events = [json.loads(line) for line in done.stdout.splitlines()]
+            raise SystemExit(f"training failed with exit code {done.returncode}:\n{said[-3000:]}")
+        events = [json.loads(line) for line in lines]
     told = next(event for event in events if "plan" in event)
     plan, names = Plan.from_json(told["plan"]), told["names"]
     cluster, workload = situation(mesh_of(plan.peers), costs_of(*captured_job(source)))

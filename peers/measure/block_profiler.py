@@ -23,11 +23,12 @@ import torch
 from msgspec import Meta
 
 from meshcee.capture import Program, StageSpec
-from meshcee.capture.graph import Value, integer
+from meshcee.capture.graph import Value, integer, unfolded
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.amounts import size as told_size
+from meshcee.files import large_apart
 from meshcee.job import Optimizer
 from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors
@@ -127,8 +128,10 @@ class BlockProfiler:
                     if self._is_busy():
                         raise PlanError("this peer runs a job and measures nothing meanwhile")
                     await self._compute.use_threads(request.threads)
+                    packed = unfolded(enumerate(program.inputs), enumerate(program.nodes, len(program.inputs)))
                     async with asyncio.timeout(LONGEST * self._budget_s):
-                        self._remember(key, await self.measure(program, request))
+                        with large_apart() if packed else nullcontext():  # as a member of such a stage has it
+                            self._remember(key, await self.measure(program, request))
             await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key]))]))
         except MeshceeError as error:
             log.warning("blocks not profiled", owner=stream.peer_id, error=str(error))
