@@ -40,7 +40,7 @@ async def question(
 ) -> PlanRequest:
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
     await agent.see_the_mesh(lent)
-    costs = await asyncio.to_thread(costs_of, job, captured)
+    costs = await asyncio.to_thread(costs_of, job, captured, agent.measures)
     costs = replace(costs, threads=costs.threads or threads_of(agent.lent()))
     if not agent.measures:
         return PlanRequest(costs, {}, stages, lent)

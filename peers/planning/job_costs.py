@@ -46,8 +46,11 @@ SAMPLES = 16  # looked at for the largest integer of each input, and for how lon
 ALIKE = 1.1  # speeds within this factor are one kind
 
 
-def costs_of(job: Job, captured: Capture) -> JobCosts:
-    """Everything about the job that a planner must know, and that the owner can tell without a device."""
+def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
+    """Everything about the job that a planner must know, and that the owner can tell without a device.
+
+    plans  whether a plan is made of it: without one nobody asks what operators take for a moment
+    """
     program = captured.train
     state = torch.Generator().get_state().nbytes if program.uses_random else 0  # travels with every activation
     like = alike(program)
@@ -71,7 +74,7 @@ def costs_of(job: Job, captured: Capture) -> JobCosts:
         feeds=_feeds(captured),
         averages=job.ema is not None,
         audited=job.audit > 0,
-        workspace=_workspaces(job, captured, like),
+        workspace=_workspaces(job, captured, like) if plans else (),
     )
 
 
