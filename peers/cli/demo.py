@@ -67,13 +67,20 @@ async def _demo(
         home = Home(folder / "home")
         async with (
             join(JoinOptions(token=token, name="owner"), home) as mesh,
-            page_of(mesh, home, view.note, wanted=ui) as page,
+            page_of(mesh, home, view.note, wanted=ui, token=token) as page,
         ):
             await mesh.agent.wait_for_devices(count)
             current.append(mesh)
             try:
                 with view:
-                    training = mesh.train(job, captured=captured, stages=count, on_plan=view.plan, trace=page.trace)
+                    training = mesh.train(
+                        job,
+                        captured=captured,
+                        stages=count,
+                        on_plan=view.plan,
+                        trace=page.trace,
+                        callbacks=[page.wishes],
+                    )
                     async for report in training:
                         training_s += report.step_s
                         view.report(report)

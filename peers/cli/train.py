@@ -171,9 +171,9 @@ async def _train(
         metered(address_of(options.metrics)) as meters,
         join(where, home) as mesh,
         naming(mesh.agent.names),
-        page_of(mesh, home, view.note, wanted=options.ui) as page,
+        page_of(mesh, home, view.note, wanted=options.ui, token=options.join) as page,
     ):
-        loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_set_up(options.log))
+        loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_set_up(options.log), page.wishes)
         if options.dry_run:
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()

@@ -1,7 +1,7 @@
 """`meshcee ui` and `meshcee report`.
 
-The idea: --join shows a mesh, a RUN one of this machine's runs, neither of them the list of these. Nothing is written and nothing
-is asked of anybody: who looks is an observer.
+The idea: --join shows a mesh, a RUN one of this machine's runs, neither of them the list of these. Who looks is an observer:
+nothing is written, and nothing is asked of anybody but what a person asks for by a button (acts).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run, disk, dumps
 from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.page import self_contained
 from peers.cli.ui.sources import FolderSource, MeshSource, Source, Tail
 from peers.cli.ui.watching import needs_ui
@@ -58,8 +59,15 @@ async def _ui(
     def opened(wanted: str) -> Source:
         return FolderSource(home.run(wanted))
 
+    known: dict[str, Acts] = {}
+
+    def acts(wanted: str) -> Acts:
+        if wanted not in known:
+            known[wanted] = of_folder(home.run(wanted)) if wanted else Acts("own")
+        return known[wanted]
+
     async def serve(source: Source | None) -> None:
-        site = Site(source, open=opened, runs=lambda: listed(home), clock=time.time)
+        site = Site(source, open=opened, runs=lambda: listed(home), acts=acts, clock=time.time)
         async with serving(site, port):
             up.set()
             say(site.address, as_json=as_json)
@@ -68,9 +76,12 @@ async def _ui(
             await over.wait()
 
     if token is None:
+        if run is not None:
+            known[""] = of_folder(run)
         await serve(FolderSource(run) if run is not None else None)
         return
     async with join(JoinOptions(token=token, name="ui", observes=True), home) as mesh:
+        known[""] = Acts(role_in(mesh.agent, home, token), {"drain": drains(mesh.agent)})
         await serve(MeshSource(mesh.agent))
 
 

@@ -17,7 +17,15 @@ from meshcee.picture import Picture
 
 __all__ = ["FILES", "MODULES", "POLICY", "read_file", "self_contained"]
 
-MODULES = ("dom.js", "charts.js", "mesh.js", "plan.js", "runs.js", "page.js")  # each imports only from those before it
+MODULES = (
+    "dom.js",
+    "charts.js",
+    "acts.js",
+    "mesh.js",
+    "plan.js",
+    "runs.js",
+    "page.js",
+)  # each imports only from those before it
 FILES = {
     "index.html": "text/html",
     "style.css": "text/css",

@@ -1,7 +1,8 @@
 """The page over HTTP on this machine: its files, the runs that there are, and a stream of what is new.
 
-The idea: it listens on 127.0.0.1, answers GET only, and changes nothing. Another user of the machine, or a page in the same
-browser, has no token; a name that somebody makes point to this machine is no Host of ours. A slow browser gets the newest only.
+The idea: it listens on 127.0.0.1. Another user of the machine, or a page in the same browser, has no token; a name that somebody
+makes point to this machine is no Host of ours. A slow browser gets the newest only. GET changes nothing. What may be changed
+(acts) is asked by POST, with the token in a header: a cookie goes to every port of this machine, and no form can send a header.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import MeshceeError, NotPermittedError, UsageError
 from meshcee.files import disk
 from meshcee.picture import Painter
+from peers.cli.ui.acts import Act, Acts
 from peers.cli.ui.page import FILES, POLICY, read_file
 from peers.cli.ui.sources import Source
 
@@ -32,6 +34,8 @@ STREAMS = 16  # at a time, of all browsers
 SLOW_S = 20.0  # that a browser may take for what it is sent
 SOURCES = 8  # that are open at a time
 ENDS_WITHIN_S = 2.0
+ACTS = 4  # that are under way at a time: a peer may take its time to leave
+TOKEN_HEADER = "X-Meshcee-Token"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 SECTIONS = ("mesh", "run", "plan", "limit", "helps", "moments", "gantt")  # of a picture, each sent when it has changed
 HEADERS = {
@@ -96,8 +100,18 @@ class Known:
         return b"{" + b",".join(found) + b"}" if found else b""
 
 
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """An act: of the run with this id, or of what the page is about."""
+
+    act: Act
+    run: str = ""
+    peer: str = ""
+
+
 class Site:
-    """What is served. `open` makes the source of a run by its id, MeshceeError where there is none; `runs` lists them."""
+    """What is served. `open` makes the source of a run by its id, MeshceeError where there is none; `runs` lists them.
+    `acts` says what may be changed from the page of a run by its id, or, for "", of the first source.
+    """
 
     def __init__(
         self,
@@ -105,11 +119,13 @@ class Site:
         *,
         open: Callable[[str], Source] | None = None,
         runs: Callable[[], list[dict[str, Any]]] | None = None,
+        acts: Callable[[str], Acts] = lambda run: Acts(),
         clock: Callable[[], float],
     ) -> None:
         self.token = secrets.token_urlsafe(18)
         self.port = 0
-        self._open, self._runs, self._clock = open, runs, clock
+        self._open, self._runs, self._acts, self._clock = open, runs, acts, clock
+        self._acting = 0
         self._feeds: dict[str, Feed] = {} if source is None else {"": Feed(source)}
         self._is_closing = asyncio.Event()
 
@@ -123,6 +139,8 @@ class Site:
         app.router.add_get("/runs", self._list)
         app.router.add_get("/live", self._live)
         app.router.add_get("/picture.json", self._picture)
+        app.router.add_get("/may", self._may)
+        app.router.add_post("/do", self._do)
         app.router.add_get("/{name}", self._file)
         app.on_shutdown.append(self._close)
         return app
@@ -168,14 +186,19 @@ class Site:
         name = host[0] if host[1] and host[2].isdigit() else request.headers.get("Host", "")
         if name not in HOSTS:
             return _refused(403, "this page answers to 127.0.0.1 only: open the address that was printed")
-        if request.method not in ("GET", "HEAD"):
-            return _refused(405, "this page only shows")
+        acts = request.method == "POST" and request.path == "/do"
+        if request.method not in ("GET", "HEAD") and not acts:
+            return _refused(405, "this page is only asked by GET, and changes something by POST to /do alone")
         is_foreign = request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
-        if is_foreign and (
-            request.path != "/" or "token" not in request.query
-        ):  # a link to the page may stand anywhere
+        is_link = request.path == "/" and "token" in request.query  # to the page, which may stand anywhere
+        if acts and request.headers.get("Origin", own := f"http://{request.headers['Host']}") != own:
+            is_foreign = True
+        if is_foreign and not is_link:
             return _refused(403, "another page may not ask for this")
-        said = request.query.get("token") or request.cookies.get(self._cookie) or ""
+        if acts:
+            said = request.headers.get(TOKEN_HEADER, "")
+        else:
+            said = request.query.get("token") or request.cookies.get(self._cookie) or ""
         if not secrets.compare_digest(said.encode(errors="surrogateescape"), self.token.encode()):
             return _refused(403, "the token is missing or wrong: open the address that was printed")
         try:
@@ -209,6 +232,34 @@ class Site:
         return web.Response(
             body=msgspec.json.encode({"runs": found, "one": "" in self._feeds}), content_type="application/json"
         )
+
+    async def _may(self, request: web.Request) -> web.StreamResponse:
+        """What the page offers to whoever looks."""
+        try:
+            found = self._acts(request.query.get("run", ""))
+        except MeshceeError:
+            return _refused(404, "there is no such run")
+        body = msgspec.json.encode({"role": found.role, "may": found.may})
+        return web.Response(body=body, content_type="application/json")
+
+    async def _do(self, request: web.Request) -> web.StreamResponse:
+        """One act; the answer is a sentence for the person who asked, once it is done or has begun."""
+        if request.content_type != "application/json":
+            return _refused(415, "an act is asked for in JSON")
+        if self._acting >= ACTS:
+            return _refused(503, f"{ACTS} acts are under way: wait for one of them")
+        self._acting += 1
+        try:
+            asked = msgspec.json.decode(await request.read(), type=_Asked)
+            return web.Response(text=await self._acts(asked.run).do(asked.act, asked.peer))
+        except msgspec.DecodeError as error:
+            return _refused(400, f"no act is asked for: {error}")
+        except NotPermittedError as error:
+            return _refused(403, str(error))
+        except MeshceeError as error:
+            return _refused(409, str(error))
+        finally:
+            self._acting -= 1
 
     def _feed(self, request: web.Request) -> Feed | None:
         key = request.query.get("run", "")

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run
 from peers.cli.ui.sources import MeshSource
+from peers.cli.ui.wishes import Wishes
 from peers.measure import Trace
 from peers.node import Mesh
 
@@ -29,10 +30,13 @@ def needs_ui() -> None:
 
 
 class Shown:
-    """What training does for its page: a few steps are traced, and put into the run's folder once they are complete."""
+    """What training does for pages: a few steps are traced, and put into the run's folder once they are complete; `wishes`, a
+    callback, hears what a page of this or another process asks for.
+    """
 
     def __init__(self, mesh: Mesh, home: Home, trace: Trace | None) -> None:
         self.trace = trace
+        self.wishes = Wishes(self.run)
         self._mesh = mesh
         self._home = home
         self._written = -1  # the last traced step of the trace that was written
@@ -52,14 +56,22 @@ class Shown:
 
 
 @asynccontextmanager
-async def page_of(mesh: Mesh, home: Home, say: Callable[[str], None], *, wanted: bool) -> AsyncIterator[Shown]:
-    """The page of this mesh and of what trains on it while the block runs, if it is wanted; `say` is told where it is."""
+async def page_of(
+    mesh: Mesh, home: Home, say: Callable[[str], None], *, wanted: bool, token: str | None = None
+) -> AsyncIterator[Shown]:
+    """The page of this mesh and of what trains on it while the block runs, if it is wanted; `say` is told where it is.
+    `token` is the line by which the mesh was joined, if it was.
+    """
     if not wanted:
         yield Shown(mesh, home, None)
         return
+    from peers.cli.ui.acts import drains, of_training, role_in
     from peers.cli.ui.server import Site, serving
 
     shown = Shown(mesh, home, Trace())
-    async with serving(Site(MeshSource(mesh.agent, shown.run, listens=True), clock=time.time)) as site:
+    role, drain = role_in(mesh.agent, home, token), drains(mesh.agent) if token is not None else None
+    acts = of_training(mesh, shown.wishes, role, drain)
+    source = MeshSource(mesh.agent, shown.run, listens=True)
+    async with serving(Site(source, acts=lambda run: acts, clock=time.time)) as site:
         say(f"the page: {site.address}")
         yield shown

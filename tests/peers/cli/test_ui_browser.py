@@ -9,22 +9,27 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dht import Role
 from meshcee.files import Home
+from peers.cli.ui.acts import NEEDS, Act, Acts
 from peers.cli.ui.page import self_contained
 from peers.cli.ui.sources import FolderSource
 from peers.cli.ui.watching import page_of
 from tests.peers.cli.test_page import HOSTILE, hostile_picture
+from tests.peers.cli.test_ui import a_run
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
+from tests.picture.test_picture import status
 
 pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 
-from peers.cli.ui.server import Site, serving
-from tests.rig.browser import BROWSER, WHY_NOT, a_page
+from peers.cli.ui.server import EVERY_S, Site, serving
+from tests.rig.browser import BROWSER, WHY_NOT, Page, a_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
 
@@ -102,6 +107,75 @@ async def test_the_page_says_the_last_and_that_it_is_over(tmp_path: Path) -> Non
         )
         await page.until("document.documentElement.dataset.theme === 'light'")
         assert page.errors == []
+
+
+KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, "")}
+FOCUSED = "document.activeElement.id || document.activeElement.dataset.act"
+
+
+async def press(page: Page, key: str) -> None:
+    code, text = KEYS[key]
+    told = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+    await page.call("Input.dispatchKeyEvent", type="keyDown", **told, **({"text": text} if text else {}))
+    await page.call("Input.dispatchKeyEvent", type="keyUp", **told)
+
+
+async def test_buttons_ask_first_and_work_by_keyboard(tmp_path: Path) -> None:
+    run, done = a_run(Home(tmp_path / "home")), list[tuple[str, str]]()
+
+    def noting(act: Act) -> Callable[[str], Awaitable[str]]:
+        async def note(peer: str) -> str:
+            done.append((act, peer))
+            return f"{act}: {HOSTILE}"
+
+        return note
+
+    source = FolderSource(run)
+    told = status("a", "b")
+    told["peers"][0]["name"] = HOSTILE
+    source.painter.look(told, time.time())
+    roles: dict[str, Role] = {"": "admin"}
+    ways: dict[Act, Callable[[str], Awaitable[str]]] = {act: noting(act) for act in NEEDS}
+    site = Site(source, acts=lambda of: Acts(roles[of], ways), clock=time.time)
+    async with a_page(tmp_path) as page:
+        with run.hold():
+            async with serving(site):
+                await page.open(site.address)
+                await page.until("document.querySelectorAll('#acts button').length === 2")
+                assert "token" not in await page.value("location.href")
+                await page.value("document.querySelector('[data-act^=stop]').focus()")
+                await press(page, "Enter")
+                await page.until("document.getElementById('sure').open")
+                assert await page.value(FOCUSED) == "sure-no", "what is pressed by accident changes nothing"
+                await press(page, "Escape")
+                await page.until("!document.getElementById('sure').open")
+                assert await page.value(FOCUSED) == "stop "
+                assert done == []
+                await page.value("document.querySelector('[data-act=\"drain a\"]').focus()")
+                source.painter.look(told, time.time())  # the table is drawn anew
+                await asyncio.sleep(2 * EVERY_S)
+                assert await page.value(FOCUSED) == "drain a"
+                await press(page, "Enter")
+                await page.until("document.getElementById('sure').open")
+                await page.picture(tmp_path / "sure.png")
+                await press(page, "Tab")
+                assert await page.value(FOCUSED) == "sure-yes"
+                await press(page, "Enter")
+                await page.until("document.getElementById('told').textContent.startsWith('drain: ')")
+                assert done == [("drain", "a")]
+                assert await page.value("document.querySelectorAll('img').length") == 0
+                roles[""] = "compute"  # an admin has changed it since
+                await page.value("document.querySelector('[data-act^=checkpoint]').click()")
+                await page.value("document.getElementById('sure-yes').click()")
+                await page.until("document.getElementById('told').textContent.includes('came by an invite to compute')")
+                assert await page.value("document.getElementById('told').className") == "error"
+                await page.call("Page.reload")
+                is_new = "performance.getEntriesByType('navigation')[0].type === 'reload'"
+                await page.until(f"{is_new} && document.querySelectorAll('#peers tr').length === 3")
+                assert "changes nothing here" in await page.value("document.getElementById('foot').textContent")
+                assert await page.value("document.querySelectorAll('[data-act]').length") == 0
+        assert done == [("drain", "a")]
+    assert [error for error in page.errors if "403" not in error] == []
 
 
 async def test_hostile_names_stay_text(tmp_path: Path) -> None:

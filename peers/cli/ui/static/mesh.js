@@ -1,5 +1,6 @@
 // The mesh: a map of its regions, its links as a heat map, its peers as a table.
 import { bytes, byId, clock, duration, el, fill, number, percent, rate, seconds, show, svg } from "./dom.js";
+import { actButton, keepFocus, mayDo } from "./acts.js";
 
 const W = 460, H = 290;
 let chosen = null; // the cell that is read, by its two peers
@@ -106,14 +107,15 @@ function drawLinks(mesh) {
 
 function drawPeers(mesh, plan) {
   const seats = new Map((plan ? plan.seats : []).map((seat) => [seat.peer, seat]));
-  const columns = ["peer", "state", "stage", "device", "memory", "speed", "kernel class", "version"];
+  const drains = mayDo("drain"), columns = ["peer", "state", "stage", "device", "memory", "speed", "kernel class", "version", ...(drains ? ["ask"] : [])];
   const rows = mesh.peers.map((peer) => el("tr", {},
     el("th", { scope: "row" }, peer.name, peer.peer === mesh.coordinator ? el("span", { class: "tag" }, "coordinator") : null),
     el("td", {}, el("span", { class: `pill ${peer.device ? peer.state : "looks"}` }, peer.device ? peer.state : "no device")),
     el("td", {}, seats.has(peer.peer) ? seats.get(peer.peer).label : "–"),
     el("td", {}, peer.device || "–"), el("td", {}, bytes(peer.memory_bytes)),
     el("td", {}, peer.speed_flops_per_s ? `${number(peer.speed_flops_per_s / 1e9, 3)} GFLOP/s` : "–"),
-    el("td", {}, peer.kernels || "–"), el("td", {}, peer.software || "–", peer.outside ? el("span", { class: "tag bad" }, peer.outside) : null)));
-  fill(byId("peers"), el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows));
+    el("td", {}, peer.kernels || "–"), el("td", {}, peer.software || "–", peer.outside ? el("span", { class: "tag bad" }, peer.outside) : null),
+    drains ? el("td", {}, peer.device && peer.state !== "leaving" ? actButton("drain", peer.name, peer.peer) : null) : null));
+  keepFocus(byId("peers"), () => fill(byId("peers"), el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)));
   byId("peers-about").textContent = mesh.jobs.map((job) => `${job.owner} has the job ${job.job}: ${job.state}, step ${job.step + 1}.`).join(" ");
 }

@@ -1,6 +1,7 @@
 // The page: it takes what is new of the picture, and has each part draw itself again.
 import { byId, clock, duration, el, fill, number, percent, seconds, show } from "./dom.js";
 import { Curves } from "./charts.js";
+import { actButton, keepFocus, learnActs, mayDo } from "./acts.js";
 import { drawMesh } from "./mesh.js";
 import { drawGantt, drawPlan } from "./plan.js";
 import { drawRuns, listRuns } from "./runs.js";
@@ -55,6 +56,8 @@ function drawHead() {
   if (run && run.error) byId("error").textContent = run.error;
   show("progress", Boolean(run && run.steps));
   if (run && run.steps) byId("done").style.setProperty("width", `${Math.min(100, (100 * run.step) / run.steps)}%`);
+  const acts = run && run.state === "running" ? ["checkpoint", "stop"].filter(mayDo) : [];
+  keepFocus(byId("acts"), () => fill(byId("acts"), acts.map((act) => actButton(act, title))));
   show("tiles", Boolean(run || mesh));
   fill(byId("tiles"), tiles(run, mesh, plan));
 }
@@ -153,6 +156,7 @@ async function begin() {
     return;
   }
   const run = new URLSearchParams(location.search).get("run");
+  await learnActs(run);
   history.replaceState(null, "", run ? `?run=${encodeURIComponent(run)}` : location.pathname); // the token is in a cookie
   const { runs, one } = await listRuns();
   byId("others").hidden = one || !run;

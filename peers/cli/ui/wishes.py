@@ -1,0 +1,73 @@
+"""What another process of this machine may ask of a run that trains: to save its state now.
+
+The idea: a file in the run's own folder is the wish. The owner looks for it after each step, as a callback, and asks for what any
+callback may. A run that was begun from Python hears of none, and has no place to put one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshcee.callbacks import Callback, Control
+from meshcee.errors import MeshceeError, UsageError
+from meshcee.files import Run, disk
+
+__all__ = ["Wishes", "wish_checkpoint"]
+
+PLACE, CHECKPOINT = "wishes", "checkpoint"
+
+
+class Wishes(Callback):
+    """The owner's side. `run` is the one that trains, once it has a folder."""
+
+    waits: ClassVar[str] = "never"
+
+    def __init__(self, run: Callable[[], Run | None]) -> None:
+        self._run = run
+        self._place: Path | None = None
+        self._control: Control | None = None
+
+    def on_plan(self, run: Control, plan: Any) -> None:
+        self._look(run)
+
+    def on_step(self, run: Control, report: Any) -> None:
+        self._look(run)
+
+    def checkpoint(self) -> None:
+        """As if a callback had asked; UsageError before there is a run, and where it has no folder."""
+        if self._control is None:
+            raise UsageError("nothing trains here yet: ask again once the run has a plan")
+        self._control.checkpoint()
+
+    def _look(self, control: Control) -> None:
+        self._control = control
+        with contextlib.suppress(OSError):  # of a disk that refuses: a wish ends no run
+            if self._place is None:
+                if (run := self._run()) is None:
+                    return
+                place = run.folder / PLACE
+                place.mkdir(exist_ok=True)
+                (place / CHECKPOINT).unlink(missing_ok=True)  # of an owner before
+                self._place = place
+            if (wish := self._place / CHECKPOINT).exists():
+                wish.unlink()
+                with contextlib.suppress(MeshceeError):
+                    control.checkpoint()
+
+
+def wish_checkpoint(run: Run) -> None:
+    """UsageError where the run does not train, or nobody looks for wishes."""
+    if not run.is_owned:
+        raise UsageError(f"run {run.id} is not running ({run.state})")
+    place = run.folder / PLACE
+    if not place.is_dir():
+        raise UsageError(
+            f"run {run.id} takes no wishes: it has no plan yet, or was begun from Python, where a callback asks run.checkpoint()"
+        )
+    try:
+        (place / CHECKPOINT).touch()
+    except OSError as error:
+        raise UsageError(f"run {run.id} cannot be asked ({disk.refusal(error)}): make room, then ask again") from error
