@@ -5,6 +5,7 @@ Pure: no clocks, no threads, no files.
 """
 
 from meshcee.picture.account import account_of
+from meshcee.picture.captured import picture_of_capture
 from meshcee.picture.gantt import gantt_of
 from meshcee.picture.layout import places
 from meshcee.picture.painter import Painter
@@ -23,6 +24,7 @@ __all__ = [
     "Series",
     "account_of",
     "gantt_of",
+    "picture_of_capture",
     "picture_of_plan",
     "places",
 ]

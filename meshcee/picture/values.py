@@ -12,6 +12,7 @@ from typing import Any
 
 from meshcee.errors import UsageError
 from meshcee.fields import plain, read
+from meshcee.figures import BlockCost
 
 __all__ = [
     "VERSION",
@@ -237,6 +238,7 @@ class Picture:
     moments: tuple[Moment, ...] = ()  # the newest last
     gantt: Gantt | None = None
     words: str = ""  # of a plan that nobody trains by yet: every figure behind it
+    blocks: tuple[BlockCost, ...] = ()  # of a model that was captured, and no more
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self.__dict__)

@@ -19,10 +19,19 @@ from meshcee.errors import UsageError
 from meshcee.figures import BlockCost
 from meshcee.figures.amounts import amount, size
 from meshcee.files import disk, dumps
-from meshcee.show import FIGURES, capture_page
+from meshcee.picture import picture_of_capture
 from peers.cli.session import configure_logging, load_job
+from peers.cli.ui import self_contained
 
 __all__ = ["run_capture", "run_check"]
+
+# What is said of a block: heading, field of BlockCost, whether it counts bytes.
+FIGURES = (
+    ("FLOPs", "flops", False),
+    ("parameters", "parameter_bytes", True),
+    ("activations", "activation_bytes", True),
+    ("crosses the cut", "boundary_bytes", True),
+)
 
 
 def run_check(path: Path, stages: str | None, steps: int | None, threads: int | None, *, as_json: bool) -> None:
@@ -66,7 +75,8 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
     seconds = time.perf_counter() - start_s
     costs = captured.costs
     if html is not None:
-        disk.publish(html, capture_page(costs, f"meshcee capture: {job.name}").encode())
+        picture = picture_of_capture(costs, time.time())
+        disk.publish(html, self_contained(picture, f"meshcee capture: {job.name}").encode())
     if as_json:
         result: dict[str, Any] = {
             "job": job.name,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from meshcee.figures.profile import BlockCost
-from meshcee.show.pages import capture_page
+from meshcee.picture import Picture, picture_of_capture
 from peers.cli.main import main
+from peers.cli.ui import self_contained
+from tests.peers.cli.test_page import HOSTILE
 
 JOB = """
 import torch
@@ -78,21 +81,30 @@ def test_in_words_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert "blocks" in lines[0]
     assert lines[1].split()[:2] == ["block", "FLOPs"]
-    text = html.read_text()
-    found = Resources()
-    found.feed(text)
-    assert found.loads == []
-    assert not {"b", "script", "link", "img"} & set(found.tags)
-    assert "&lt;b&gt;tiny" in text
+    title, blocks = drawn(html.read_text())
+    assert title == "meshcee capture: <b>tiny"
+    assert [str(k) for k in range(len(blocks))] == [line.split()[0] for line in lines[2 : 2 + len(blocks)]]
+    assert sum(block.parameter_bytes for block in blocks) == 4 * (5 * 16 + 17 * 16 + 17)
 
 
-def test_names_from_the_model_are_escaped() -> None:
-    name = '<img src="x">&'
-    text = capture_page([BlockCost(name, 1.0, 4, 4, 4, 4, 4), BlockCost("b" * 200, 0.0, 0, 0, 0, 0, 0)], name)
+def drawn(page: str) -> tuple[str, tuple[BlockCost, ...]]:
+    """What a page shows that loads nothing, and has no element but its own."""
     found = Resources()
-    found.feed(text)
-    assert found.loads == []
-    assert "img" not in found.tags
+    found.feed(page)
+    assert [one for one in found.loads if not one.startswith(("href=#", "href=?", "href=data:"))] == []
+    assert not {"b", "img"} & set(found.tags)
+    assert found.tags.count("script") == 3
+    (data,) = re.findall(r'id="picture">(.*?)</script>', page)
+    said = json.loads(data)
+    return said["title"], Picture.from_json(said["picture"]).blocks
+
+
+def test_names_from_the_model_are_data() -> None:
+    cost = BlockCost(HOSTILE, 1.0, 4, 4, 4, 4, 4, (HOSTILE,))
+    picture = picture_of_capture([cost, BlockCost("b" * 200, 0.0, 0, 0, 0, 0, 0)], 1.0)
+    title, blocks = drawn(self_contained(picture, HOSTILE))
+    assert title == blocks[0].name == HOSTILE
+    assert blocks[0].flops == 1.0
 
 
 def test_a_failure_names_the_users_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ MODULES = (
     "acts.js",
     "mesh.js",
     "plan.js",
+    "blocks.js",
     "runs.js",
     "page.js",
 )  # each imports only from those before it

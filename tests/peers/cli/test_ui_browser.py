@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from dht import Role
+from meshcee.figures import BlockCost
 from meshcee.files import Home
+from meshcee.picture import picture_of_capture
 from peers.cli.ui.acts import NEEDS, Act, Acts
 from peers.cli.ui.page import self_contained
 from peers.cli.ui.sources import FolderSource
@@ -191,3 +193,12 @@ async def test_hostile_names_stay_text(tmp_path: Path) -> None:
         assert HOSTILE in await page.value("document.getElementById('moments').textContent")
         assert page.errors == []
         assert len(page.asked) == 1
+        blocks = [BlockCost(HOSTILE, 1e9, 1 << 20, 1, 4096, 64, 64), BlockCost("head", 5e8, 1 << 10, 1, 64, 0, 0)]
+        file.write_text(self_contained(picture_of_capture(blocks, time.time()), HOSTILE))
+        await page.open(f"file://{file}")
+        await page.until("document.querySelectorAll('#blocks tbody tr').length === 2")
+        assert HOSTILE in await page.value("document.getElementById('blocks').textContent")
+        assert "1.5 G" in await page.value("document.getElementById('tiles').textContent")
+        assert await page.value("document.querySelectorAll('img').length") == 0
+        await page.picture(tmp_path / "capture.png")
+        assert page.errors == []

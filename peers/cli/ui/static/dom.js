@@ -37,6 +37,15 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+export function amount(value) {
+  if (!known(value)) return "–";
+  for (const unit of ["", " k", " M", " G", " T"]) {
+    if (Math.abs(value) < 1000) return `${Number(value.toPrecision(3))}${unit}`;
+    value /= 1000;
+  }
+  return `${Number(value.toPrecision(3))} P`;
+}
+
 export function bytes(value) {
   if (!known(value)) return "–";
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {

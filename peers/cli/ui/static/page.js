@@ -4,6 +4,7 @@ import { Curves } from "./charts.js";
 import { actButton, keepFocus, learnActs, mayDo } from "./acts.js";
 import { drawMesh } from "./mesh.js";
 import { drawGantt, drawPlan } from "./plan.js";
+import { blockTiles, drawBlocks } from "./blocks.js";
 import { drawRuns, listRuns } from "./runs.js";
 
 const picture = {};
@@ -25,6 +26,7 @@ function hear(news) {
     byId("words").textContent = news.words;
   }
   if (news.gantt !== undefined) drawGantt(picture.gantt);
+  if (news.blocks !== undefined) drawBlocks(picture.blocks);
   if (news.curves) {
     curves = curves || new Curves();
     curves.hear(news.curves);
@@ -58,8 +60,9 @@ function drawHead() {
   if (run && run.steps) byId("done").style.setProperty("width", `${Math.min(100, (100 * run.step) / run.steps)}%`);
   const acts = run && run.state === "running" ? ["checkpoint", "stop"].filter(mayDo) : [];
   keepFocus(byId("acts"), () => fill(byId("acts"), acts.map((act) => actButton(act, title))));
-  show("tiles", Boolean(run || mesh));
-  fill(byId("tiles"), tiles(run, mesh, plan));
+  const figures = tiles(run, mesh, plan);
+  show("tiles", figures.length > 0);
+  fill(byId("tiles"), figures);
 }
 
 function tiles(run, mesh, plan) {
@@ -79,6 +82,7 @@ function tiles(run, mesh, plan) {
     tile("samples/s", number(plan.samples_per_s, 3), "expected");
     tile("stages", String(new Set(plan.seats.map((seat) => seat.label)).size), plan.micros.length > 1 ? `in ${plan.micros.length} pipelines` : "");
   }
+  for (const figure of picture.blocks && picture.blocks.length ? blockTiles(picture.blocks) : []) tile(...figure);
   if (mesh) {
     const devices = mesh.peers.filter((peer) => peer.device).length;
     const works = plan ? plan.seats.filter((seat) => mesh.peers.some((peer) => peer.peer === seat.peer)).length : 0;
