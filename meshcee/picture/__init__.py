@@ -11,9 +11,10 @@ from meshcee.picture.layout import places
 from meshcee.picture.painter import Painter
 from meshcee.picture.planned import picture_of_plan
 from meshcee.picture.series import Series
-from meshcee.picture.values import VERSION, Mesh, Moment, Picture, PlanView, RunView
+from meshcee.picture.values import FIGURES, VERSION, Mesh, Moment, Picture, PlanView, RunView
 
 __all__ = [
+    "FIGURES",
     "VERSION",
     "Mesh",
     "Moment",

@@ -7,7 +7,6 @@ again. A search could find another plan (`meshcee plan --compare`).
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from meshcee.fields import plain, read
 from meshcee.figures import Cluster, Workload
 from meshcee.picture.values import Boundary, Help, PlanView, Seat
 from meshcee.plan import Plan
-from meshcee.show.words import boundaries, limit, stages
+from meshcee.show.words import boundaries, limit, stages, with_names
 from meshcee.simulator import Timeline, simulate
 from meshcee.simulator.engine import run
 
@@ -59,7 +58,7 @@ def plan_view(plan: Plan, names: Mapping[str, str]) -> PlanView:
         micros=tuple(pipeline.num_micro for pipeline in plan.pipelines),
         seats=tuple(seats),
         boundaries=tuple(edges),
-        left_out=tuple((_name(left.peer, names), _named(left.why, names)) for left in plan.left_out),
+        left_out=tuple((_name(left.peer, names), with_names(left.why, names)) for left in plan.left_out),
         kernels=plan.kernels,
         step_s=predicted.step_s if predicted else None,
         samples_per_s=predicted.samples_per_s if predicted else None,
@@ -69,12 +68,6 @@ def plan_view(plan: Plan, names: Mapping[str, str]) -> PlanView:
 
 def _name(peer: str, names: Mapping[str, str]) -> str:
     return names.get(peer) or (peer if len(peer) < 40 else "…" + peer[-8:])
-
-
-def _named(text: str, names: Mapping[str, str]) -> str:
-    """In one pass: a name may contain another peer's id."""
-    ids = "|".join(map(re.escape, names))
-    return re.sub(rf"(?<!\w)({ids})(?!\w)", lambda found: names[found[0]], text) if ids else text
 
 
 def account_of(plan: Plan, cluster: Cluster, workload: Workload, names: Mapping[str, str] | None = None) -> Account:
@@ -104,7 +97,7 @@ def account_of(plan: Plan, cluster: Cluster, workload: Workload, names: Mapping[
     figures = {**view.__dict__, "seats": tuple(seats), "boundaries": tuple(edges)}
     figures["step_s"] = view.step_s or period_s
     figures["samples_per_s"] = view.samples_per_s or workload.global_batch / period_s
-    said = _named(limit(plan, cluster, workload, timeline), named)
+    said = with_names(limit(plan, cluster, workload, timeline), named)
     return Account(PlanView(**figures), said, _helps(timeline, named))
 
 

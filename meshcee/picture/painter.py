@@ -17,14 +17,26 @@ from meshcee.picture.account import Account, plan_view
 from meshcee.picture.gantt import gantt_of
 from meshcee.picture.layout import places
 from meshcee.picture.series import Series, figure
-from meshcee.picture.values import Curves, Gantt, Help, Link, Mesh, Moment, Peer, Picture, PlanView, RunView, Waiting
+from meshcee.picture.values import (
+    FIGURES,
+    Curves,
+    Gantt,
+    Help,
+    Link,
+    Mesh,
+    Moment,
+    Peer,
+    Picture,
+    PlanView,
+    RunView,
+    Waiting,
+)
 from meshcee.plan import Plan
 
 __all__ = ["Painter"]
 
 MOST_MOMENTS = 300
 MOST_TEXT = 400  # letters of a sentence
-FIGURES = ("loss", "lr", "norm", "step_s", "samples_per_s", "eta_s")
 OVER = ("done", "stopped", "failed", "aborted", "died")
 
 

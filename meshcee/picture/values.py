@@ -7,7 +7,7 @@ from 0 here, as everywhere in JSON; a figure that nobody knows is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from meshcee.errors import UsageError
@@ -15,9 +15,11 @@ from meshcee.fields import plain, read
 from meshcee.figures import BlockCost
 
 __all__ = [
+    "FIGURES",
     "VERSION",
     "Boundary",
     "Curves",
+    "Figures",
     "Gantt",
     "Help",
     "Lane",
@@ -146,9 +148,24 @@ class PlanView:
     bound_s: float | None = None  # with all devices busy and links free
 
 
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a report says of its step in one number each."""
+
+    loss: float | None = None
+    lr: float | None = None
+    norm: float | None = None
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    eta_s: float | None = None
+
+
+FIGURES = tuple(one.name for one in fields(Figures))
+
+
 @dataclass(frozen=True)
-class RunView:
-    """A run; `step` counts those that are done."""
+class RunView(Figures):
+    """A run, with the figures of its last step; `step` counts those that are done."""
 
     name: str
     id: str | None = None
@@ -159,12 +176,6 @@ class RunView:
     started_at: float | None = None
     ended_at: float | None = None
     error: str | None = None
-    loss: float | None = None
-    lr: float | None = None
-    norm: float | None = None
-    step_s: float | None = None
-    samples_per_s: float | None = None
-    eta_s: float | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 

@@ -5,11 +5,11 @@ The idea: one line for each alternative, in figures that a person can weigh: sec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from meshcee.figures.amounts import size
 from meshcee.planner import Comparison, Found, Row
+from meshcee.show.words import with_names
 
 __all__ = ["comparison_text"]
 
@@ -30,7 +30,7 @@ def comparison_text(compared: Comparison, names: Mapping[str, str] | None = None
     for row in compared.rows:
         mark = " *" if compared.is_faster(row) else ""
         if row.found is not None:
-            note = f"({_named(row.why, named)})" if row.why else ""
+            note = f"({with_names(row.why, named)})" if row.why else ""
             lines.append((_what(row, named) + mark, *_figures(row.found, taken, named), note))
         else:
             lines.append((_what(row, named), *[""] * (len(HEADINGS) - 1), _why_not(row, named)))
@@ -87,12 +87,6 @@ def _name(peer: str, names: Mapping[str, str]) -> str:
     return names.get(peer.removesuffix(new), peer.removesuffix(new)) + new * peer.endswith(new)
 
 
-def _named(text: str, names: Mapping[str, str]) -> str:
-    """In one pass: a name may contain another peer's id."""
-    ids = "|".join(map(re.escape, names))
-    return re.sub(ids, lambda found: names[found[0]], text) if ids else text
-
-
 def _like(peers: Sequence[str], names: Mapping[str, str]) -> str:
     """One device, and those that are like it."""
     first, *others = (_name(peer, names) for peer in peers)
@@ -113,7 +107,7 @@ def _what(row: Row, names: Mapping[str, str]) -> str:
 
 def _why_not(row: Row, names: Mapping[str, str]) -> str:
     if row.short is None:
-        return _named(row.why, names)
+        return with_names(row.why, names)
     who = _name(row.short.peer, names) if row.short.peer else "all devices together"
     verb = "has" if row.short.peer else "have"
     return f"does not fit: needs {size(row.short.needed_bytes)}, {who} {verb} {size(row.short.memory_bytes)}"

@@ -5,6 +5,8 @@ The idea: every figure that the planner used can be read, per stage, per boundar
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +15,13 @@ from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.planner import needs
 from meshcee.simulator import Timeline, simulate
 
-__all__ = ["BoundaryFacts", "StageFacts", "boundaries", "explain", "limit", "stages"]
+__all__ = ["BoundaryFacts", "StageFacts", "boundaries", "explain", "limit", "stages", "with_names"]
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """The text with names for ids, in one pass: a name may contain another peer's id."""
+    ids = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<!\w)({ids})(?!\w)", lambda found: names[found[0]], text) if ids else text
 
 
 @dataclass(frozen=True)

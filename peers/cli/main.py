@@ -26,25 +26,19 @@ from meshcee.files import disk, dumps
 from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
-    Announce,
     Datasets,
     Device,
     DeviceProcess,
-    DirectPort,
     Identity,
     JobFile,
     Join,
     Json,
-    LeaveWithin,
-    Listen,
-    Memory,
+    Lent,
     Metrics,
-    Name,
     PeerName,
     Port,
     Profiles,
     Qr,
-    Region,
     RunName,
     ShownRun,
     ShowUi,
@@ -52,9 +46,8 @@ from peers.cli.settings.options import (
     Testbed,
     Threads,
     Valid,
-    When,
-    Yield,
     runs_here,
+    spread,
 )
 
 __all__ = ["app", "main"]
@@ -73,7 +66,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-run_app = typer.Typer(help="Runs that this machine owns: list, stop, logs.", no_args_is_help=True)
+run_app = typer.Typer(help="Runs that this machine owns: list, stop, checkpoint, logs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
 peer_app = typer.Typer(invoke_without_command=True)
 app.add_typer(peer_app, name="peer")
@@ -97,17 +90,10 @@ def _root(
 
 
 @peer_app.callback(epilog="Example: meshcee peer --join @invite.txt --memory 8GiB")
+@spread(Lent)
 def peer(
     context: typer.Context,
-    join: Join = None,
-    name: Name = None,
-    device: Device = "auto",
-    memory: Memory = None,
-    region: Region = None,
-    threads: Threads = None,
-    listen: Listen = "0.0.0.0:0",
-    announce: Announce = None,
-    direct_port: DirectPort = 0,
+    lent: Lent,
     identity: Identity = None,
     open_: Annotated[
         bool, typer.Option("--open", help="A mesh without a key: any address of it lets anyone join.")
@@ -119,7 +105,6 @@ def peer(
     pace_gflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
-    leave_within: LeaveWithin = None,
     device_process: DeviceProcess = False,
     direct_sums: Annotated[
         bool,
@@ -132,8 +117,6 @@ def peer(
         bool,
         typer.Option("--lan/--no-lan", help="At a terminal: look for a mesh on this network, or show a short code."),
     ] = True,
-    yield_to_owner: Yield = False,
-    when: When = None,
     dataset: Datasets = None,
     metrics: Metrics = None,
     as_json: Json = False,
@@ -152,15 +135,7 @@ def peer(
 
     run_peer(
         PeerOptions(
-            join=read_token(join),
-            name=name,
-            device=device,
-            memory=memory,
-            region=region,
-            threads=threads,
-            listen=listen,
-            announce=announce,
-            direct_port=direct_port,
+            **{**vars(lent), "join": read_token(lent.join)},
             identity=identity,
             open=open_,
             valid=valid,
@@ -168,12 +143,9 @@ def peer(
             shape_device=shape_device,
             jitter_ms=jitter_ms,
             pace_gflops=pace_gflops,
-            leave_within=leave_within,
             device_process=device_process,
             direct_sums=direct_sums,
             lan=lan,
-            yield_to_owner=yield_to_owner,
-            when=when,
             datasets=tuple(dataset or ()),
             metrics=metrics,
         ),
@@ -182,20 +154,10 @@ def peer(
 
 
 @peer_app.command("install", epilog="Example: meshcee peer install --join @invite.txt --memory 8GiB")
+@spread(Lent)
 def peer_install(
     context: typer.Context,
-    join: Join = None,
-    name: Name = None,
-    device: Device = "auto",
-    memory: Memory = None,
-    region: Region = None,
-    threads: Threads = None,
-    listen: Listen = "0.0.0.0:0",
-    announce: Announce = None,
-    direct_port: DirectPort = 0,
-    leave_within: LeaveWithin = None,
-    yield_to_owner: Yield = False,
-    when: When = None,
+    lent: Lent,
     only_print: Annotated[bool, typer.Option("--print", help="Show what would be written, and write nothing.")] = False,
 ) -> None:
     """Make the peer a service of this machine: it starts with it, is the same peer again, and restarts when it fails.
@@ -204,18 +166,13 @@ def peer_install(
     """
     from peers.cli.joining.service import install, service_of
 
-    flags = {
-        "--name": name, "--device": device, "--memory": memory, "--region": region, "--threads": threads,
-        "--listen": listen, "--announce": announce, "--direct-port": direct_port, "--leave-within": leave_within,
-        "--yield-to-owner": yield_to_owner, "--when": when,
-    }  # fmt: skip
     typed = {"COMMANDLINE", "ENVIRONMENT"}  # the rest is in the file of settings, which the service reads itself
     said = {
-        flag: value
-        for flag, value in flags.items()
-        if getattr(context.get_parameter_source(flag[2:].replace("-", "_")), "name", "") in typed
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(lent).items()
+        if name != "join" and getattr(context.get_parameter_source(name), "name", "") in typed
     }
-    install(service_of(said, join), join, only_print=only_print)
+    install(service_of(said, lent.join), lent.join, only_print=only_print)
 
 
 @peer_app.command("uninstall", epilog="Example: meshcee peer uninstall")
@@ -641,6 +598,14 @@ def run_stop(run: RunName = "last") -> None:
     from peers.cli.runs import stop_run
 
     stop_run(run)
+
+
+@run_app.command("checkpoint", epilog="Example: meshcee run checkpoint last")
+def run_checkpoint(run: RunName = "last") -> None:
+    """Save the state before the next step of a run, and go on."""
+    from peers.cli.runs import save_run
+
+    save_run(run)
 
 
 @run_app.command("logs", epilog="Example: meshcee run logs last")

@@ -23,29 +23,21 @@ from peers.cli.joining.yielding import Hours, Rule
 from peers.cli.local import die_with_parent
 from peers.cli.meters import Meters, address_of, metered
 from peers.cli.session import Screen, configure_logging, parse_bytes, run_async
+from peers.cli.settings.options import Lent
 from peers.device import resolve_device, versions
 from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 from peers.node.assemble import Node
 
-__all__ = ["PeerOptions", "asks_people", "parse_duration_s", "run_drain", "run_peer"]
+__all__ = ["PeerOptions", "asks_people", "lent_peer", "parse_duration_s", "run_drain", "run_peer"]
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class PeerOptions:
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(Lent):
     """The flags of `meshcee peer`."""
 
-    join: str | None
-    name: str | None
-    device: str
-    memory: str | None
-    region: str | None
-    threads: int | None
-    listen: str
-    announce: str | None
-    direct_port: int
     identity: Path | None
     open: bool
     valid: str
@@ -53,12 +45,9 @@ class PeerOptions:
     shape_device: str | None
     jitter_ms: float
     pace_gflops: float | None
-    leave_within: float | None
     device_process: bool
     direct_sums: bool
     lan: bool = True
-    yield_to_owner: bool = False
-    when: str | None = None
     metrics: str | None = None
     datasets: tuple[str, ...] = ()
 
@@ -141,7 +130,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         async with metered(where_metered) as meters:
 
             def lend() -> AbstractAsyncContextManager[Departure]:
-                return _lent(where, meters, shows_codes=asks, as_json=as_json)
+                return lent_peer(where, meters, shows_codes=asks, as_json=as_json)
 
             return await stay.run(lend, lambda text: screen.print(text, soft_wrap=True))
 
@@ -156,7 +145,9 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
 
 
 @asynccontextmanager
-async def _lent(where: JoinOptions, meters: Meters, *, shows_codes: bool, as_json: bool) -> AsyncIterator[Departure]:
+async def lent_peer(
+    where: JoinOptions, meters: Meters, *, shows_codes: bool, as_json: bool
+) -> AsyncIterator[Departure]:
     """The peer is up, and what people need to know of it is printed."""
     async with a_peer(where, Home()) as me, meters.of_peer(me):
         departure = Departure(me)

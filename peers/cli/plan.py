@@ -6,7 +6,6 @@ peers/cli/live_plan.py has asked it.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +56,7 @@ def run_plan(
     html: Path | None = None,
 ) -> None:
     from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
-    from meshcee.show import comparison_text, explain
+    from meshcee.show import comparison_text, explain, with_names
 
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
@@ -88,12 +87,12 @@ def run_plan(
         from meshcee.picture import picture_of_plan
         from peers.cli.ui import self_contained
 
-        picture = picture_of_plan(best, cluster, workload, names, _named(text, names) + table, time.time())
+        picture = picture_of_plan(best, cluster, workload, names, with_names(text, names) + table, time.time())
         disk.publish(html, self_contained(picture, f"meshcee plan: {title}").encode())
     if as_json:
         print(dumps({**best.to_json(), **extra}))
     else:
-        print(_named(text if in_full else _short(best, text), names) + table)
+        print(with_names(text if in_full else _short(best, text), names) + table)
         for note in said:
             print(f"note: {note}")
 
@@ -106,12 +105,6 @@ def _live(job: Path | None, join: str | None, testbed: str | None, stages: int |
     from peers.cli.live_plan import plan_live  # torch and a transport: not for files
 
     return plan_live(job, join, stages, as_json=as_json)
-
-
-def _named(text: str, names: Mapping[str, str]) -> str:
-    """The text with names for ids, in one pass: a name may contain another peer's id."""
-    ids = "|".join(map(re.escape, names))
-    return re.sub(ids, lambda found: names[found[0]], text) if ids else text
 
 
 def _short(best: Plan, text: str) -> str:

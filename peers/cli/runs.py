@@ -1,4 +1,4 @@
-"""`meshcee run list | stop | logs` and `meshcee checkpoint export`: the runs that this machine owns, read from their folders."""
+"""`meshcee run list | stop | checkpoint | logs`, `meshcee checkpoint export`: this machine's own runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from meshcee.errors import UsageError
 from meshcee.files import Home, Run, dumps, hugging_face
 from meshcee.files.tensor_files import OnDemand, save
 from peers.cli.session import Screen
+from peers.cli.ui.wishes import wish_checkpoint
 from peers.state import Checkpoint, CheckpointStore
 
-__all__ = ["export", "find", "list_runs", "show_logs", "stop_run"]
+__all__ = ["export", "find", "list_runs", "save_run", "show_logs", "stop_run"]
 
 
 def _summary(run: Run) -> dict[str, Any]:
@@ -71,6 +72,13 @@ def stop_run(run_id: str) -> None:
             raise UsageError(f"run {run.id} is still busy after 60 s; `kill {process.pid}` aborts it")
         time.sleep(0.2)
     typer.echo(f"{run.id}: {run.state}")
+
+
+def save_run(run_id: str) -> None:
+    """Ask the owner; `meshcee run list` shows when it is done."""
+    run = Home().run(run_id)
+    wish_checkpoint(run)
+    typer.echo(f"{run.id}: it saves its state before its next step")
 
 
 def show_logs(run_id: str, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,12 +59,11 @@ class Service:
     memory: str | None = None
     leave_s: float = LEAVE_S
     path: str = os.defpath
-    config: Path | None = None  # MESHCEE_CONFIG
+    settings: tuple[tuple[str, str], ...] = ()  # variables by which it finds the file of its settings
 
     @property
     def environment(self) -> dict[str, str]:
-        said = {"MESHCEE_CONFIG": str(self.config)} if self.config is not None else {}
-        return {"MESHCEE_HOME": str(self.home), **said, "PATH": self.path}
+        return {"MESHCEE_HOME": str(self.home), **dict(self.settings), "PATH": self.path}
 
     @property
     def line_file(self) -> Path:
@@ -223,8 +222,16 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
         str(memory) if memory is not None else None,
         float(str(leave_s)) if leave_s is not None else LEAVE_S,
         os.environ.get("PATH", os.defpath),
-        Path(config).expanduser().absolute() if (config := os.environ.get("MESHCEE_CONFIG")) else None,
+        tuple(_settings(os.environ)),
     )
+
+
+def _settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """As the commands of this user read them: a service has none of a shell's variables."""
+    if file := environment.get("MESHCEE_CONFIG"):
+        yield "MESHCEE_CONFIG", str(Path(file).expanduser().absolute())
+    if (folder := environment.get("XDG_CONFIG_HOME", "")).startswith("/"):
+        yield "XDG_CONFIG_HOME", folder
 
 
 def install(

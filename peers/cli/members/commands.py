@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dht import MAX_ADDRESSES, ROLES, Role, Token
+from dht import MAX_ADDRESSES, ROLES, Role, Token, dialable
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.session import Screen, configure_logging, run_async
@@ -36,6 +36,11 @@ def run_invite(
         raise UsageError(f"--role {role!r} is none of {', '.join(ROLES)}")
     if code and qr:
         raise UsageError("--code shows no line that --qr could draw: leave out one of the two")
+    if code and not dialable(admin.addresses):
+        raise UsageError(
+            "no other machine reaches the peer of this machine, which listens on loopback only, so none could join by a code: "
+            "start it with --listen 0.0.0.0:0; `meshcee invite` prints a line for other terminals of this machine"
+        )
     configure_logging(as_json=as_json, level="warning")
     found: Role = ROLES[ROLES.index(role)]
 

@@ -17,7 +17,9 @@ __all__ = ["Health", "answered", "of_mesh", "of_run"]
 
 SLOW = 10.0  # times the step before, from which on a run is said to stand still
 LEAST_S = 30.0  # that a step may always take
-FIRST_S = 600.0  # that a run may take from its plan to its first step: an offer over slow links; and an evaluation
+FIRST_S = (
+    600.0  # that a run may take to its plan, from there to its first step (an offer over slow links), and an evaluation
+)
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ def of_mesh(agent: MeshView) -> Health:
     return Health("", facts)
 
 
-def of_run(since_s: float, step_s: float | None, step: int, steps: int, lost: str) -> Health:
+def of_run(
+    since_s: float, step_s: float | None, step: int, steps: int, lost: str = "", *, is_planned: bool = True
+) -> Health:
     """`since_s`: since the last step, or since the beginning; `step_s`: what the last one took, if there was one."""
     facts = {"step": step, "steps": steps, "seconds_since_step": round(since_s, 3)}
     if lost:
         return Health(f"the run looks for a plan without {lost}", facts)
     patience_s = FIRST_S if step_s is None else max(LEAST_S, SLOW * step_s)
     if since_s > patience_s:
-        what = "the first step is not done" if step_s is None else "no step has been done"
-        return Health(f"{what} for {since_s:.0f} s", facts)
+        first = "the first step is not done" if is_planned else "the job has no plan"
+        return Health(f"{first if step_s is None else 'no step has been done'} for {since_s:.0f} s", facts)
     return Health("", facts)

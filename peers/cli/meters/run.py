@@ -61,6 +61,7 @@ class RunMeter(Callback, Collector):
         self._ends: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # (steps that are done, when)
         self._on_disk: int | None = None
         self._since_s = monotonic()
+        self._is_asked = False  # how it is, since it neither waits for its turn nor stands by
         self._step_s: float | None = None
         self._lost: tuple[str, ...] = ()  # since the last plan
         self._changed = 0  # plans that the run has gone over to for speed
@@ -104,12 +105,21 @@ class RunMeter(Callback, Collector):
 
     def health(self) -> Health:
         step, steps, every = self._ends[-1][0] if self._ends else 0, self._job.steps, self._job.eval_every
-        # A job without a plan waits for its turn, or stands by.
-        since_s = self._monotonic() - self._since_s if self._plan is not None else 0.0
+        now_s, is_planned = self._monotonic(), self._plan is not None
+        if not is_planned and (self._waits or not self._is_asked):
+            self._since_s = now_s  # its time begins when it is asked for the first time after that
+        self._is_asked = is_planned or not self._waits
+        since_s = now_s - self._since_s
         step_s = self._step_s
         if step_s is not None and every and ((step + 1) % every == 0 or step + 1 >= steps):  # it evaluates
             step_s = max(step_s, FIRST_S / SLOW)
-        return of_run(since_s, step_s, step, steps, ", ".join(self._lost))
+        return of_run(since_s, step_s, step, steps, ", ".join(self._lost), is_planned=is_planned)
+
+    @property
+    def _waits(self) -> bool:
+        """For its turn, or for the death of an owner that it stands by."""
+        record = self._mesh.agent.directory.runs.get(self._mesh.agent.peer_id)
+        return self._mesh.training is None or (record is not None and record.state == "waiting")
 
     def collect(self) -> Iterator[Metric]:
         step = GaugeMetricFamily("meshcee_run_step", "Steps that are done.", self._ends[-1][0] if self._ends else 0)

@@ -1,12 +1,17 @@
 """Options and arguments that several commands have: what each is called, what it means, and the variable that sets it.
 
-The idea: a name here is the type of a command's parameter, so an option reads the same wherever it is.
+The idea: a name here is the type of a command's parameter, so an option reads the same wherever it is. Where commands share many, a
+class has them as its fields, with their defaults, and `spread` gives a command all of them.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,6 +29,7 @@ __all__ = [
     "Join",
     "Json",
     "LeaveWithin",
+    "Lent",
     "Listen",
     "Memory",
     "Metrics",
@@ -43,6 +49,7 @@ __all__ = [
     "When",
     "Yield",
     "runs_here",
+    "spread",
 ]
 
 
@@ -140,3 +147,45 @@ DirectPort = Annotated[
         help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lent:
+    """What a machine lends to which mesh, and how others reach it: what a peer is told, and a service that starts one."""
+
+    join: Join = None
+    name: Name = None
+    device: Device = "auto"
+    memory: Memory = None
+    region: Region = None
+    threads: Threads = None
+    listen: Listen = "0.0.0.0:0"
+    announce: Announce = None
+    direct_port: DirectPort = 0
+    leave_within: LeaveWithin = None
+    yield_to_owner: Yield = False
+    when: When = None
+
+
+def spread(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command with a parameter of this class, by its name in small letters, has the options that are its fields."""
+    hints, name = get_type_hints(kind, include_extras=True), kind.__name__.lower()
+    options = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(kind)
+    ]
+
+    def of(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            command(**{name: kind(**{one.name: given.pop(one.name) for one in options})}, **given)
+
+        own = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for one in own.parameters.values():
+            parameters += options if one.name == name else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        called.__dict__["__signature__"] = own.replace(parameters=parameters)
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return called
+
+    return of

@@ -17,7 +17,7 @@ import msgspec
 
 from meshcee.errors import MeshceeError
 from meshcee.files import Run, loads
-from meshcee.picture import Painter
+from meshcee.picture import FIGURES, Painter
 from peers.mesh_view import MeshView
 
 __all__ = ["FolderSource", "MeshSource", "Source", "Tail"]
@@ -36,19 +36,17 @@ class Source(Protocol):
     async def refresh(self) -> bool: ...
 
 
-class _Line(msgspec.Struct):
-    """What is drawn of a line of reports.jsonl; the rest of it is passed over at the speed of C."""
-
-    step: int
-    steps: int | None = None
-    loss: float | None = None
-    lr: float | None = None
-    norm: float | None = None
-    step_s: float | None = None
-    samples_per_s: float | None = None
-    eta_s: float | None = None
-    limit: str = ""
-    metrics: dict[str, float | None] = {}
+# What is drawn of a line of reports.jsonl; the rest of it is passed over at the speed of C.
+_Line = msgspec.defstruct(
+    "_Line",
+    [
+        ("step", int),
+        ("steps", int | None, None),
+        *((name, float | None, None) for name in FIGURES),
+        ("limit", str, ""),
+        ("metrics", dict[str, float | None], {}),
+    ],
+)
 
 
 class Tail:

@@ -21,6 +21,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from dht import RunRecord
+from meshcee.callbacks import Control
 from meshcee.errors import UsageError, unwrap
 from meshcee.files import Home, loads
 from meshcee.job import Job
@@ -28,6 +30,7 @@ from peers.cli.meters import Meters, address_of, metered
 from peers.cli.meters.health import FIRST_S, of_run
 from peers.cli.meters.run import RunMeter
 from peers.cli.meters.server import MOST_CLIENTS, PATIENCE_S, REQUEST_BYTES, serving
+from peers.owner import Result
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,6 +159,28 @@ def test_a_run_that_stands_still_is_not_well() -> None:
     assert of_run(60.0, None, 0, 10, "").reason == "", "it begins"
     assert "the first step" in of_run(FIRST_S + 1, None, 0, 10, "").reason
     assert of_run(0.1, 0.5, 3, 10, "ben").reason == "the run looks for a plan without ben"
+
+
+def test_a_run_that_hangs_before_its_plan_is_not_well_and_one_that_waits_is() -> None:
+    now_s, runs = [0.0], dict[str, Any]()
+    mesh: Any = SimpleNamespace(
+        training=None, result=Result(), agent=SimpleNamespace(peer_id="me", directory=SimpleNamespace(runs=runs))
+    )
+    meter = RunMeter(mesh, job_of(), monotonic=lambda: now_s[0])
+
+    def after(seconds: float) -> str:
+        now_s[0] += seconds
+        return meter.health().reason
+
+    assert after(9999) == "", "it stands by"
+    mesh.training, runs["me"] = object(), RunRecord("me", 0.0, "job", state="waiting")
+    assert [after(9999), after(1)] == ["", ""], "it waits for its turn"
+    runs["me"] = RunRecord("me", 0.0, "job", state="running")
+    assert after(9999) == "", "nobody has asked since its turn has come"
+    assert after(FIRST_S - 1) == ""
+    assert after(2) == "the job has no plan for 601 s"
+    meter.on_plan(Control(), None)
+    assert after(0) == ""
 
 
 async def test_a_peer_without_a_coordinator_is_not_well(tmp_path: Path) -> None:

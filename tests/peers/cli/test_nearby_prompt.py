@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +15,12 @@ from typer.testing import CliRunner
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home
 from peers.cli.joining import nearby
+from peers.cli.joining.joined import Joined
 from peers.cli.joining.nearby import line_by_code
 from peers.cli.main import app
-from peers.cli.peer import PeerOptions, asks_people
+from peers.cli.meters import Meters
+from peers.cli.peer import PeerOptions, asks_people, lent_peer
+from peers.node import JoinOptions
 from peers.node.founding import Founding
 from peers.node.nearby import Code, Found
 
@@ -130,19 +135,23 @@ def test_of_several_meshes_one_is_chosen_and_no_other_is_asked(tmp_path: Path, d
     assert [label for label, _ in doors] == ["abcd2345", *["bcde3456"] * 3]
 
 
-def test_a_qr_code_holds_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
-    home = Home(tmp_path)
+def founded_at(home: Home, host: str) -> None:
+    """A mesh that this machine has founded, and whose peer was there."""
     with Founding.of(home, None, is_open=False) as founding, home.identity_file() as file:
         from dht import Identity
         from peers.node.admission import Membership
 
         identity, root = Identity.load_or_create(file), founding.root
         assert root is not None
-        addresses = (f"/ip4/192.0.2.1/tcp/4001/p2p/{identity.peer_id}",)
+        addresses = (f"/ip4/{host}/tcp/4001/p2p/{identity.peer_id}",)
         place = Membership.place(file, root.peer_id)
         Membership(root.peer_id, founding.key, b"", (), place, addresses).save()
         founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "LINE")
+
+
+def test_a_qr_code_holds_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    founded_at(Home(tmp_path), "192.0.2.1")
     plain = CliRunner().invoke(app, ["token"], catch_exceptions=False).output
     drawn = CliRunner().invoke(app, ["token", "--qr"], catch_exceptions=False).output
     assert plain.startswith("meshcee2.")
@@ -151,6 +160,87 @@ def test_a_qr_code_holds_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "█" in drawn or "▄" in drawn
     with pytest.raises(UsageError, match="leave out one"):
         CliRunner().invoke(app, ["invite", "--code", "--qr"], catch_exceptions=False)
+
+
+def test_no_code_is_shown_where_nobody_could_join_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    founded_at(Home(tmp_path), "127.0.0.1")
+    with pytest.raises(UsageError, match="loopback only"):
+        CliRunner().invoke(app, ["invite", "--code"], catch_exceptions=False)
+    assert CliRunner().invoke(app, ["invite"], catch_exceptions=False).output.startswith("meshcee2.")
+
+
+def a_node(
+    reachable: bool, spawn: Callable[[Coroutine[None, None, None]], None], joined_by: SimpleNamespace | None
+) -> SimpleNamespace:
+    """A peer of an open mesh that is up, as far as what is said of it goes."""
+
+    async def refresh() -> None:
+        pass
+
+    return SimpleNamespace(
+        peer_id="me",
+        options=SimpleNamespace(name="anna"),
+        directory=SimpleNamespace(refresh=refresh),
+        lent=dict,
+        transport=SimpleNamespace(addresses=("/ip4/192.0.2.1/tcp/1",), serve=lambda purpose, serve: None),
+        mesh_key=SimpleNamespace(is_open=True, fingerprint="4f3a9911"),
+        invite=lambda valid_s: "LINE",
+        reachable_from_elsewhere=reachable,
+        admin=SimpleNamespace(),
+        spawn=spawn,
+        joined_by=joined_by,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asks", "reachable", "joined", "shown"),
+    [
+        (True, True, False, ["show_codes"]),
+        (True, False, False, []),  # by a code that nobody could use
+        (False, True, False, []),
+        (True, True, True, ["_say_joined"]),  # its first machine shows codes
+    ],
+)
+async def test_a_peer_at_a_terminal_shows_a_code_that_is_of_use(
+    asks: bool, reachable: bool, joined: bool, shown: list[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found: list[Coroutine[None, None, None]] = []
+    node = a_node(reachable, found.append, SimpleNamespace() if joined else None)
+
+    @asynccontextmanager
+    async def a_peer(where: JoinOptions, home: Home) -> AsyncIterator[SimpleNamespace]:
+        yield node
+
+    monkeypatch.setattr("peers.cli.peer.a_peer", a_peer)
+    async with lent_peer(JoinOptions(), Meters(), shows_codes=asks, as_json=False):
+        pass
+    assert [work.__name__ for work in found] == shown
+    for work in found:
+        work.close()
+    assert ("loopback only" in capsys.readouterr().out) == (not reachable)
+
+
+async def test_who_joins_an_open_mesh_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[Coroutine[None, None, None]] = []
+    node = a_node(True, said.append, SimpleNamespace(grant=None))
+
+    @asynccontextmanager
+    async def a_peer(where: JoinOptions, home: Home) -> AsyncIterator[SimpleNamespace]:
+        yield node
+
+    async def look(me: object, at: str, fingerprint: str) -> Joined:
+        return Joined(at or None, fingerprint, 0)
+
+    monkeypatch.setattr("peers.cli.peer.a_peer", a_peer)
+    monkeypatch.setattr("peers.cli.peer.look", look)
+    async with lent_peer(JoinOptions(), Meters(), shows_codes=False, as_json=False):
+        (words,) = said
+        await words
+    assert "joined an open mesh: no other peer lends a device there yet" in capsys.readouterr().out
 
 
 def test_an_empty_line_that_was_kept_is_none(tmp_path: Path) -> None:

@@ -206,12 +206,17 @@ def test_only_what_was_said_is_written_and_the_file_of_settings_is_passed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MESHCEE_CONFIG", str(tmp_path / "own.toml"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     done = CliRunner().invoke(
         app, ["peer", "install", "--print", "--name", "a"], default_map={"peer": {"install": {"memory": "8GiB"}}}
     )
     assert done.exit_code == 0, done.output
     assert "peer --no-lan --name a\n" in done.output
     assert f"Environment=MESHCEE_CONFIG={tmp_path}/own.toml" in done.output
+    assert f"Environment=XDG_CONFIG_HOME={tmp_path}/config\n" in done.output
+    monkeypatch.delenv("MESHCEE_CONFIG")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert [name for name, _ in service_of().settings] == []
 
 
 def test_a_line_on_standard_input_is_for_the_word_behind(monkeypatch: pytest.MonkeyPatch) -> None:
