@@ -170,8 +170,8 @@ async def _train(
     async with (
         metered(address_of(options.metrics)) as meters,
         join(where, home) as mesh,
-        naming(mesh.agent.names),
         page_of(mesh, home, view.note, wanted=options.ui, token=options.join) as page,
+        naming(mesh.agent.names),
     ):
         loggers = (*loggers, *meters.of_run(mesh, job), *spans_where_set_up(options.log), page.wishes)
         if options.dry_run:

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import psutil
+
 from dht import ROLES, Role, Token
 from meshcee.errors import JoinError, NotPermittedError, UsageError
 from meshcee.files import Home, Run
@@ -109,11 +111,14 @@ def of_folder(run: Run) -> Acts:
 
     async def stop(_: str) -> str:
         process = run.process
+        try:
+            if process is not None and process.pid not in asked:
+                process.send_signal(signal.SIGINT)
+                asked.append(process.pid)
+        except psutil.Error:  # it has just ended
+            process = None
         if process is None:
             raise UsageError(f"run {run.id} is not running ({run.state})")
-        if process.pid not in asked:
-            asked.append(process.pid)
-            process.send_signal(signal.SIGINT)
         return "the run finishes its step, saves, and ends"
 
     async def checkpoint(_: str) -> str:

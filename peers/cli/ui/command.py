@@ -59,12 +59,13 @@ async def _ui(
     def opened(wanted: str) -> Source:
         return FolderSource(home.run(wanted))
 
-    known: dict[str, Acts] = {}
+    first, known = Acts("own"), dict[str, Acts]()
 
     def acts(wanted: str) -> Acts:
-        if wanted not in known:
-            known[wanted] = of_folder(home.run(wanted)) if wanted else Acts("own")
-        return known[wanted]
+        if not wanted:
+            return first
+        found = home.run(wanted)
+        return known.setdefault(found.id, of_folder(found))
 
     async def serve(source: Source | None) -> None:
         site = Site(source, open=opened, runs=lambda: listed(home), acts=acts, clock=time.time)
@@ -77,11 +78,11 @@ async def _ui(
 
     if token is None:
         if run is not None:
-            known[""] = of_folder(run)
+            first = acts(run.id)
         await serve(FolderSource(run) if run is not None else None)
         return
     async with join(JoinOptions(token=token, name="ui", observes=True), home) as mesh:
-        known[""] = Acts(role_in(mesh.agent, home, token), {"drain": drains(mesh.agent)})
+        first = Acts(role_in(mesh.agent, home, token), {"drain": drains(mesh.agent)})
         await serve(MeshSource(mesh.agent))
 
 

@@ -62,16 +62,26 @@ async def page_of(
     """The page of this mesh and of what trains on it while the block runs, if it is wanted; `say` is told where it is.
     `token` is the line by which the mesh was joined, if it was.
     """
-    if not wanted:
-        yield Shown(mesh, home, None)
-        return
+    shown = Shown(mesh, home, Trace() if wanted else None)
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(shown.wishes.watch())
+        try:
+            async with _served(shown, mesh, home, say, token) if wanted else contextlib.nullcontext():
+                yield shown
+        finally:
+            watching.cancel()
+
+
+@asynccontextmanager
+async def _served(
+    shown: Shown, mesh: Mesh, home: Home, say: Callable[[str], None], token: str | None
+) -> AsyncIterator[None]:
     from peers.cli.ui.acts import drains, of_training, role_in
     from peers.cli.ui.server import Site, serving
 
-    shown = Shown(mesh, home, Trace())
     role, drain = role_in(mesh.agent, home, token), drains(mesh.agent) if token is not None else None
     acts = of_training(mesh, shown.wishes, role, drain)
     source = MeshSource(mesh.agent, shown.run, listens=True)
     async with serving(Site(source, acts=lambda run: acts, clock=time.time)) as site:
         say(f"the page: {site.address}")
-        yield shown
+        yield

@@ -1,11 +1,12 @@
 """What another process of this machine may ask of a run that trains: to save its state now.
 
-The idea: a file in the run's own folder is the wish. The owner looks for it after each step, as a callback, and asks for what any
+The idea: a file in the run's own folder is the wish. The owner looks for it now and then, beside training, and asks for what any
 callback may. A run that was begun from Python hears of none, and has no place to put one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshcee.files import Run, disk
 __all__ = ["Wishes", "wish_checkpoint"]
 
 PLACE, CHECKPOINT = "wishes", "checkpoint"
+EVERY_S = 1.0
 
 
 class Wishes(Callback):
@@ -31,10 +33,7 @@ class Wishes(Callback):
         self._control: Control | None = None
 
     def on_plan(self, run: Control, plan: Any) -> None:
-        self._look(run)
-
-    def on_step(self, run: Control, report: Any) -> None:
-        self._look(run)
+        self._control = run
 
     def checkpoint(self) -> None:
         """As if a callback had asked; UsageError before there is a run, and where it has no folder."""
@@ -42,18 +41,25 @@ class Wishes(Callback):
             raise UsageError("nothing trains here yet: ask again once the run has a plan")
         self._control.checkpoint()
 
-    def _look(self, control: Control) -> None:
-        self._control = control
-        with contextlib.suppress(OSError):  # of a disk that refuses: a wish ends no run
-            if self._place is None:
-                if (run := self._run()) is None:
-                    return
-                place = run.folder / PLACE
+    async def watch(self) -> None:
+        """Look now and then, for ever."""
+        while True:
+            await asyncio.to_thread(self.look)
+            await asyncio.sleep(EVERY_S)
+
+    def look(self) -> None:
+        """Take up a wish, if there is one; a disk that refuses ends no run."""
+        run, control = self._run(), self._control
+        if run is None or control is None:
+            return
+        place = run.folder / PLACE
+        with contextlib.suppress(OSError):
+            if self._place != place:
                 place.mkdir(exist_ok=True)
                 (place / CHECKPOINT).unlink(missing_ok=True)  # of an owner before
                 self._place = place
-            if (wish := self._place / CHECKPOINT).exists():
-                wish.unlink()
+            if (place / CHECKPOINT).exists():
+                (place / CHECKPOINT).unlink()
                 with contextlib.suppress(MeshceeError):
                     control.checkpoint()
 

@@ -145,15 +145,18 @@ async def test_a_run_of_another_process_is_asked_through_its_folder(
         with pytest.raises(UsageError, match="nothing trains"):
             wishes.checkpoint()
         wishes.on_plan(control, None)
+        wishes.look()
         assert "saves its state" in await acts.do("checkpoint", "")
         control.begin(6)
         assert not any(map(control.saves_before, range(9)))
-        wishes.on_step(control, None)
+        wishes.look()
         control.begin(7)
-        wishes.on_step(control, None)
+        wishes.look()
         assert [step for step in range(9) if control.saves_before(step)] == [7], "once for a wish"
         wish_checkpoint(run)
-        Wishes(lambda: run).on_plan(again := Control(saves=True), None)
+        later = Wishes(lambda: run)
+        later.on_plan(again := Control(saves=True), None)
+        later.look()
         assert not again.saves_before(0), "what an owner before has not heard is of no use now"
 
 
