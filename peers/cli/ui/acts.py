@@ -1,7 +1,7 @@
 """What may be changed from a page: a run is stopped, its state saved now, a peer asked to leave.
 
-The idea: the role of the member that runs the page decides what it offers, and each act is one that a command has already: the
-page holds no right and no way of its own. Refusals are sentences, as everywhere.
+The idea: the role of the member that runs the page decides what it offers. Each act is one that a command has already, so the
+page has no right and no way of its own. Refusals are sentences, as everywhere.
 """
 
 from __future__ import annotations

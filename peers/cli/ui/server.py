@@ -2,7 +2,7 @@
 
 The idea: it listens on 127.0.0.1. Another user of the machine, or a page in the same browser, has no token; a name that somebody
 makes point to this machine is no Host of ours. A slow browser gets the newest only. GET changes nothing. What may be changed
-(acts) is asked by POST, with the token in a header: a cookie goes to every port of this machine, and no form can send a header.
+(acts) is asked by POST, with the token in a header. A cookie goes to every port of this machine, and no form can send a header.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def needs_ui() -> None:
 
 
 class Shown:
-    """What training does for pages: a few steps are traced, and put into the run's folder once they are complete; `wishes`, a
-    callback, hears what a page of this or another process asks for.
+    """What training does for pages: a few steps are traced, and put into the run's folder once they are complete. The callback
+    `wishes` hears what a page of this or another process asks for.
     """
 
     def __init__(self, mesh: Mesh, home: Home, trace: Trace | None) -> None:
