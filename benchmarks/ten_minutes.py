@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ten-minutes.md"
 LAN = Network((Host("anna", "office", 125e6), Host("ben", "office", 125e6)), (Link("office", "office", 0.0002),))
 WITHIN_S = 600.0  # all of it
+LOG = re.compile(r"\d\d:\d\d:\d\d \[(info|debug) *\]")  # its lines are left out
 SEEN_STEPS = 20  # that the page has shown
 LOOK = """
 import json, sys, time, urllib.request
@@ -52,7 +53,7 @@ class Transcript:
     lines: list[tuple[float, str, str]] = field(default_factory=list)
 
     def add(self, host: str, text: str) -> None:
-        if text.strip():
+        if text.strip() and not LOG.match(shortened(text)):
             self.lines.append((time.monotonic() - self.begun_s, host, shortened(text.rstrip())))
             print(self.line(-1), flush=True)
 
@@ -91,9 +92,9 @@ class Machine:
     @asynccontextmanager
     async def starts(self, *words: str) -> AsyncIterator[Command]:
         names = {"MESHCEE_NAME": self.name, "MESHCEE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        environment = {**os.environ, **names, "MESHCEE_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **names, "MESHCEE_HOME": str(self.home / ".meshcee"), "PYTHONPATH": str(ROOT)}
         process = await self.lab.run(
-            self.name, words, env=environment, cwd=ROOT,
+            self.name, words, env=environment, cwd=self.home,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         command = Command(process)
@@ -144,6 +145,9 @@ async def play(job: str, told: Transcript) -> None:
     with tempfile.TemporaryDirectory(prefix="meshcee-ten-minutes-") as folder:
         async with asyncio.timeout(WITHIN_S), Lab(LAN) as lab:
             anna, ben = (Machine(lab, name, Path(folder) / name, told) for name in ("anna", "ben"))
+            for machine in (anna, ben):
+                machine.home.mkdir()
+                (machine.home / "examples").symlink_to(ROOT / "examples")
             told.begun_s = time.monotonic()
             async with anna.types("peer") as first:
                 line = await first.until(r"meshcee peer --join (\S+)")
@@ -160,11 +164,19 @@ async def play(job: str, told: Transcript) -> None:
                         told.add("anna", "^C, once it was seen")
 
 
+SECTION = """## What they said
+
+The two machines are network namespaces on one Linux machine, each peer with one thread. Lines to join with, ids and tokens are
+cut short, and the log is left out. The first column is minutes and seconds since the first command. The job is so small that one
+device is as fast as two: the plan takes one of them, and `--stages 2` asks for both.
+"""
+
+
 def write(told: Transcript) -> None:
     """Into the page, between its marks."""
     begin, end = "<!-- transcript -->\n", "<!-- end of transcript -->\n"
     before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(f"{before}{begin}\n```text\n{told.text()}\n```\n\n{end}{rest.partition(end)[2]}")
+    PAGE.write_text(f"{before}{begin}\n{SECTION}\n```text\n{told.text()}\n```\n\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> None:

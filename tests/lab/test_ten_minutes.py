@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ten_minutes
-from benchmarks.ten_minutes import PAGE, SEEN_STEPS, Transcript, shortened, write
+from benchmarks.ten_minutes import PAGE, SECTION, SEEN_STEPS, Transcript, shortened, write
 
 
 def test_nothing_that_lets_somebody_in_is_kept() -> None:
@@ -29,7 +29,9 @@ def test_the_transcript_stands_between_its_marks(tmp_path: Path, monkeypatch: py
     for _ in range(2):
         write(told)
     assert page.read_text() == (
-        "before\n<!-- transcript -->\n\n```text\n0:00  anna  $ meshcee peer\n1:01  ben   is up\n```\n\n"
+        "before\n<!-- transcript -->\n\n"
+        + SECTION
+        + "\n```text\n0:00  anna  $ meshcee peer\n1:01  ben   is up\n```\n\n"
         "<!-- end of transcript -->\nafter\n"
     )
 
