@@ -118,8 +118,10 @@ class RunMeter(Callback, Collector):
     @property
     def _waits(self) -> bool:
         """For its turn, or for the death of an owner that it stands by."""
+        if self._mesh.training is None:
+            return True
         record = self._mesh.agent.directory.runs.get(self._mesh.agent.peer_id)
-        return self._mesh.training is None or (record is not None and record.state == "waiting")
+        return record is not None and record.state == "waiting"
 
     def collect(self) -> Iterator[Metric]:
         step = GaugeMetricFamily("meshcee_run_step", "Steps that are done.", self._ends[-1][0] if self._ends else 0)

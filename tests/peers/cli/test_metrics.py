@@ -312,7 +312,8 @@ def test_without_the_option_nothing_is_counted() -> None:
 
 def test_the_clock_of_a_run_starts_with_its_plan_and_waits_for_an_evaluation() -> None:
     now, told = [0.0], SimpleNamespace(steps=10, eval_every=2)
-    meter: Any = RunMeter(cast(Any, None), cast(Any, told), monotonic=lambda: now[0])
+    mesh = SimpleNamespace(training=None)
+    meter: Any = RunMeter(cast(Any, mesh), cast(Any, told), monotonic=lambda: now[0])
     now[0] = FIRST_S + 1
     assert meter.health().reason == "", "it waits for its turn"
     told.batch_size = 1
