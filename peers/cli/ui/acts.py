@@ -50,14 +50,14 @@ class Acts:
         return [act for act in self.ways if self._suffices(act)]
 
     async def do(self, act: Act, peer: str) -> str:
-        """NotPermittedError where the role does not allow it; UsageError where there is nothing to do it with."""
+        """UsageError where there is nothing to do it with; NotPermittedError where the role does not allow it."""
+        if (way := self.ways.get(act)) is None:
+            raise UsageError(ELSEWHERE[act])
         if not self._suffices(act):
             raise NotPermittedError(
                 f"this machine came by an invite to {self.role} and {MAY_NOT[act]} from a page: that takes the role "
                 f"{NEEDS[act]} (`meshcee invite --role {NEEDS[act]}`)"
             )
-        if (way := self.ways.get(act)) is None:
-            raise UsageError(ELSEWHERE[act])
         return await way(peer)
 
     def _suffices(self, act: Act) -> bool:
