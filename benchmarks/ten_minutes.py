@@ -68,9 +68,9 @@ class Transcript:
 def shortened(text: str) -> str:
     """Without what nobody can use later: the rest of a line to join with, ids, a token, colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    text = re.sub(r"(meshcee2\.\w{12})\S+", r"\1...", text)
+    text = re.sub(r"(meshcee2\.[\w-]{12})\S+", r"\1...", text)
     text = re.sub(r"(12D3KooW)\w{40}(\w{4})", r"\1...\2", text)
-    return re.sub(r"(token=\w{4})[\w-]+", r"\1...", text)
+    return re.sub(r"(token=[\w-]{4})[\w-]+", r"\1...", text)
 
 
 @dataclass
