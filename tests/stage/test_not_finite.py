@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshcee.capture.graph import Input, Value
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import Job, Optimizer
 from meshcee.stage.weights import Weights
@@ -71,7 +72,8 @@ async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int,
 
 def test_large_numbers_whose_sum_overflows_are_finite() -> None:
     names, optimizer = ("a", "b"), Optimizer("SGD", lr=0.0)
-    weights = Weights(names, names, (), {n: torch.zeros(4) for n in names}, optimizer, "fp32", torch.device("cpu"))
+    entries = {n: Input("parameter", Value(n, torch.float32, (4,), (0,)), trainable=True) for n in names}
+    weights = Weights(names, names, (), {n: torch.zeros(4) for n in names}, optimizer, torch.device("cpu"), entries)
     for parameter in weights.trainable.values():
         parameter.grad = torch.full((4,), 3e38)
     assert weights.not_finite() is None
