@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 ANSWER_S = 300.0  # for a micro-batch, or until the set is open
 ENDS_S = 0.5  # a process that has heard so has ended, or is about to
+LOOK_S = 0.01
 STANDARD_ERROR = 2
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of one sample: type and shape of each input
@@ -58,7 +59,7 @@ class Dataset:
         if found is None:
             raise UsageError(f"--dataset {text!r:.200}: write NAME=FILE.py:FUNCTION, for example scans=scans.py:make")
         if not Path(found[2]).is_file():
-            raise UsageError(f"--dataset {found[1]}: there is no file {found[2]}")
+            raise UsageError(f"--dataset {found[1]}: there is no file {Path(found[2]).absolute()}")
         return cls(found[1], str(Path(found[2]).resolve()), found[3])
 
     async def start(self) -> None:
@@ -67,10 +68,12 @@ class Dataset:
             if self._process is None or not self._process.lives:
                 await self.end()
                 self._process = _Process(self.name, self._file, self._make)
-                found = await self._asked(self._process.opened)
-                if self.samples not in (0, found.samples):
-                    raise UsageError(f"dataset {self.name!r} has {found.samples} samples now, and had {self.samples}")
-                self.samples = found.samples
+            if not (samples := self._process.samples):  # who has started it may have been cancelled meanwhile
+                samples = await self._asked(self._process.open)
+            if self.samples not in (0, samples):
+                await self.end()  # or the next one to ask would be given another set
+                raise UsageError(f"dataset {self.name!r} has {samples} samples now, and had {self.samples}")
+            self.samples = samples
 
     async def batch(self, seed: int, step: int, indices: Sequence[int], layout: Layout) -> dict[str, torch.Tensor]:
         """The samples of these indices, stacked. UsageError for what the user's code does, PeerLostError where it has ended."""
@@ -132,8 +135,9 @@ class Datasets(dict[str, Dataset]):
         await self._end()
 
     async def _end(self) -> None:
-        for one in self.values():
-            await one.end()
+        async with asyncio.TaskGroup() as group:
+            for one in self.values():
+                group.create_task(one.end())
 
 
 class _Failed(Exception):
@@ -145,11 +149,12 @@ class _Failed(Exception):
 
 
 class _Process:
-    """Runs at once, started by exec; ends with `end`, or with this process. `opened` and `ask` are called by threads."""
+    """Runs at once, started by exec; ends with `end`, or with this process. `open` and `ask` are called by threads."""
 
     def __init__(self, name: str, file: str, make: str) -> None:
         self._name = name
-        self._turn = threading.Lock()  # a caller that was cancelled leaves a thread which still waits for its answer
+        self.samples = 0  # until the set is open
+        self._lock = threading.Lock()
         self._channel, far = socket.socketpair()
         told = [str(os.getpid()), str(far.fileno()), str(torch.get_num_threads()), name, file, make]
         try:
@@ -169,16 +174,39 @@ class _Process:
 
     @property
     def lives(self) -> bool:
-        return self._process.poll() is None
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return self._process.returncode is None and os.waitid(os.P_PID, self._process.pid, ended) is None
+        except ChildProcessError:  # a thread has waited for it in this moment
+            return False
 
-    def opened(self) -> Answer:
-        with self._turn:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One question at a time. A caller that was cancelled leaves a thread which still waits for its answer; where this fails,
+        nobody may take a late answer for that to another question."""
+        with self._lock:
             self._channel.settimeout(ANSWER_S)
-            return _unless_failed(receive(self._channel, Answer))
+            try:
+                yield
+            except _Failed:
+                raise
+            except Exception:
+                self._hang_up()
+                raise
+
+    def _hang_up(self) -> None:
+        """Both it and a thread that waits for it hear so."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def open(self) -> int:
+        """How many samples it has."""
+        with self._turn():
+            self.samples = self.samples or _unless_failed(receive(self._channel, Answer)).samples
+            return self.samples
 
     def ask(self, asked: Ask, indices: Sequence[int], layout: Layout) -> dict[str, torch.Tensor]:
-        with self._turn:
-            self._channel.settimeout(ANSWER_S)
+        with self._turn():
             send(self._channel, asked, [np.asarray(indices, "<i8").tobytes()])
             answer = _unless_failed(receive(self._channel, Answer))
             most = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in layout.values()) * len(indices)
@@ -193,11 +221,14 @@ class _Process:
 
     async def end(self) -> str:
         """How it has ended, or ends now."""
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # both it and a thread that waits for it hear so
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, ENDS_S)
-        self._process.kill()
+        self._hang_up()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDS_S):
+                while self.lives:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+        if self._process.returncode is None:  # nobody has waited for it, so the number is still its group's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with what the user's code has started
         code = await asyncio.to_thread(self._process.wait)
         self._channel.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +14,12 @@ from structlog.testing import capture_logs
 
 from meshcee.errors import PeerLostError, UsageError
 from meshcee.sampling import batch_of, inputs_of
-from peers.node.datasets import Dataset, Datasets, reader
+from peers.node.datasets import Dataset, Datasets, dataset, reader
 from peers.node.datasets.packets import Ask
 from peers.node.datasets.reader import Reads
 
 SCANS = """
-import os, torch
+import os, pathlib, subprocess, time, torch
 from helper import SIZE
 
 class Scans:
@@ -30,6 +31,8 @@ class Scans:
             raise ValueError("patient 4711")
         if i == 14:
             os._exit(3)
+        if i == 15:
+            time.sleep(0.75)
         return {"image": torch.randn(SIZE, 2).t(), "age": i}, torch.tensor([i, i])
 
 def make():
@@ -46,6 +49,11 @@ class Clock(list):
 
 def clock():
     return Clock([1, 2, 3])
+
+def beside():
+    with pathlib.Path(__file__).with_name("pids").open("a") as pids:
+        print(subprocess.Popen(["sleep", "600"]).pid, file=pids)
+    return Scans()
 
 empty = list
 stream = lambda: iter([1, 2])
@@ -93,6 +101,32 @@ async def test_a_set_in_a_process_gives_the_bits_that_it_gives_here(file: Path) 
                 await scans.batch(7, 2, [14], LAYOUT)
 
 
+async def test_a_late_answer_to_who_has_gone_is_never_another_ones_samples(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch ends while a sample is read, and that takes too long."""
+    async with opened(f"scans={file}:beside") as scans:
+        with monkeypatch.context() as quick:
+            quick.setattr(dataset, "ANSWER_S", 0.5)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await scans.batch(7, 2, [15], LAYOUT)
+            with pytest.raises(PeerLostError, match="the process that reads dataset 'scans'"):
+                await scans.batch(7, 2, [5], LAYOUT)
+        wanted = inputs_of(batch_of(Scans(), [5], 7, 2))
+        found = await scans.batch(7, 2, [5], LAYOUT)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        # Whoever was cancelled while the next process opened the set has not looked at it: the next one does.
+        scans.samples = 39
+        with pytest.raises(UsageError, match="has 40 samples now, and had 39"):
+            await scans.batch(7, 2, [5], LAYOUT)
+    for pid in (file.parent / "pids").read_text().split():  # of processes that the user's code has started
+        state = Path(f"/proc/{pid}/stat")
+        async with asyncio.timeout(5.0):  # whoever is now its parent waits for it, or not
+            while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -115,7 +149,7 @@ def test_samples_of_another_kind_are_refused_with_both_kinds(file: Path) -> None
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        ("fails", r"dataset 'scans': fails\(\) failed at .*scans.py:21: FileNotFoundError"),
+        ("fails", r"dataset 'scans': fails\(\) failed at .*scans.py:23: FileNotFoundError"),
         ("nothing", r"scans.py defines no function nothing"),
         ("clock", r"sample 0 is another one when it is read again"),
         ("empty", r"empty\(\) returns a set without samples"),
