@@ -26,7 +26,6 @@ from meshcee.files import disk, dumps
 from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
-    Datasets,
     Device,
     DeviceProcess,
     Identity,
@@ -117,7 +116,6 @@ def peer(
         bool,
         typer.Option("--lan/--no-lan", help="At a terminal: look for a mesh on this network, or show a short code."),
     ] = True,
-    dataset: Datasets = None,
     metrics: Metrics = None,
     as_json: Json = False,
 ) -> None:
@@ -146,7 +144,6 @@ def peer(
             device_process=device_process,
             direct_sums=direct_sums,
             lan=lan,
-            datasets=tuple(dataset or ()),
             metrics=metrics,
         ),
         as_json=as_json,

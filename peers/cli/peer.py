@@ -49,7 +49,6 @@ class PeerOptions(Lent):
     direct_sums: bool
     lan: bool = True
     metrics: str | None = None
-    datasets: tuple[str, ...] = ()
 
 
 def parse_duration_s(text: str) -> float:
@@ -80,7 +79,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--device-process needs Linux: leave it out here")
     if options.device_process and options.direct_sums:
         raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
-    if options.device_process and options.datasets:
+    if options.device_process and options.dataset:
         raise UsageError(
             "a device's process gets no samples from its own peer: leave out --device-process or --dataset"
         )
@@ -114,7 +113,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         leave_s=options.leave_within,
         device_process=options.device_process,
         direct_sums=options.direct_sums,
-        datasets=options.datasets,
+        datasets=tuple(options.dataset or ()),
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     if options.threads:

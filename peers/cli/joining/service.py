@@ -209,7 +209,14 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
     """Of this user and machine. `flags` by their names; what was not said is None or False."""
     said: list[str] = []
     for name, value in (flags or {}).items():
-        if value is not None and value is not False:
+        if name == "--dataset" and isinstance(value, list):
+            from peers.node.datasets import Datasets
+
+            Datasets(value)  # which says what is wrong with them here
+            for text in value:  # a service has another working folder
+                named, _, file = text.partition("=")
+                said += [name, f"{named}={Path(file).absolute()}"]
+        elif value is not None and value is not False:
             said += [name] if value is True else [name, str(value)]
     if when := (flags or {}).get("--when"):
         Hours.parse(str(when))  # here, where somebody reads why it means nothing

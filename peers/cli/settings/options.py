@@ -165,6 +165,7 @@ class Lent:
     leave_within: LeaveWithin = None
     yield_to_owner: Yield = False
     when: When = None
+    dataset: Datasets = None
 
 
 def spread(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -102,12 +102,16 @@ def test_the_agent_of_macos_says_the_same() -> None:
     assert system_of("darwin").file.suffix == ".plist"
 
 
-def test_flags_become_those_of_the_peer() -> None:
+def test_flags_become_those_of_the_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_of(
         {"--name": "a", "--memory": "2GiB", "--threads": None, "--yield-to-owner": True, "--when": None}
     )
     assert service.flags == ("--name", "a", "--memory", "2GiB", "--yield-to-owner")
-    for wrong in ({"--when": "noon"}, {"--memory": "much"}):
+    monkeypatch.chdir(tmp_path)
+    Path("scans.py").touch()
+    service = service_of({"--dataset": ["a=scans.py:make", "b=scans.py:make"], "--region": None})
+    assert service.flags == ("--dataset", f"a={tmp_path}/scans.py:make", "--dataset", f"b={tmp_path}/scans.py:make")
+    for wrong in ({"--dataset": ["a=none.py:make"]}, {"--when": "noon"}, {"--memory": "much"}):
         with pytest.raises(UsageError):
             systemd_unit(service_of(wrong))
     assert "--identity" not in service.command, "who founds a mesh has its identity"
