@@ -277,6 +277,7 @@ class At:
             "workers": "workers are processes of yours, and the peer with the data reads ahead by itself",
             "weight": "weight looks at targets, which never come to you",
             "audit": "an audit computes steps again from their samples, which never come to you",
+            "groups": "whether devices can share a stage is tried on several samples that differ, which never come to you",
         }
         if found := next((why for name, why in needs.items() if getattr(job, name)), None):
             raise UsageError(f"{found}: leave this out of a job whose data is At({self.where!r}, {self.name!r})")

@@ -56,7 +56,8 @@ class Supplier:
             )
             others = f" (this mesh has {', '.join(known):.500})" if known else ""
             raise UsageError(
-                f"{told}{others}: ask its owner for `meshcee peer --dataset {self.at.name}=FILE.py:make`, or mend At(...)"
+                f"{told}{others}: ask its owner for `meshcee peer --dataset {self.at.name}=FILE.py:make`, or mend At(...); "
+                "peers of --local have none"
             ) from None
         there = self._there(agent)
         if self.at.samples not in there.values():

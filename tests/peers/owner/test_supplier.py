@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import meshcee
 from dht.records import PeerRecord
 from meshcee.capture import Capture, capture
+from meshcee.config import Limits
 from meshcee.eager import plain
 from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
 from meshcee.files.home import Home
 from meshcee.job import At, Job
 from meshcee.sampling import batch_of, inputs_of
+from peers.device import Graphs
 from peers.member import Member
 from peers.node.assemble import InProcess, JoinOptions
+from peers.node.device_process import DeviceProcess
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
@@ -34,6 +38,7 @@ from peers.wire import messages
 from peers.wire.messages import Round
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import FAST
+from tests.rig.mesh_fixture import beside, even_plan, grouped
 
 STEPS, MICRO = 12, 6
 
@@ -152,6 +157,53 @@ async def test_a_peer_that_has_the_data_may_hold_stages_too() -> None:
         assert_equal(await train(await here.own("owner", None)))
 
 
+async def test_pipelines_beside_each_other_get_the_samples_of_their_own_micro_batches() -> None:
+    torch.manual_seed(0)
+    sizes = [nn.Embedding(23, 16), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 16), nn.Linear(16, 23)]
+    job = job_of(model=nn.Sequential(*sizes), steps=4)
+    losses, _, model, _ = plain(replace(job, data=Noisy(96)), 4, MICRO)
+    captured = capture(job)
+    blocks = captured.train.num_blocks
+    one = even_plan(blocks, 1, 24, MICRO)
+    async with a_mesh(None, 3) as (_, mesh, source):
+        plan = beside(one, (1, [(2, (MICRO,)), (blocks, (MICRO,))]), (3, [(blocks, (MICRO,))]))
+        async for _ in mesh.train(job, captured=captured, plan=plan):
+            pass
+        assert mesh.result.losses == losses
+        state = model.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in mesh.result.state_dict.items())
+        assert source.read == [step for step in range(4) for _ in range(24 // MICRO)]
+        # What groups compute is tried on samples that differ, and all that there is here is alike.
+        with pytest.raises(UsageError, match="whether devices can share a stage"):
+            async for _ in mesh.train(job, captured=captured, plan=grouped(one, ((4, 2),))):
+                pass
+
+
+async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
+    async with a_mesh(None, 2) as (_, mesh, _):
+        assert_equal(await train(mesh))
+
+
+async def test_a_standby_goes_on_with_the_same_supplier(tmp_path: Path) -> None:
+    homes = [Home(tmp_path / name) for name in ("chief", "heir")]
+    async with a_mesh(homes[0], 2) as (here, mesh, source), asyncio.TaskGroup() as group:
+        heir = await here.own("heir", homes[1])
+
+        async def own() -> None:
+            async for report in mesh.train(job_of(), captured=captured_job(), stages=2):
+                if report.step == 5:
+                    here.crash("owner")
+                    await asyncio.Event().wait()
+
+        owning = group.create_task(own())
+        followed = await heir.stand_by(job_of(), captured_job())
+        assert followed is not None
+        assert_equal(await train(heir, resume=followed[0], after=followed[1]))
+        assert set(source.read) == {*range(STEPS)}
+        owning.cancel()
+
+
 async def test_a_supplier_that_is_lost_is_replaced_by_another_of_its_region(tmp_path: Path) -> None:
     other = Here(Noisy(96))
     async with a_mesh(Home(tmp_path), 2) as (here, mesh, source):
@@ -233,7 +285,7 @@ async def test_what_the_other_owners_code_does_ends_the_run_with_its_sentence(tm
             {"where": "clinic"},
             "no peer 'clinic', nor one of a region .* \\(this mesh has 'pairs' at hospital\\).*--dataset pairs=",
         ),
-        ({"name": "scans"}, "--dataset scans=FILE.py:make"),
+        ({"name": "scans"}, "--dataset scans=FILE.py:make.*peers of --local have none"),
         ({"samples": 97}, "has 96 samples: write samples=96"),
     ],
 )
@@ -273,6 +325,7 @@ def test_a_job_refuses_what_needs_samples_at_the_owner() -> None:
         ({"workers": 2}, "workers are processes of yours"),
         ({"weight": lambda y: 1.0}, "weight looks at targets"),
         ({"audit": 0.1}, "an audit computes steps again"),
+        ({"groups": True}, "whether devices can share a stage is tried on several samples"),
         ({"eval_data": job_of().data}, "eval_data cannot be At"),
     ):
         with pytest.raises(UsageError, match=why):
