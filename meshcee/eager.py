@@ -159,6 +159,9 @@ def _built(job: Job) -> nn.Module:
 def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
     """Round the model to bf16, as `model.bfloat16()` does, but for what is kept in full."""
     kept = outermost(model, keep_fp32)
+    if not kept:
+        model.bfloat16()  # also where a module of the user's has an `_apply` of its own
+        return
     inside = {module for one in kept for module in one.modules()}
     for module in model.modules():
         if module not in inside:
@@ -180,19 +183,24 @@ def outermost(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     found: list[nn.Module] = []
     unmet = set(patterns)
 
-    def look(module: nn.Module, path: str, named: bool) -> None:
+    def look(module: nn.Module, path: str, named: set[str]) -> None:
         for name, child in module.named_children():
             own = f"{path}.{name}".lstrip(".")
-            met = {p for p in patterns if _is_named(child, own, p)}
-            unmet.difference_update(met)
-            if (named or met) and type(child).forward is not nn.Module.forward:
+            met = named | {p for p in patterns if _is_named(child, own, p)}
+            if met and type(child).forward is not nn.Module.forward:
                 found.append(child)
+                unmet.difference_update(met)
+                unmet.difference_update(
+                    {p for p in unmet for n, m in child.named_modules(prefix=own) if _is_named(m, n, p)}
+                )
             else:
-                look(child, own, named or bool(met))
+                look(child, own, met)
 
-    look(model, "", False)
+    look(model, "", set())
     if unmet:
-        raise UsageError(f"keep_fp32: no module of the model has a name or a class like {min(unmet)!r}")
+        raise UsageError(
+            f"keep_fp32: no module of the model that has a forward pass has a name or a class like {min(unmet)!r}"
+        )
     inside = {module for one in found for module in one.modules()}
     own = {id(t) for module in inside for t in _own(module)}
     for name, module in model.named_modules():

@@ -393,7 +393,8 @@ class Job:
             )
         if self.precision not in ("fp32", "bf16"):
             raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
-        if isinstance(self.keep_fp32, str) or not all(isinstance(pattern, str) for pattern in self.keep_fp32):
+        kept = self.keep_fp32
+        if not isinstance(kept, tuple | list) or not all(isinstance(pattern, str) for pattern in kept):
             raise UsageError('keep_fp32 is a tuple of patterns: keep_fp32=("*Norm*",)')
         if self.keep_fp32 and self.precision != "bf16":
             raise UsageError(

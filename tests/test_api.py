@@ -11,12 +11,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import meshcee
+from meshcee.eager import halve, outermost
 from meshcee.errors import UsageError
 from meshcee.files import Home
 from meshcee.job import Job, Optimizer, Schedule
@@ -108,6 +110,28 @@ def job_of(precision: str, kept: tuple[str, ...] = ()) -> Job:
         precision=precision,
         keep_fp32=kept,
     )
+
+
+def test_a_pattern_of_what_stays_in_fp32_is_met_or_refused() -> None:
+    """Also one whose modules all lie inside of others that are named, which are kept with what is in them."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.ModuleDict({"block": block, "scales": nn.ParameterList([nn.Parameter(torch.ones(4))])})
+    assert outermost(model, ("block", "LayerNorm")) == [block]
+    for pattern in ("LayerNrom", "scales", "frozen"):
+        with pytest.raises(UsageError, match=f"keep_fp32: no module .* like '{pattern}'"):
+            outermost(model, ("block", pattern))
+
+
+class Moving(nn.Linear):
+    """Written when `_apply` had one argument."""
+
+    def _apply(self, fn: Any) -> Any:  # type: ignore[override]
+        return super()._apply(fn)
+
+
+def test_the_plain_loop_rounds_a_module_that_moves_by_itself() -> None:
+    halve(model := nn.Sequential(Moving(4, 4)))
+    assert model[0].weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("fp32", ()), ("bf16", ()), ("bf16", ("BatchNorm?d", "frozen"))])

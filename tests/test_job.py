@@ -117,6 +117,7 @@ def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> No
         ({"precision": "fp16"}, "use 'bf16'"),
         ({"keep_fp32": ("*Norm*",)}, "precision is 'fp32'"),
         ({"precision": "bf16", "keep_fp32": "*Norm*"}, "a tuple of patterns"),
+        ({"precision": "bf16", "keep_fp32": iter(["*Norm*"])}, "a tuple of patterns"),
         ({"ema": 1.0}, "between 0 and 1"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"data": iter([])}, "map-style"),

@@ -49,7 +49,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
     tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
     return {
         "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
-        "optimizer": job.optimizer.to_json(),
+        "optimizer": job.optimizer.averaging(job.ema).to_json(),  # what is evaluated changes no step
         "schedule": None if job.schedule is None else [job.schedule.name, job.schedule.words],
         "batch_size": job.batch_size,
         "samples": None if job.streams else len(job.data),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from meshcee.stage import optimizer_layout
 from peers.cli.runs import export
 from peers.owner.epoch import Report
 from peers.owner.result import Result
+from peers.state.checkpoint import check_same, description
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
 
@@ -106,6 +108,15 @@ async def test_evaluations_are_of_the_average_where_the_job_says_so(tmp_path: Pa
         assert found[step] != pytest.approx(weights, rel=1e-4)
     with pytest.raises(UsageError, match=r"ema=0\.999"):
         job_of(Optimizer("SGD", lr=0.1), ema=None, eval_ema=True)
+
+
+def test_a_run_goes_on_whatever_its_evaluations_are_of() -> None:
+    """They change no step."""
+    job = job_of(Optimizer("SGD", lr=0.1), eval_data=Pairs(5))
+    captured = capture(job)
+    check_same(replace(job, eval_ema=True), captured, description(job, captured), MICRO)
+    with pytest.raises(UsageError, match="another|optimizer"):
+        check_same(replace(job, ema=None), captured, description(job, captured), MICRO)
 
 
 async def test_without_one_there_is_nothing_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
+from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.equality import check
 from meshcee.errors import UsageError, unwrap
@@ -227,3 +228,19 @@ async def test_the_limit_is_the_data_where_reading_takes_longest(data: Any, coll
 async def test_what_no_collate_may_do_is_told_with_its_place(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         await train(words_of(**changes), 2, MICRO)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+async def test_a_length_that_the_first_samples_do_not_show_is_told_with_its_place(evaluates: bool) -> None:
+    """Members would fail at it, one after the other, or compute with sizes that are not those of the samples."""
+    alike = [row for row in texts(400) if len(row["ids"]) == 9]
+    longer = [row | {"ids": [1] * 12} if k % 3 == 2 else row for k, row in enumerate(alike[:96])]
+    job = words_of(data=longer, steps=9) if not evaluates else words_of(data=alike, steps=1, eval_data=longer)
+    place = "step 1, evaluation, micro-batch 1" if evaluates else r"step \d, micro-batch \d"
+    with pytest.raises(UsageError, match=place + r": x.ids is int64 \(6, 12\), .* int64 \(samples, 9\): begin data"):
+        await train(job, 2, MICRO)
+    (ids,) = (entry.value for entry in capture(words_of(data=[longer[2], *longer])).train.inputs if entry.name == "x.ids")
+    assert all(ids.admits(torch.zeros(6, length, dtype=torch.int64)) for length in (9, 12))  # as the advice has it
+    longest = [row | {"ids": [1] * 999} if k % 6 == 5 else row for k, row in enumerate(texts())]
+    with pytest.raises(UsageError, match=r"x.ids is int64 \(6, 999\), .* int64 \(samples, up to \d+\): begin"):
+        await train(words_of(data=longest, steps=9), 2, MICRO)
