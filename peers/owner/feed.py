@@ -213,10 +213,16 @@ class Feed:
             given = found.get(entry.name)
             if entry.kind == "raw" and (given is None or not entry.value.admits(given)):
                 here = "missing" if given is None else _said(given.dtype, given.shape)
+                is_size = given is not None and given.dtype == entry.value.dtype
+                advice = (
+                    "begin data with such a sample, or pad all to one length"
+                    if is_size
+                    else "give all samples one type"
+                )
                 what = f"step {round.step + 1}{', evaluation' if round.forward_only else ''}, micro-batch {micro + 1}"
                 raise UsageError(
                     f"{what}: {entry.name} is {here}, and in the samples that capture looked at (the first, and some all over "
-                    f"the data) {_said(entry.value.dtype, entry.value.shape)}: begin data with such a sample, or pad all to one length"
+                    f"the data) {_said(entry.value.dtype, entry.value.shape)}: {advice}"
                 )
         return found
 

@@ -115,7 +115,7 @@ def test_a_run_goes_on_whatever_its_evaluations_are_of() -> None:
     job = job_of(Optimizer("SGD", lr=0.1), eval_data=Pairs(5))
     captured = capture(job)
     check_same(replace(job, eval_ema=True), captured, description(job, captured), MICRO)
-    with pytest.raises(UsageError, match="another|optimizer"):
+    with pytest.raises(UsageError, match="was made with optimizer"):
         check_same(replace(job, ema=None), captured, description(job, captured), MICRO)
 
 
