@@ -44,6 +44,8 @@ from meshcee.capture.export import (
 )
 from meshcee.capture.graph import (
     Analysis,
+    Batch,
+    Dim,
     Input,
     Node,
     NodeRefused,
@@ -97,6 +99,22 @@ class Capture:
         """The raw inputs of the programs for a stacked (x, y)."""
         return data_rules.inputs_of(batch)
 
+    def misfit(self, inputs: Mapping[str, torch.Tensor], *, forward_only: bool = False) -> str | None:
+        """Which of these raw inputs of a micro-batch the graph does not hold for, and what to do."""
+        program = self.evaluate if forward_only and self.evaluate is not None else self.train
+        for name, value in ((entry.name, entry.value) for entry in program.inputs if entry.kind == "raw"):
+            given = inputs.get(name)
+            if given is None or not value.admits(given):
+                sized = given is not None and given.dtype == value.dtype
+                advice = (
+                    "begin data with such a sample, or pad all to one length" if sized else "give all samples one type"
+                )
+                return (
+                    f"{name} is {'missing' if given is None else _said(given.dtype, given.shape)}, and in the samples that capture "
+                    f"looked at (the first, and some all over the data) {_said(value.dtype, value.shape)}: {advice}"
+                )
+        return None
+
     def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output as a metric expects it, from the evaluation outputs behind the loss.
 
@@ -112,6 +130,19 @@ class Capture:
         names = {n: n for n in self.persistent}
         names |= {other: name for other, name in self.aliases.items() if name in names}
         return OnDemand(names, lambda name: state[names[name]])
+
+
+def _said(dtype: torch.dtype | None, shape: Sequence[Dim]) -> str:
+    """A tensor's type and shape for people: "int64 (samples, up to 96)"."""
+    words = []
+    for size in shape:
+        if isinstance(size, int):
+            words.append(str(size))
+        elif isinstance(size, Batch):
+            words.append("samples" if size.scale == 1 else f"{size.scale} x samples")
+        else:
+            words.append(f"up to {size.limit}{' x samples' if size.batch else ''}")
+    return f"{str(dtype).removeprefix('torch.')} ({', '.join(words)})"
 
 
 class _Output(dict[Any, Any]):

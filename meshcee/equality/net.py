@@ -245,6 +245,8 @@ class _Net:
     def _draw(self, size: int, backward: bool) -> None:
         self.batch = self._source.batch(0, 0, size)
         self.size, self.backward = size, backward
+        if said := self.captured.misfit(self.captured.inputs_of(self.batch)):
+            raise UnequalError(f"step 1, a micro-batch of {self._samples()}: {said}", "data")
 
     def _compare(self, size: int, backward: bool) -> None:
         self._draw(size, backward)

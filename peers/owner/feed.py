@@ -15,7 +15,6 @@ import torch
 
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
-from meshcee.capture.graph import Batch, Dim
 from meshcee.errors import JoinError, UsageError
 from meshcee.job import At, Job
 from meshcee.plan import Plan, Stage
@@ -208,22 +207,9 @@ class Feed:
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them. UsageError where the graph has other sizes."""
         found = self._capture.inputs_of(self.samples(round, micro))
-        program = self._capture.evaluate if round.forward_only else None
-        for entry in (program or self._capture.train).inputs:
-            given = found.get(entry.name)
-            if entry.kind == "raw" and (given is None or not entry.value.admits(given)):
-                here = "missing" if given is None else _said(given.dtype, given.shape)
-                is_size = given is not None and given.dtype == entry.value.dtype
-                advice = (
-                    "begin data with such a sample, or pad all to one length"
-                    if is_size
-                    else "give all samples one type"
-                )
-                what = f"step {round.step + 1}{', evaluation' if round.forward_only else ''}, micro-batch {micro + 1}"
-                raise UsageError(
-                    f"{what}: {entry.name} is {here}, and in the samples that capture looked at (the first, and some all over "
-                    f"the data) {_said(entry.value.dtype, entry.value.shape)}: {advice}"
-                )
+        if said := self._capture.misfit(found, forward_only=round.forward_only):
+            what = f"step {round.step + 1}{', evaluation' if round.forward_only else ''}, micro-batch {micro + 1}"
+            raise UsageError(f"{what}: {said}")
         return found
 
     def portions(self, round: Round, plan: Plan, counts: Sequence[int] = ()) -> tuple[Portion, ...]:
@@ -265,19 +251,6 @@ class Feed:
         if not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
         return tuple(w / total for w in own)
-
-
-def _said(dtype: torch.dtype | None, shape: Sequence[Dim]) -> str:
-    """A tensor's type and shape for people: "int64 (samples, up to 96)"."""
-    words = []
-    for size in shape:
-        if isinstance(size, int):
-            words.append(str(size))
-        elif isinstance(size, Batch):
-            words.append("samples" if size.scale == 1 else f"{size.scale} x samples")
-        else:
-            words.append(f"up to {size.limit}{' x samples' if size.batch else ''}")
-    return f"{str(dtype).removeprefix('torch.')} ({', '.join(words)})"
 
 
 def _rows_of(batch: tuple[Any, Any], rows: tuple[int, int] | None) -> tuple[Any, Any]:

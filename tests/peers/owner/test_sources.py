@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,10 @@ async def test_a_length_that_the_first_samples_do_not_show_is_told_with_its_plac
         entry.value for entry in capture(words_of(data=[longer[2], *longer[1:]])).train.inputs if entry.name == "x.ids"
     )
     assert all(ids.admits(torch.zeros(6, length, dtype=torch.int64)) for length in (9, 12))  # as the advice has it
+    if not evaluates:  # where the first step has one, the start finds it
+        checked = check(job, (1,), 1)
+        assert checked.blame == "data"
+        assert re.search(r"step 1, .* x.ids is int64 \(6, 12\), .*: begin data", checked.differs)
     longest = [row | {"ids": [1] * 999} if k % 6 == 5 else row for k, row in enumerate(texts())]
     with pytest.raises(UsageError, match=r"x.ids is int64 \(6, 999\), .* int64 \(samples, up to \d+\): begin"):
         await train(words_of(data=longest, steps=9), 2, MICRO)
