@@ -1,24 +1,25 @@
 """What another process of this machine may ask of a run that trains: to save its state now.
 
 The idea: a file in the run's own folder is the wish. The owner looks for it now and then, beside training, and asks for what any
-callback may. A run that was begun from Python hears of none, and has no place to put one.
+callback may. A lock beside it says that somebody looks, and ends with the owner. A run that was begun from Python hears of none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files import Run, disk
+from meshcee.files import Run, disk, is_locked
 
 __all__ = ["Wishes", "wish_checkpoint"]
 
-PLACE, CHECKPOINT = "wishes", "checkpoint"
+PLACE, CHECKPOINT, HEARD = "wishes", "checkpoint", "heard.lock"
 EVERY_S = 1.0
 
 
@@ -30,6 +31,7 @@ class Wishes(Callback):
     def __init__(self, run: Callable[[], Run | None]) -> None:
         self._run = run
         self._place: Path | None = None
+        self._heard: BinaryIO | None = None  # held while somebody looks
         self._control: Control | None = None
 
     def on_plan(self, run: Control, plan: Any) -> None:
@@ -43,9 +45,18 @@ class Wishes(Callback):
 
     async def watch(self) -> None:
         """Look now and then, for ever."""
-        while True:
-            await asyncio.to_thread(self.look)
-            await asyncio.sleep(EVERY_S)
+        try:
+            while True:
+                await asyncio.to_thread(self.look)
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        if self._heard is not None:
+            self._heard.close()
+        self._place = self._heard = None
 
     def look(self) -> None:
         """Take up a wish, if there is one; a disk that refuses ends no run."""
@@ -55,8 +66,11 @@ class Wishes(Callback):
         place = run.folder / PLACE
         with contextlib.suppress(OSError):
             if self._place != place:
+                self.close()
                 place.mkdir(exist_ok=True)
                 (place / CHECKPOINT).unlink(missing_ok=True)  # of an owner before
+                self._heard = (place / HEARD).open("ab")
+                fcntl.flock(self._heard, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._place = place
             if (place / CHECKPOINT).exists():
                 (place / CHECKPOINT).unlink()
@@ -69,7 +83,7 @@ def wish_checkpoint(run: Run) -> None:
     if not run.is_owned:
         raise UsageError(f"run {run.id} is not running ({run.state})")
     place = run.folder / PLACE
-    if not place.is_dir():
+    if not is_locked(place / HEARD):
         raise UsageError(
             f"run {run.id} takes no wishes: it has no plan yet, or was begun from Python, where a callback asks run.checkpoint()"
         )

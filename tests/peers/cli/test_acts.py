@@ -154,9 +154,13 @@ async def test_a_run_of_another_process_is_asked_through_its_folder(
         wishes.look()
         assert [step for step in range(9) if control.saves_before(step)] == [7], "once for a wish"
         wish_checkpoint(run)
+        wishes.close()
+        with pytest.raises(UsageError, match="takes no wishes"):  # its folder is there, and nobody looks
+            wish_checkpoint(run)
         later = Wishes(lambda: run)
         later.on_plan(again := Control(saves=True), None)
         later.look()
+        later.close()
         assert not again.saves_before(0), "what an owner before has not heard is of no use now"
 
 
