@@ -3,7 +3,7 @@
 The idea: both meshes are up all the time and train the same job on the same plan in turns, so a machine that slows down slows
 both. Nothing shapes the links: every byte costs a core of this machine, which is the worst case for streams that are passed on.
 
-    python benchmarks/device_process.py [--turns 7] [--steps 60] [--job examples/gpt.py] [--out docs/device_process.json]
+    python -m benchmarks.device_process [--turns 7] [--steps 60] [--job examples/gpt.py] [--out docs/device_process.json]
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from measure import Turns, machine, row
-from one_host import ROOT, figures, lines_of, meshcee, terminals
+from benchmarks.measure import Turns, machine, row
+from benchmarks.one_host import ROOT, figures, lines_of, meshcee, terminals
 
 STAGES = 2
 FORMS = {"in the peer": (), "in a process": ("--device-process",)}

@@ -3,7 +3,7 @@
 The idea: nothing is told to a peer but where to join. Each turn starts four `meshcee peer`, trains examples/gpt.py on them with
 `meshcee train`, ends them, and runs the demo; both report their steps, and the plan says what a step was to take.
 
-    python benchmarks/one_host.py [--turns 3] [--peers 4] [--together] [--out docs/one_host.json]
+    python -m benchmarks.one_host [--turns 3] [--peers 4] [--together] [--out docs/one_host.json]
 
 --together starts the three that join at the same moment; else each waits for the one before, as at a keyboard.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import machine, row
+from benchmarks.measure import machine, row
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "examples" / "gpt.py"
