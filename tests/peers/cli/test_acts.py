@@ -23,13 +23,13 @@ from peers.cli.ui.watching import page_of
 from peers.cli.ui.wishes import Wishes, wish_checkpoint
 from peers.node import Departure
 from peers.node.assemble import InProcess, JoinOptions
-from tests.peers.cli.test_ui import a_run
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
 from tests.rig.virtual_time import run as on_virtual_time
 
 aiohttp = pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 
 from peers.cli.ui.server import Site, serving  # noqa: E402 - it needs aiohttp
+from tests.peers.cli.test_ui import a_run  # noqa: E402 - it needs aiohttp too
 
 
 async def _told(_: str) -> str:

@@ -24,13 +24,13 @@ from peers.cli.ui.page import self_contained
 from peers.cli.ui.sources import FolderSource
 from peers.cli.ui.watching import page_of
 from tests.peers.cli.test_page import HOSTILE, hostile_picture
-from tests.peers.cli.test_ui import a_run
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
 from tests.picture.test_picture import status
 
 pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 
 from peers.cli.ui.server import EVERY_S, Site, serving
+from tests.peers.cli.test_ui import a_run  # it needs aiohttp too
 from tests.rig.browser import BROWSER, WHY_NOT, Page, a_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
