@@ -55,10 +55,33 @@ MOST_PASSED = 64  # graphs
 MOST_SAID_BYTES = 4096
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """Runs `main` of this module of ours in a Python of its own, where nothing of the working folder is imported."""
+def launch(
+    module: str,
+    far: socket.socket,
+    *arguments: str,
+    env: dict[str, str],
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = subprocess.PIPE,
+    cwd: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """Runs `main` of this module of ours in a Python of its own, where nothing of the working folder is imported.
+
+    `main` is told the number of this process and of `far`, and then `arguments`. `far` is its end of a channel, and is closed here,
+    whatever comes of it.
+    """
     root = str(Path(meshcee.__file__).parents[1])
-    return [sys.executable, "-P", "-c", START.format(module), root, *arguments]
+    with far:
+        told = (root, str(os.getpid()), str(far.fileno()), *arguments)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", START.format(module), *told],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=env,
+            pass_fds=[far.fileno()],
+            start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
+        )
 
 
 class Workers(Graphs):
@@ -200,23 +223,13 @@ class _Source:
     def __init__(self, work: str, memory_bytes: int) -> None:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
-        arguments = [str(os.getpid()), str(theirs.fileno()), str(memory_bytes), work]
+        env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE
+        told = (str(memory_bytes), work)
         try:
-            self._process = subprocess.Popen(
-                command("peers.device.worker.child", *arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
-            )
+            self._process = launch("peers.device.worker.child", theirs, *told, env=env, cwd="/")
         except BaseException:
             self._control.close()
             raise
-        finally:
-            theirs.close()
 
     @property
     def lives(self) -> bool:

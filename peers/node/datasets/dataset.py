@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ import torch
 from dht import MAX_DATASETS
 from meshcee.errors import PeerLostError, ProtocolError, UsageError
 from meshcee.stage import tensors
-from peers.device.worker.workers import command
+from peers.device.worker.workers import launch
 from peers.node.datasets.packets import Answer, Ask, payloads_of, receive, send
 
 __all__ = ["Dataset", "Datasets", "Layout"]
@@ -156,21 +155,15 @@ class _Process:
         self.samples = 0  # until the set is open
         self._lock = threading.Lock()
         self._channel, far = socket.socketpair()
-        told = [str(os.getpid()), str(far.fileno()), str(torch.get_num_threads()), name, file, make]
-        try:
-            self._process = subprocess.Popen(
-                command("peers.node.datasets.reader", *told),
-                stdin=subprocess.DEVNULL,
-                stdout=STANDARD_ERROR,  # what the user's code prints; ours may be JSON
-                env={k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_")},  # a token may stand there
-                pass_fds=[far.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_")}  # a token may stand there
+        told = (str(torch.get_num_threads()), name, file, make)
+        try:  # what the user's code prints is not for standard output, where our JSON may be
+            self._process = launch(
+                "peers.node.datasets.reader", far, *told, env=env, stdout=STANDARD_ERROR, stderr=None
             )
         except BaseException:
             self._channel.close()
             raise
-        finally:
-            far.close()
 
     @property
     def lives(self) -> bool:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from peers.device.worker.workers import command
+from peers.device.worker.workers import launch
 from peers.node.device_process.messages import FROM_DEVICE
 from peers.transport.bridge import TAKES, Channel, pair
 
@@ -41,21 +41,12 @@ class Child:
         self.silent_for = 0  # questions that were not answered
         self._why = ""  # we have ended it
         self._written = b""
+        env = {k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)} | ONE_THREAD
         try:
-            self._process = subprocess.Popen(
-                command("peers.node.device_process.program", str(os.getpid()), str(far.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)} | ONE_THREAD,
-                pass_fds=[far.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the peer, which may go on for a while
-            )
+            self._process = launch("peers.node.device_process.program", far, env=env)
         except BaseException:
             self.channel.close()
             raise
-        finally:
-            far.close()
         assert self._process.stderr is not None
         self._stderr = self._process.stderr
         os.set_blocking(self._stderr.fileno(), False)
