@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import structlog
 
@@ -218,7 +218,7 @@ class Journal:
         try:
             if before is not None and _version(name, os.stat(path)) == (before.version, before.size):
                 return False
-            file = await asyncio.to_thread(path.open, "rb")
+            file = path.open("rb")  # quick as the look above; a thread would leave it open where this is cancelled
         except OSError:
             return False
         with file:
@@ -242,10 +242,9 @@ def _version(name: str, found: os.stat_result) -> tuple[int, int]:
     return found.st_ino if name == REPORTS else found.st_mtime_ns, found.st_size
 
 
-def _read(file: Any, at: int, count: int) -> bytes:
+def _read(file: BinaryIO, at: int, count: int) -> bytes:
     file.seek(at)
-    data: bytes = file.read(count)
-    return data
+    return file.read(count)
 
 
 class Mirror:

@@ -274,9 +274,11 @@ class _Source:
     async def end(self) -> None:
         self._control.close()
         self._process.kill()  # its worker dies with it
-        await asyncio.to_thread(self._process.wait)
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        try:
+            await asyncio.to_thread(self._process.wait)
+        finally:
+            if self._process.stderr is not None:
+                self._process.stderr.close()
 
 
 class _Worker:

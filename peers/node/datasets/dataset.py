@@ -222,8 +222,10 @@ class _Process:
         if self._process.returncode is None:  # nobody has waited for it, so the number is still its group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # with what the user's code has started
-        code = await asyncio.to_thread(self._process.wait)
-        self._channel.close()
+        try:
+            code = await asyncio.to_thread(self._process.wait)
+        finally:
+            self._channel.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 

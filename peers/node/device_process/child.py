@@ -77,12 +77,15 @@ class Child:
 
     async def end(self) -> str:
         """How it has ended, or ends now: by which signal, or with which status. More than one may ask."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, ENDS_S)
-        self._process.kill()
-        code = await asyncio.to_thread(self._process.wait)
-        self.channel.close()
-        self._read()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, ENDS_S)
+            self._process.kill()
+            code = await asyncio.to_thread(self._process.wait)
+        finally:  # also where this is cancelled
+            self._process.kill()
+            self.channel.close()
+            self._read()
         return self._why + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
 
     def _read(self) -> None:

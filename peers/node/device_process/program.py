@@ -90,7 +90,7 @@ class _Graphs(Graphs):
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
         async with self._turns:
-            memory = await asyncio.to_thread(sealed, graphs)
+            memory = sealed(graphs)  # a copy in memory; made by a thread, it would stay open where this is cancelled
             if wrong := await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs))):
                 raise GraphError(wrong)
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -331,6 +332,20 @@ def test_an_owner_that_ends_tells_whoever_may_keep_its_journal(tmp_path: Path) -
         assert mesh.a.shelf.journals == mesh.b.shelf.journals == {}
 
     on_a_mesh(tmp_path, test)
+
+
+async def test_whenever_a_journal_is_cancelled_it_leaves_no_file_open(tmp_path: Path) -> None:
+    """A file that nobody closed is a warning when Python frees it, and a warning fails a test here."""
+    ran = Home(tmp_path).new_run("x")
+    ran.report_file.write_bytes(files_of(4)[REPORTS])
+    for after in range(100):
+        journal = Journal(mock.Mock())
+        sending = asyncio.create_task(journal._send(mock.AsyncMock(spec=Stream), ran, REPORTS, {}))
+        for _ in range(1 + after % 5):
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait([sending])
+    gc.collect()
 
 
 def test_what_a_keeper_that_was_cut_off_has_of_a_run_that_is_over_is_known_to_be_of_no_use(tmp_path: Path) -> None:
