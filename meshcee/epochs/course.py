@@ -174,6 +174,10 @@ class Missing:
         """Who was missed and has announced itself since."""
         return tuple(p for p, missed_at in self.gone.items() if announced.get(p, missed_at) > missed_at)
 
+    def are_here(self, peers: Collection[str]) -> None:
+        """Until they are missed again: what they hold from now on can be given."""
+        self.gone = {p: at for p, at in self.gone.items() if p not in peers}
+
     def leave_out(self, peers: Collection[str], at: float) -> None:
         """Of the next plan, without having called them: the roll is called before anybody's copies count as gone."""
         self.gone.update(dict.fromkeys(peers, at))
@@ -351,6 +355,7 @@ class Course:
 
     def _meet(self, proposal: Proposal) -> list[Command]:
         self.state, self.plan = State.MEETING, proposal
+        self.missing.are_here(proposal.members)  # a better plan may have members that were missed once
         return [Meet(proposal)]
 
     def _offer(self) -> list[Command]:
@@ -513,8 +518,7 @@ class Course:
                 return [*([Shun(failed)] if failed else []), Profile()]
             case State.CALLING:
                 return self._count_losses(event)
-        for peer in event.here:
-            self.missing.gone.pop(peer, None)
+        self.missing.are_here(event.here)
         return self._ask()
 
     def _count_losses(self, event: Called) -> list[Command]:
