@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.virtual_chaos import now
 from dht.signing import Identity
+from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError
 from meshcee.files.home import Home
 from peers.node.agent import Agent
@@ -338,14 +339,23 @@ async def test_whenever_a_journal_is_cancelled_it_leaves_no_file_open(tmp_path: 
     """A file that nobody closed is a warning when Python frees it, and a warning fails a test here."""
     ran = Home(tmp_path).new_run("x")
     ran.report_file.write_bytes(files_of(4)[REPORTS])
-    for after in range(100):
-        journal = Journal(mock.Mock())
-        sending = asyncio.create_task(journal._send(mock.AsyncMock(spec=Stream), ran, REPORTS, {}))
-        for _ in range(1 + after % 5):
+    me = Identity.generate()
+    agent = mock.Mock(timeouts=Timeouts(), peer_id=me.peer_id, sign=me.sign, clock=lambda: 0.0)
+    agent.directory.peers = {}
+    journal = Journal(agent)
+    journal.begin(JOB, ran, 1, mock.Mock(peers=()), resumed=False)
+    (_, serve), _ = agent.transport.serve.call_args
+    stream = mock.AsyncMock(spec=Stream)
+    stream.recv.return_value = Frame(messages.FOLLOW, {"job": JOB})
+    for after in range(200):
+        serving = asyncio.create_task(serve(stream))
+        for _ in range(1 + after % 20):
             await asyncio.sleep(0)
-        sending.cancel()
-        await asyncio.wait([sending])
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
     gc.collect()
+    assert stream.send.await_count > 0
 
 
 def test_what_a_keeper_that_was_cut_off_has_of_a_run_that_is_over_is_known_to_be_of_no_use(tmp_path: Path) -> None:
