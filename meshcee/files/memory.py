@@ -26,20 +26,21 @@ _lock, _entered = threading.Lock(), 0
 def large_apart() -> Iterator[None]:
     """While this is entered, by anybody, allocations of a MiB and more get pages of their own. Does nothing without glibc."""
     global _entered
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "malloc_trim"):
         yield
         return
     with _lock:
         _entered += 1
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     try:
         yield
     finally:
         with _lock:
             _entered -= 1
             if not _entered:
-                mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
+                libc.mallopt(_M_MMAP_THRESHOLD, _USUAL_BYTES)
+                libc.malloc_trim(0)
 
 
 @contextmanager

@@ -32,13 +32,15 @@ class _Note:
 
 @dataclass(frozen=True)
 class _Watched:
-    """One operator, whose bound method the stage calls."""
+    """One operator, whose bound method the stage's graph calls. A graph refers to itself, and must not keep weights alive."""
 
-    of: Remade
+    of: weakref.ref[Remade]
     number: int
 
     def run(self, *values: Any) -> Any:
-        return self.of.made(self.number, values)
+        of = self.of()
+        assert of is not None
+        return of.made(self.number, values)
 
 
 class Remade:
@@ -54,7 +56,7 @@ class Remade:
         self._alive: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # by storage: number, and version
         self.calls: dict[int, Callable[..., Any]] = {}
         for number in self._ways.keys() & read:
-            self.calls[number] = _Watched(self, number).run
+            self.calls[number] = _Watched(weakref.ref(self), number).run
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The stage's forward pass, whose graph notes what it would keep."""
@@ -77,7 +79,7 @@ class Remade:
         """Nothing is noted of what has been written since: a later view of it may have been."""
         made, number, version = self._alive.get(tensor.untyped_storage()._cdata, (None, 0, 0))
         if made is None or (whole := made()) is None or whole.dtype != tensor.dtype or tensor._version != version:
-            return tensor
+            return tensor.detach()  # the tensor itself would refer to its graph, and so to itself, for ever
         return _Note(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _again(self, kept: torch.Tensor | _Note) -> torch.Tensor:

@@ -265,8 +265,7 @@ class StageRunner:
     def clip(self, norms: Sequence[float], dtype: torch.dtype, max_norm: float) -> tuple[float, float]:
         """The global norm of all parameters' norms, and what gradients are multiplied by.
 
-        Computed on the device: a GPU adds in another order than a CPU, and the plain loop has its norms where its gradients
-        are.
+        On the device: a GPU adds in another order than a CPU, and the plain loop has its norms beside its gradients.
         """
         given = torch.tensor(norms, dtype=dtype, device=self.device).unbind()
         return float(global_norm(given)), float(clip_coefficient(given, max_norm))
@@ -362,6 +361,7 @@ class StageRunner:
                 *(self.weights.parameters[n] for n in self.spec.parameters),
                 *(written[n] if n in written else self.weights.buffers[n] for n in self.spec.buffers),
             )
+        self._deferral.tape = None  # the last micro-batch's would be kept until the next step
         return _Micro(leaves, list(results), tape), written, after[0]
 
     def _roots(

@@ -39,14 +39,17 @@ def test_what_an_earlier_run_has_left_is_not_kept_as_long_as_the_next_one() -> N
 def test_large_tensors_stay_apart_until_the_last_who_asked_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture inside a run ended that for the run, whose owner then grew by a third of its model."""
     told: list[int] = []
-    libc = SimpleNamespace(mallopt=lambda what, count: told.append(count))
+    trimmed: list[int] = []
+    libc = SimpleNamespace(mallopt=lambda what, count: told.append(count), malloc_trim=trimmed.append)
     monkeypatch.setattr(memory, "ctypes", SimpleNamespace(CDLL=lambda name: libc))
     monkeypatch.setattr(memory.sys, "platform", "linux")
     with large_apart():
         with large_apart():
             pass
         assert set(told) == {1 << 20}
+        assert not trimmed
     assert told[-1] > 1 << 20
+    assert trimmed == [0]
 
 
 def test_a_run_inside_another_thaws_nothing() -> None:

@@ -98,7 +98,7 @@ def _fake_pass(
             seen.add(storage._cdata)
             kept.append(tensor)
             now[0] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would keep its own graph alive
 
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():

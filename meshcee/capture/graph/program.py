@@ -332,7 +332,9 @@ class StageSpec:
         if not enabled:
             graph.call_function(torch._C._set_grad_enabled, (True,))
         graph.output(tuple(made[n] for n in (*self.sent_numbers, *self.output_numbers)))
-        return fx.GraphModule(root, graph)
+        module = fx.GraphModule(root, graph)
+        graph.owning_module = None  # or the two would refer to each other, and constants outlive the stage
+        return module
 
 
 def _linked(argument: Any, made: Mapping[int, Any], device: torch.device) -> Any:
@@ -354,11 +356,8 @@ def slice_program(program: Program, first: int, end: int) -> StageSpec:
     last_stage = end == program.num_blocks
 
     def carried(cut: int) -> tuple[int, ...]:
-        return tuple(
-            number
-            for number in range(base, base + len(program.nodes))
-            if block[number] < cut <= last[number] and number not in program.recomputed
-        )
+        made = range(base, base + len(program.nodes))
+        return tuple(n for n in made if block[n] < cut <= last[n] and n not in program.recomputed)
 
     received = carried(first)
     sent = () if last_stage else carried(end)
