@@ -400,10 +400,7 @@ def _norm_order(model: nn.Module) -> tuple[str, ...]:
 
 
 def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _rounded(model: nn.Module, keep_fp32: Sequence[str]) -> nn.Module:

@@ -137,6 +137,12 @@ class StageRunner:
         for earlier in self.terms.values():
             earlier.clear()
 
+    def close(self) -> None:
+        """Free all memory, whoever still refers to this stage."""
+        self.rollback()
+        self._working.clear()
+        self.weights.close()
+
     def keep_terms(self, names: Iterable[str]) -> None:
         """Keep the gradients of each micro-batch apart: in `.grad` is the newest alone, in `terms` those before, in order.
 

@@ -125,9 +125,7 @@ def _pack_tensor(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
 
 
 def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
-    exact = (
-        codec_of(codec).worst == 0.0
-    )  # what is rounded arrives contiguous, as in the process that it is compared with
+    exact = codec_of(codec).worst == 0.0  # what is rounded arrives contiguous, as where it is compared with
     said = _said(tensor, canonical(tensor.shape, tensor.stride())) if exact else []
     return [_NAMES[tensor.dtype], list(tensor.shape), codec, *said], payload
 

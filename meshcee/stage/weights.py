@@ -113,6 +113,12 @@ class Weights:
             else:
                 self.averages[name] = master.detach().clone()
 
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        for held in (self.parameters, self.masters, self.trainable, self.buffers, self.averages, self.optimizer.state):
+            held.clear()
+        self.optimizer.param_groups.clear()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters (masters where there are any) and buffers by original name; not copies."""
         return {**{n: self.masters.get(n, p).detach() for n, p in self.parameters.items()}, **self.buffers}

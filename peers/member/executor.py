@@ -29,17 +29,7 @@ from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, te
 from peers.member.settlement import Settlement
 from peers.state import CopyStore
 from peers.transport import Frame
-from peers.wire import (
-    OWNER,
-    Bandwidth,
-    Crossed,
-    Links,
-    Outbox,
-    Round,
-    Spans,
-    messages,
-    need,
-)
+from peers.wire import OWNER, Bandwidth, Crossed, Links, Outbox, Round, Spans, messages, need
 
 if TYPE_CHECKING:
     from peers.groups import FinishedBuckets
@@ -105,6 +95,10 @@ class Executor:
     def untouched(self) -> Mapping[str, torch.Tensor]:
         """The weights as they were offered, if no step was applied: another try need not send them again."""
         return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
+
+    async def close(self) -> None:
+        """Free the stage's memory, behind a call that may still run."""
+        await self._compute.run(self._runner.close)
 
     async def run(self) -> None:
         """Take rounds until cancelled."""

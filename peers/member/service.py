@@ -382,9 +382,7 @@ class Member:
                 await self._idle.wait()
 
     async def serve_job(self, stream: Stream) -> None:
-        stream.max_payload_bytes = (
-            3 * self._graphs.limits.graph_bytes
-        )  # two graphs and the plan, each checked by itself
+        stream.max_payload_bytes = 3 * self._graphs.limits.graph_bytes  # two graphs and the plan: each is checked
         # Nobody keeps this peer busy by opening a stream and saying nothing.
         received = lambda: stream.received_bytes  # noqa: E731
         frame = await while_moving(stream.recv, received, self._timeouts.offer_s, self._timeouts)
@@ -474,21 +472,24 @@ class Member:
             cause = most_telling(failures)
             log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._abort(self.session))  # first: what hangs in a sum holds the device
+                ending = self.session.executor.settlement.abort()
+                group.create_task(self._within(ending))  # first: what hangs in a sum holds the device
                 group.create_task(self.report(stream, cause))
         finally:
             try:
-                await self._abort(self.session)
+                await self._within(self.session.executor.settlement.abort())
             finally:
                 self.max_live, self.max_in_flight = self.session.executor.max_live, self.session.executor.max_in_flight
                 if not self.session.ending:
                     self.lender.keep(self.session.executor.untouched())
                 self.session.close()
+                # An error's traceback refers to all this for a while, and the next epoch's stage needs the memory.
+                await self._within(self.session.executor.close())
 
-    async def _abort(self, session: Session) -> None:
+    async def _within(self, ending: Awaitable[None]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeouts.shutdown_s):
-                await session.executor.settlement.abort()
+                await ending
 
     async def report(self, stream: Stream, error: BaseException) -> None:
         """Tell the owner before the links close, so that it hears the cause before its consequences."""

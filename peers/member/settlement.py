@@ -107,6 +107,7 @@ class Settlement:
         """The epoch is over."""
         for one in self._sums.values():
             one.close()
+        self._sums.clear()
 
     async def run(self, round: Round) -> float | None:
         """Until the step is committed; returns what gradients are multiplied by when the job clips."""

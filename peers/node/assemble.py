@@ -35,7 +35,7 @@ from dht import (
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
-from meshcee.files import Home, large_apart
+from meshcee.files import Home, large_apart, settled
 from peers.device import Compute, Graphs, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
@@ -395,6 +395,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             naming = group.create_task(_name_peers(shape, node))
             stack.callback(naming.cancel)
+        if options.compute:
+            stack.enter_context(settled())
         yield node
 
 

@@ -159,13 +159,7 @@ def _no_extension(code: int, data: bytes) -> Any:
 
 def _decode_head(body: memoryview, limits: Limits, max_payload_bytes: int) -> tuple[str, dict[str, Any], list[int]]:
     try:
-        message = msgpack.unpackb(
-            body,
-            raw=False,
-            strict_map_key=True,
-            ext_hook=_no_extension,
-            max_ext_len=0,
-        )
+        message = msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_no_extension, max_ext_len=0)
     except (ValueError, TypeError, UnicodeDecodeError, OverflowError) as error:  # msgpack's errors are ValueErrors
         raise ProtocolError(f"a frame's header is not valid msgpack: {error}") from error
     if type(message) is not list or len(message) != 3:

@@ -73,9 +73,7 @@ class _Pipe(asyncio.Transport):
         self._direction = direction
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._leaving: deque[tuple[float, memoryview | None]] = (
-            deque()
-        )  # when they have left; None: they are on their way
+        self._leaving: deque[tuple[float, memoryview | None]] = deque()  # when they have left; None: on their way
         self._leaving_bytes = 0
         self._leaving_timer: asyncio.Handle | None = None
         # What is on its way to us: arrival and bytes, None for the end of file. A deque, because the loop's timers of

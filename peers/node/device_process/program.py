@@ -23,6 +23,7 @@ import uvloop
 from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
 from meshcee.errors import GraphError, NotPermittedError, PlanError, ProtocolError
+from meshcee.files import settled
 from meshcee.job import PER_PARAMETER, Optimizer, seeded
 from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
@@ -109,7 +110,8 @@ async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
             raise ProtocolError("the peer of this device does not say first for whom it works")
         say_by(partial(_post, channel))
         first_part, rest = give_up
-        await _serve(channel, begin, partial(rest, begin.device, first_part(begin.device)))
+        with settled():
+            await _serve(channel, begin, partial(rest, begin.device, first_part(begin.device)))
     except* StreamClosed:
         pass
     finally:
