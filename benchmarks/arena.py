@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.astray import set_clock
 from benchmarks.disks import SmallDisk
 from benchmarks.lab import Lab
 from benchmarks.wires import Wires
@@ -47,20 +48,26 @@ END_S = 5.0  # that a p2pd may outlive its peer
 OWNER, HEIR = "owner", "heir"
 LEAVE = "members leave: the job goes on without them"  # what the owner's log says of members that end politely
 TAKES_OVER = "is gone: this machine goes on with it"  # says who stands by
+DRAFTS = ".step-*"  # folders of checkpoints that are being written
 
 
 PACE_GFLOPS = 1000.0  # of devices that may hang: more than they have
 
 
 class ArenaChildren(Children):
-    """Each on the lab's host of its name, if there is a lab; peers' devices may hang, if they are `paced`."""
+    """Each on the lab's host of its name, if there is a lab; peers' devices may hang, if they are `paced`, and wall clocks leap, if
+    they are `astray`.
+    """
 
-    def __init__(self, home: Path, lab: Lab | None, paced: bool) -> None:
+    def __init__(self, home: Path, lab: Lab | None, paced: bool, astray: bool) -> None:
         super().__init__(home)
-        self._lab, self._paced = lab, paced
+        self._lab, self._paced, self._astray = lab, paced, astray
 
     def hang_file(self, name: str) -> Path:
         return self.home / f"{name}.hangs"
+
+    def clock_file(self, name: str) -> Path:
+        return self.home / f"{name}.clock"
 
     def listen(self, name: str) -> str:
         return super().listen(name) if self._lab is None else f"{self._lab.addresses[name]}:0"
@@ -71,6 +78,10 @@ class ArenaChildren(Children):
         if self._paced and name not in (OWNER, HEIR):
             command = [*command, "--pace-gflops", str(PACE_GFLOPS)]
             env = {**env, HANG_FILE: str(self.hang_file(name))}
+        if self._astray:
+            set_clock(self.clock_file(name), 0.0)
+            python, module, _, *arguments = command
+            command = [python, module, "benchmarks.astray", str(self.clock_file(name)), *arguments]
         start = super().spawn if self._lab is None else self._lab.run
         return await start(name, command, env=env, **options)
 
@@ -93,10 +104,16 @@ class Owner:
         return self.process is None or self.process.returncode is not None
 
 
+def _signal(processes: Iterable[psutil.Process], what: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(what)
+
+
 class Arena:
     """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`.
 
-    With `disks`, runs lie on a disk of the owner's own. `paced` devices may hang.
+    With `disks`, runs lie on a disk of the owner's own. `paced` devices may hang, clocks that are `astray` leap.
     """
 
     def __init__(
@@ -109,16 +126,16 @@ class Arena:
         augmented: bool = False,
         disks: bool = False,
         paced: bool = False,
+        astray: bool = False,
     ) -> None:
         self.augmented = augmented
         self.home = Home(folder / "home")
-        self.children = ArenaChildren(self.home.folder, lab, paced)
+        self.children = ArenaChildren(self.home.folder, lab, paced, astray)
         self.wires = Wires(lab) if lab is not None else None
         self.events: list[tuple[float, dict[str, Any]]] = []  # (when, a line of an owner)
         self.names: dict[str, str] = {}
         homes = {OWNER: self.home, HEIR: Home(folder / HEIR)}
         self.owners = {name: Owner(name, home, self.home.folder / f"{name}.log") for name, home in homes.items()}
-        self.owner = self.owners[OWNER]
         self._disks = disks
         self._stages, self._last = stages, steps
         self._job = folder / "demo_job.py"
@@ -126,12 +143,14 @@ class Arena:
         self._news = asyncio.Event()
         self._stopped: set[str] = set()
         self._hung: set[str] = set()
+        self._leaving: set[str] = set()
         self._lab = lab
         self._apart: set[str] = set()
         self._ends: list[asyncio.Task[None]] = []  # of what lasts for a while
         self._group = asyncio.TaskGroup()
         self._mounts = contextlib.ExitStack()
-        self._lost_s = 0.0  # when the first owner was killed
+        self._lost_s: float | None = None  # when the first owner was killed, or suspended beside who stands by
+        self._is_dead = False  # the first owner
 
     async def __aenter__(self) -> Arena:
         if self._disks:
@@ -157,6 +176,15 @@ class Arena:
         self._mounts.close()
 
     # -- the owner -----------------------------------------------------------------------------------------------------
+
+    @property
+    def owner(self) -> Owner:
+        """Who stands by is it once the first one was killed, or has slept for so long that the other went on."""
+        return self.owners[HEIR if self._is_dead or self.is_taken_over else OWNER]
+
+    @property
+    def is_taken_over(self) -> bool:
+        return any(event.get("note", "").endswith(TAKES_OVER) for _, event in self.events)
 
     async def train(self, *flags: str) -> None:
         """Start `meshcee train`; its lines go to `events` until it ends."""
@@ -213,6 +241,10 @@ class Arena:
         if heir.process is not None:
             async with asyncio.timeout(LONGEST_S):
                 await heir.process.wait()
+        first = self.owners[OWNER]
+        if self.owner is heir and first.process is not None:  # one that woke up as nobody's owner ends, in whatever way
+            async with asyncio.timeout(LONGEST_S):
+                await first.process.wait()
         codes = [owner.process.returncode for owner in (self.owner, heir) if owner.process is not None]
         return next((code for code in codes if code), 0)
 
@@ -223,19 +255,46 @@ class Arena:
     @property
     def can_lose_the_owner(self) -> bool:
         """A standby knows of the run by now."""
+        return self.owner is not self.owners[HEIR] and self.is_followed
+
+    @property
+    def is_followed(self) -> bool:
+        """Who stands by does, and knows of the run by now."""
         heir = self.owners[HEIR]
-        return self.owner is not heir and not heir.is_over and any(run.reports() for run in heir.home.runs())
+        return not heir.is_over and any(run.reports() for run in heir.home.runs())
 
     def lose_owner(self) -> None:
         """By kill -9, for good: who stands by is the owner from now on."""
         self.kill_owner()
-        self._lost_s = time.monotonic()
-        self.owner = self.owners[HEIR]
+        self._lost_s, self._is_dead = time.monotonic(), True
+
+    def suspend_owner(self, seconds: float) -> None:
+        """All of its processes stand still for a while, as when a laptop is closed."""
+        process, members = self.owner.process, self._processes_of(self.owner.process)
+        assert process is not None
+        if self.owner is self.owners[OWNER]:
+            self._lost_s = time.monotonic()
+
+        async def wake() -> None:
+            _signal(members, signal.SIGCONT)
+
+        _signal(members, signal.SIGSTOP)
+        self._later(seconds, wake)
+
+    @staticmethod
+    def _processes_of(process: asyncio.subprocess.Process | None) -> list[psutil.Process]:
+        """With those that it has started; none once it has ended."""
+        with contextlib.suppress(psutil.Error):
+            if process is not None and process.returncode is None:
+                first = psutil.Process(process.pid)
+                return [first, *first.children(recursive=True)]
+        return []
 
     @property
     def taken_over_s(self) -> float | None:
-        """From the owner's death to the first report of the next one; None where there was none."""
-        return None if (first_s := self.owners[HEIR].first_s) is None else first_s - self._lost_s
+        """From the owner's death or sleep to the first report of the next one; None where there was none."""
+        first_s, lost_s = self.owners[HEIR].first_s, self._lost_s
+        return None if first_s is None or lost_s is None else first_s - lost_s
 
     @property
     def refuses(self) -> bool:
@@ -272,8 +331,8 @@ class Arena:
 
     @property
     def living(self) -> list[str]:
-        """Peers that run, can compute, and are on the owner's side of the network."""
-        away = self._stopped | self._apart | self._hung
+        """Peers that run and mean to stay, can compute, and are on the owner's side of the network."""
+        away = self._stopped | self._apart | self._hung | self._leaving
         return [n for n, p in self.children.processes.items() if p.returncode is None and n not in away]
 
     def members(self) -> list[str]:
@@ -321,6 +380,33 @@ class Arena:
         self._hung.add(name)
         self.children.hang_file(name).touch()
 
+    def leave(self, name: str) -> None:
+        """Politely: its work is handed over, then it ends."""
+        self._leaving.add(name)
+        self.children.processes[name].terminate()
+
+    def fill(self, name: str, seconds: float) -> None:
+        """It gets no more memory than it has now, for a while; the kernel refuses."""
+        process = psutil.Process(self.children.processes[name].pid)
+        _, most = process.rlimit(psutil.RLIMIT_AS)
+
+        async def empty() -> None:
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(psutil.RLIMIT_AS, (most, most))
+
+        process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, most))
+        self._later(seconds, empty)
+
+    def step_clock(self, name: str, off_s: float, seconds: float) -> None:
+        """Its wall clock is so far off for a while, as on a machine that somebody sets, and sets right again."""
+        file = self.children.clock_file(name)
+
+        async def right() -> None:
+            set_clock(file, 0.0)
+
+        set_clock(file, off_s)
+        self._later(seconds, right)
+
     def _later(self, seconds: float, end: Callable[[], Awaitable[None]]) -> None:
         """Beside whatever else happens."""
 
@@ -353,6 +439,13 @@ class Arena:
         await self.wires.halve(pairs)
         self._later(seconds, partial(self.wires.halve, pairs, -1))
 
+    async def trickle(self, name: str, rate: float, seconds: float) -> None:
+        """What it sends leaves at so many bytes/s; what others send arrives as ever."""
+        assert self.wires is not None
+        others = [other for _, other in self._around({name})]
+        await self.wires.trickle(name, others, rate)
+        self._later(seconds, partial(self.wires.trickle, name, others, None))
+
     async def part(self, names: Collection[str], seconds: float) -> None:
         """These from everybody else, the owner and who is yet to come included."""
         wires, pairs, apart = self.wires, self._around(names), frozenset(names)
@@ -371,6 +464,29 @@ class Arena:
         assert self._lab is not None
         return [(name, other) for name in names for other in self._lab.addresses.keys() - set(names)]
 
+    # -- moments
+
+    @property
+    def is_planned(self) -> bool:
+        """A first plan has been found, and is offered next."""
+        return any("plan" in event for _, event in self.events)
+
+    @property
+    def saves(self) -> bool:
+        """The owner writes a checkpoint now."""
+        return any(any(run.checkpoints.glob(DRAFTS)) for run in self.owner.home.runs())
+
+    @property
+    def hand_overs(self) -> int:
+        """How often an owner has said that members leave."""
+        return self.owner.log.read_text(errors="replace").count(LEAVE)
+
+    async def meanwhile(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Of what no line tells: looks often, for so long at most, while the owner lives."""
+        end_s = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end_s and not self.owner.is_over:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.02)
+
     # -- what is left
 
     def log(self, *owners: str) -> list[dict[str, Any]]:
@@ -383,18 +499,20 @@ class Arena:
         """What owners say of each loss that they have got over."""
         return [entry for entry in self.log() if entry["event"] == "the run goes on"]
 
+    def recovered_s(self) -> list[tuple[float, float]]:
+        """Of each loss that an owner has got over: when it was noticed, by the wall clock, and how long the next new step took."""
+        found = [(entry["timestamp"], entry["seconds"]["new step"]) for entry in self.recoveries()]
+        return [(datetime.fromisoformat(at).timestamp() - took_s, took_s) for at, took_s in found]
+
     def noticed_s(self, after_s: float) -> float | None:
         """When an owner first noticed behind this time, both by the wall clock, that a member is lost or wants to leave, or who
         stands by that the owner is gone.
         """
         ahead_s = time.time() - time.monotonic()
         found = [when_s + ahead_s for when_s, event in self.events if event.get("note", "").endswith(TAKES_OVER)]
-        for entry in self.log():
-            at_s = datetime.fromisoformat(entry["timestamp"]).timestamp()
-            if entry["event"] == "the run goes on":
-                found.append(at_s - entry["seconds"]["new step"])
-            elif entry["event"] == LEAVE:
-                found.append(at_s)
+        found += [at_s for at_s, _ in self.recovered_s()]
+        left = [entry["timestamp"] for entry in self.log() if entry["event"] == LEAVE]
+        found += [datetime.fromisoformat(at).timestamp() for at in left]
         return min((at_s for at_s in found if at_s >= after_s), default=None)
 
     def orphans(self) -> list[int]:

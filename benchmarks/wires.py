@@ -1,4 +1,4 @@
-"""The links of an arena in the WAN lab: every pair of hosts has its own, which can be cut or halved for a while.
+"""The links of an arena in the WAN lab: every pair of hosts has its own, which can be cut, halved or let trickle for a while.
 
 The idea: blows on a link are counted, so they may overlap, and it is whole again when the last of them has ended. A link that is
 cut carries nothing and breaks nothing: whoever uses it hears neither an answer nor an end.
@@ -33,6 +33,7 @@ class Wires:
         self._lab = lab
         self._cuts: Counter[Pair] = Counter()
         self._halvings: Counter[Pair] = Counter()
+        self._trickles: dict[Pair, float] = {}  # bytes/s, from one to the other
 
     async def cut(self, pairs: Iterable[Pair], times: int = 1) -> None:
         """`times` -1 mends what was cut once."""
@@ -41,6 +42,15 @@ class Wires:
     async def halve(self, pairs: Iterable[Pair], times: int = 1) -> None:
         """`times` -1 doubles what was halved once."""
         await self._change(self._halvings, pairs, times)
+
+    async def trickle(self, source: str, targets: Iterable[str], rate: float | None) -> None:
+        """What `source` sends to them, at so many bytes/s; None: as ever. The last word counts."""
+        for target in targets:
+            if rate is None:
+                self._trickles.pop((source, target), None)
+            else:
+                self._trickles[source, target] = rate
+            await self._lab.set(self.link(source, target))
 
     async def _change(self, counted: Counter[Pair], pairs: Iterable[Pair], times: int) -> None:
         for a, b in pairs:
@@ -52,5 +62,5 @@ class Wires:
     def link(self, source: str, target: str) -> Link:
         """As it is now."""
         pair = min(source, target), max(source, target)
-        rate = BANDWIDTH / 2 ** self._halvings[pair]
+        rate = self._trickles.get((source, target), BANDWIDTH / 2 ** self._halvings[pair])
         return Link(source, target, LATENCY_S, rate, loss=1.0 if self._cuts[pair] else 0.0)
