@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -184,7 +185,7 @@ class Arena:
 
     @property
     def is_taken_over(self) -> bool:
-        return any(event.get("note", "").endswith(TAKES_OVER) for _, event in self.events)
+        return bool(self._takeovers())
 
     async def train(self, *flags: str) -> None:
         """Start `meshcee train`; its lines go to `events` until it ends."""
@@ -500,17 +501,25 @@ class Arena:
         return [entry for entry in self.log() if entry["event"] == "the run goes on"]
 
     def recovered_s(self) -> list[tuple[float, float]]:
-        """Of each loss that an owner has got over: when it was noticed, by the wall clock, and how long the next new step took."""
+        """Of each loss that was got over, an owner's too: when it was noticed, by the wall clock, and how long the next new step
+        took.
+        """
         found = [(entry["timestamp"], entry["seconds"]["new step"]) for entry in self.recoveries()]
-        return [(datetime.fromisoformat(at).timestamp() - took_s, took_s) for at, took_s in found]
+        losses = [(datetime.fromisoformat(at).timestamp() - took_s, took_s) for at, took_s in found]
+        ahead_s, first_s = time.time() - time.monotonic(), self.owners[HEIR].first_s or math.inf
+        return losses + [(at_s + ahead_s, first_s - at_s) for at_s in self._takeovers() if first_s < math.inf]
+
+    def _takeovers(self) -> list[float]:
+        """When who stands by has noticed that the owner is gone."""
+        return [when_s for when_s, event in self.events if event.get("note", "").endswith(TAKES_OVER)]
 
     def noticed_s(self, after_s: float) -> float | None:
         """When an owner first noticed behind this time, both by the wall clock, that a member is lost or wants to leave, or who
         stands by that the owner is gone.
         """
         ahead_s = time.time() - time.monotonic()
-        found = [when_s + ahead_s for when_s, event in self.events if event.get("note", "").endswith(TAKES_OVER)]
-        found += [at_s for at_s, _ in self.recovered_s()]
+        found = [at_s for at_s, _ in self.recovered_s()]
+        found += [at_s + ahead_s for at_s in self._takeovers()]
         left = [entry["timestamp"] for entry in self.log() if entry["event"] == LEAVE]
         found += [datetime.fromisoformat(at).timestamp() for at in left]
         return min((at_s for at_s in found if at_s >= after_s), default=None)

@@ -627,6 +627,9 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except MemoryError as error:  # wherever it happened to be: more of the same would not work either
+        said = f" ({error})" if str(error) else ""
+        _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)
     except Exception as error:
         if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
             _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
