@@ -231,3 +231,19 @@ def _meshcee(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "MESHCEE_JOIN"}
     command = [sys.executable, "-m", "meshcee", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+def test_a_machine_without_memory_is_no_bug_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object, **more: object) -> None:
+        raise MemoryError("Unable to allocate internal buffer.")
+
+    monkeypatch.setattr("peers.cli.main.app", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["peer"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "no memory is left on this machine (Unable to allocate internal buffer.); free some" in said
+    assert "bug" not in said
+    assert "Traceback" not in said
