@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -105,12 +105,6 @@ class Owner:
         return self.process is None or self.process.returncode is not None
 
 
-def _signal(processes: Iterable[psutil.Process], what: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(what)
-
-
 class Arena:
     """Peers and one owner, on loopback or in a lab with a host for each by name. Lifetime is `async with`.
 
@@ -145,6 +139,8 @@ class Arena:
         self._stopped: set[str] = set()
         self._hung: set[str] = set()
         self._leaving: set[str] = set()
+        self._poor: set[str] = set()  # without memory, or slow to answer: nobody joins through them
+        self._asleep: list[psutil.Process] = []
         self._lab = lab
         self._apart: set[str] = set()
         self._ends: list[asyncio.Task[None]] = []  # of what lasts for a while
@@ -170,6 +166,7 @@ class Arena:
             if owner.process is not None and not owner.is_over:
                 owner.process.kill()
                 await owner.process.wait()
+            self._send(signal.SIGCONT)  # what an owner has started ends with it, once it is awake
             if owner.reader is not None:
                 owner.reader.cancel()
         await self._group.__aexit__(*error)
@@ -256,40 +253,36 @@ class Arena:
     @property
     def can_lose_the_owner(self) -> bool:
         """A standby knows of the run by now."""
-        return self.owner is not self.owners[HEIR] and self.is_followed
-
-    @property
-    def is_followed(self) -> bool:
-        """Who stands by does, and knows of the run by now."""
         heir = self.owners[HEIR]
-        return not heir.is_over and any(run.reports() for run in heir.home.runs())
+        return self.owner is not heir and not heir.is_over and any(run.reports() for run in heir.home.runs())
 
     def lose_owner(self) -> None:
         """By kill -9, for good: who stands by is the owner from now on."""
         self.kill_owner()
+        self._send(signal.SIGCONT)
         self._lost_s, self._is_dead = time.monotonic(), True
 
     def suspend_owner(self, seconds: float) -> None:
         """All of its processes stand still for a while, as when a laptop is closed."""
-        process, members = self.owner.process, self._processes_of(self.owner.process)
-        assert process is not None
         if self.owner is self.owners[OWNER]:
             self._lost_s = time.monotonic()
+        assert self.owner.process is not None
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process = psutil.Process(self.owner.process.pid)
+            self._asleep += [process, *process.children(recursive=True)]
+        self._send(signal.SIGSTOP)
 
         async def wake() -> None:
-            _signal(members, signal.SIGCONT)
+            self._send(signal.SIGCONT)
+            self._asleep.clear()
 
-        _signal(members, signal.SIGSTOP)
         self._later(seconds, wake)
 
-    @staticmethod
-    def _processes_of(process: asyncio.subprocess.Process | None) -> list[psutil.Process]:
-        """With those that it has started; none once it has ended."""
-        with contextlib.suppress(psutil.Error):
-            if process is not None and process.returncode is None:
-                first = psutil.Process(process.pid)
-                return [first, *first.children(recursive=True)]
-        return []
+    def _send(self, what: signal.Signals) -> None:
+        """To the processes of an owner that sleeps."""
+        for process in self._asleep:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(what)
 
     @property
     def taken_over_s(self) -> float | None:
@@ -365,7 +358,7 @@ class Arena:
             self.children.processes[name].send_signal(signal.SIGCONT)
 
     async def join(self, name: str) -> None:
-        await self.children.add(name, avoiding=self._stopped | self._apart)
+        await self.children.add(name, avoiding=self._stopped | self._apart | self._leaving | self._poor)
 
     def pause(self, name: str, seconds: float) -> None:
         """Stop it and let it go on after a while."""
@@ -388,15 +381,18 @@ class Arena:
 
     def fill(self, name: str, seconds: float) -> None:
         """It gets no more memory than it has now, for a while; the kernel refuses."""
-        process = psutil.Process(self.children.processes[name].pid)
-        _, most = process.rlimit(psutil.RLIMIT_AS)
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process = psutil.Process(self.children.processes[name].pid)
+            _, most = process.rlimit(psutil.RLIMIT_AS)
+            process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, most))
+            self._poor.add(name)
 
-        async def empty() -> None:
-            with contextlib.suppress(psutil.Error):
-                process.rlimit(psutil.RLIMIT_AS, (most, most))
+            async def empty() -> None:
+                self._poor.discard(name)
+                with contextlib.suppress(psutil.Error):
+                    process.rlimit(psutil.RLIMIT_AS, (most, most))
 
-        process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, most))
-        self._later(seconds, empty)
+            self._later(seconds, empty)
 
     def step_clock(self, name: str, off_s: float, seconds: float) -> None:
         """Its wall clock is so far off for a while, as on a machine that somebody sets, and sets right again."""
@@ -444,8 +440,15 @@ class Arena:
         """What it sends leaves at so many bytes/s; what others send arrives as ever."""
         assert self.wires is not None
         others = [other for _, other in self._around({name})]
-        await self.wires.trickle(name, others, rate)
-        self._later(seconds, partial(self.wires.trickle, name, others, None))
+        wires = self.wires
+        self._poor.add(name)
+        await wires.trickle(name, others, rate)
+
+        async def end() -> None:
+            self._poor.discard(name)
+            await wires.trickle(name, others, None)
+
+        self._later(seconds, end)
 
     async def part(self, names: Collection[str], seconds: float) -> None:
         """These from everybody else, the owner and who is yet to come included."""
