@@ -20,6 +20,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.owner.recovery import Recovery
+from peers.transport import StreamClosed
 from peers.wire.suspects import Fault, Suspects, is_own
 from tests.rig.virtual_time import quiet, run
 
@@ -121,6 +122,34 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     outcome, plans = played(tmp_path, begin)
     assert outcome == "equal"
     assert len(plans) == 3  # the first, one with the peer that does not become ready, one without it
+    assert len(plans[1] - plans[2]) == 1
+
+
+def test_a_member_that_hangs_up_during_its_offers_is_left_out_though_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that has no memory for what it is sent, and cannot say so any more."""
+    prepare, full = Member.prepare, list[str]()
+
+    async def hang_up(member: Member, stream: Any, *args: Any) -> Any:
+        if member.peer_id in full:
+            raise StreamClosed("a payload is announced, which this peer cannot hold")
+        return await prepare(member, stream, *args)
+
+    monkeypatch.setattr(Member, "prepare", hang_up)
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        def hear(report: Report) -> None:
+            if report.step == STRUCK:
+                members = storm.members()
+                full.append(storm.here.agents[members[0]].peer_id)
+                storm.kill(members[1])
+
+        return hear
+
+    outcome, plans = played(tmp_path, begin)
+    assert outcome == "equal"
+    assert len(plans) == 3  # the first, one with the peer that hangs up, one without it
     assert len(plans[1] - plans[2]) == 1
 
 
