@@ -35,7 +35,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.noticed_s: float | None = None  # when the first was, by the loop's clock
-        self.blamed: Counter[str] = Counter()  # peers that others have lost, or that hung up during offers
+        self.blamed: Counter[str] = Counter()  # peers that others have lost, or the owner during offers
         self.missed: set[str] = set()  # members that the owner itself has lost
         self.stuck: set[str] = set()  # members that answer and do not do what is theirs to do
         self.faults: list[Fault] = []  # errors that members have met by themselves
