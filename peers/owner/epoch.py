@@ -327,7 +327,8 @@ class Owner:
             reply = await while_moving(sending, moved, limit_s, self._timeouts)
         except (JoinError, StreamClosed, TimeoutError) as error:
             why = str(error) or f"it has not got on with its offer for {limit_s:.0f} s"
-            self.failures.stuck |= {peer_id} if isinstance(error, TimeoutError) else set()
+            if isinstance(error, TimeoutError):
+                self.failures.stuck.add(peer_id)
             self.failures.blamed[peer_id] += 1  # whether or not it answers when the roll is called
             lost = PeerLostError(f"peer {self._describe(peer_id)} was lost before the first step: {why}")
             self.failures.add(LOST_HERE, lost)
