@@ -129,11 +129,12 @@ def peer(
         if any(getattr(context.get_parameter_source(p), "name", "") == "COMMANDLINE" for p in context.params):
             raise UsageError(f"what a service shall do stands behind the word: meshcee peer {word} ...")
         return
+    token = read_token(lent.join)  # before torch is imported, which takes seconds
     from peers.cli.peer import PeerOptions, run_peer
 
     run_peer(
         PeerOptions(
-            **{**vars(lent), "join": read_token(lent.join)},
+            **{**vars(lent), "join": token},
             identity=identity,
             open=open_,
             valid=valid,

@@ -28,6 +28,8 @@ from peers.owner.epoch import Report
 from peers.owner.job_run import Result
 from tests.peers.owner.test_recovery import FAST, a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:

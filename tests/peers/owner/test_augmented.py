@@ -37,6 +37,8 @@ from tests.peers.owner import test_recovery as recovery
 from tests.rig.disks import RefusingDisk
 from tests.rig.mesh_fixture import train
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS, BATCH, MICRO = 20, 24, 6
 
 

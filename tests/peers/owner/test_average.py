@@ -27,6 +27,8 @@ from peers.state.checkpoint import check_same, description
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS, MICRO = 16, 6
 
 

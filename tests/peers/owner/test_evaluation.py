@@ -14,6 +14,8 @@ from peers.member.coding import Coding
 from peers.wire import messages
 from tests.peers.member.test_training import Net, Pairs, make_job
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 DATA = Pairs(23)
 
 

@@ -28,6 +28,8 @@ from tests.mutation import breaks, changed
 from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import run
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 BREAKS, MENDED = 4, 9  # steps
 
 

@@ -16,6 +16,8 @@ from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 
 async def test_a_break_keeps_the_weights_that_were_asked_for(tmp_path: Path) -> None:
     home = Home(tmp_path)

@@ -24,6 +24,8 @@ from peers.transport import StreamClosed
 from peers.wire.suspects import Fault, Suspects, is_own
 from tests.rig.virtual_time import quiet, run
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STRUCK = 4  # the step in which members fail
 
 Story = Callable[[virtual_chaos.Storm], Callable[[Report], None]]

@@ -38,6 +38,8 @@ from peers.wire.offer import Offer
 from peers.wire.weights import names_of
 from tests.peers.member.test_training import make_job
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS = 30
 FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=30.0)
 

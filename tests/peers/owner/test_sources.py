@@ -34,6 +34,8 @@ from tests.peers.owner import test_recovery as recovery
 from tests.rig.mesh_fixture import train
 from tests.rig.streams import Counted, Plain, sample_of
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS, BATCH, MICRO = 20, 24, 6
 
 

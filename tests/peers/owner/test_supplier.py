@@ -40,6 +40,8 @@ from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import FAST
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS, MICRO = 12, 6
 
 

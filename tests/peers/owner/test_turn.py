@@ -21,6 +21,8 @@ from peers.owner.epoch import Report
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of
 from tests.rig.virtual_time import virtual_time
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 
 class Gated:
     """The weight of a micro-batch, which is its size, as without it; there while `gate` is set.

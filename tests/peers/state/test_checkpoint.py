@@ -45,6 +45,8 @@ from tests.rig.mesh_fixture import even_plan
 from tests.rig.reference import reference
 from tests.rig.virtual_time import virtual_time
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 STEPS = 9
 
 

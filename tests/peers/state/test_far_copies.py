@@ -38,6 +38,8 @@ from tests.planner.test_live import JOB
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 from tests.rig.virtual_time import run
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 # -- who is whose ------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured
 from tests.peers.state.test_keep import Epoch, answered, described, offers
 from tests.rig.virtual_time import virtual_time
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 LAST = 10  # the step at whose end another plan is chosen; the one after it is fed already
 
 

@@ -45,6 +45,8 @@ from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import even_plan, grouped, train
 from tests.rig.virtual_time import run
 
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
 TIMES = Timeouts()
 
 # -- who is whose ------------------------------------------------------------------------------------------------------
