@@ -14,6 +14,6 @@ QUICK = Effort(events=1_000, rows=10_000)
 
 @pytest.fixture
 def quick_planning() -> Iterator[None]:
-    """Half a second of search for each plan is most of a small mesh's start. Not for a test that judges the plan."""
+    """A search takes up to half a second for each plan. Not for a test that judges the plan."""
     with mock.patch("meshcee.planner.live.EFFORT", QUICK), mock.patch("meshcee.planner.HURRIED", QUICK):
         yield
