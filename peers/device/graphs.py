@@ -1,8 +1,4 @@
-"""Graphs of others become programs, or GraphError: here in the peer's own process, for peers in one process and for tests.
-
-The idea: whoever is in this process reads the same graphs, to measure them, for every offer and once for each peer. So a graph is
-checked once. A peer of a real mesh has `peers.device.worker.Workers` in the place of this class.
-"""
+"""Graphs of others become programs, or GraphError, once for all peers in this process. A real peer has `worker.Workers` instead."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from meshcee.config import Limits
 
 __all__ = ["Graphs"]
 
-MOST_KEPT = 8  # graphs: of a job the one that trains and the one that evaluates
+_checked = functools.lru_cache(maxsize=8)(decode_program)  # programs never change; what is refused is not kept
 
 
 class Graphs:
@@ -32,8 +28,3 @@ class Graphs:
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
         """All of them, or GraphError. Takes seconds for a large model, and not on the event loop."""
         return await asyncio.to_thread(lambda: [_checked(bytes(graph), self.limits) for graph in graphs])
-
-
-@functools.lru_cache(maxsize=MOST_KEPT)  # programs never change; what is refused is not kept
-def _checked(graph: bytes, limits: Limits) -> Program:
-    return decode_program(graph, limits)
