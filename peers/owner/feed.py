@@ -72,7 +72,9 @@ class Steering:
 
             self.readers = Readers(job)
 
-    async def meet(self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError], str]) -> None:
+    async def meet(
+        self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError, str], str]
+    ) -> None:
         """Before an epoch of these members: find who has the data, where the owner has not."""
         if self.supplier is not None:
             await self.supplier.meet(agent, members, how_to_go_on)

@@ -550,13 +550,13 @@ class Training:
         micro_batch = going.plan.what.plan.micro_batch
         return replace(self._request, job=replace(self._request.job, micro_batch=micro_batch), wanted=())
 
-    def _how_to_go_on(self, error: MeshceeError) -> str:
+    def _how_to_go_on(self, error: MeshceeError, first: str = "start more peers") -> str:
         waited_s = self._agent.timeouts.regroup_s
         why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
         if self._diary is None or self._durable is None:
-            return f"{why}; start more peers and run the command again"
+            return f"{why}; {first} and run the command again"
         return (
-            f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: start more peers, then go on "
+            f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: {first}, then go on "
             f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
         )
 

@@ -36,7 +36,9 @@ class Supplier:
         self._lost: dict[str, float] = {}  # when each was, by the clock of records
         self._clock: Callable[[], float] = lambda: 0.0
 
-    async def meet(self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError], str]) -> None:
+    async def meet(
+        self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError, str], str]
+    ) -> None:
         """Find it. UsageError where the mesh has none, PeerLostError where it has none any more."""
         self._clock = agent.clock
         limit_s = agent.timeouts.regroup_s if self.peer else agent.timeouts.announce_every_s
@@ -48,7 +50,8 @@ class Supplier:
             told = f"no peer {self.at.where!r}, nor one of a region of that name, has a dataset {self.at.name!r}"
             if self.peer:
                 lost = JoinError(f"{told} any more")
-                raise PeerLostError(f"the data is gone; {how_to_go_on(lost)}") from lost
+                first = f"start a peer of that name or region with `--dataset {self.at.name}=FILE.py:make`"
+                raise PeerLostError(f"the data is gone; {how_to_go_on(lost, first)}") from lost
             known = sorted(
                 f"{name!r} at {record.name}"
                 for record in agent.directory.peers.values()
