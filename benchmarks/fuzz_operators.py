@@ -267,7 +267,7 @@ class Fuzzer:
         order = list(range(len(shape)))
         if rng.random() < 0.2:
             rng.shuffle(order)
-        return Spec(tuple(shape), dtype, tuple(order), repeated=len(shape) > 0 and rng.random() < 0.05)
+        return Spec(tuple(shape), dtype, tuple(order), repeated=len(shape) > 0 and rng.random() < 0.2)
 
     def recurrent(self) -> list[Any]:
         """The shapes that fit are too many for chance to find."""

@@ -129,9 +129,7 @@ class _Several(torch.optim.Optimizer):
 
     def __init__(self, classes: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
         first, *others = classes
-        shared = {
-            k: v for k, v in first.defaults.items() if all(k in o.defaults and o.defaults[k] == v for o in others)
-        }
+        shared = {k: v for k, v in first.defaults.items() if all((k, v) in o.defaults.items() for o in others)}
         super().__init__(groups, shared)  # schedules look at these
         self.classes = classes
         self._link()

@@ -115,10 +115,8 @@ def _library(file: str) -> tuple[str, str]:
     top = Path(file)
     while (top.parent / "__init__.py").exists():
         top = top.parent
-    if not any(top.parent.glob(f"{top.stem}-*.dist-info")) and top.parent.name not in (
-        "site-packages",
-        "dist-packages",
-    ):
+    installed = top.parent.name in ("site-packages", "dist-packages")
+    if not installed and not any(top.parent.glob(f"{top.stem}-*.dist-info")):
         return "", file
     return top.stem, str(Path(file).relative_to(top)) if Path(file) != top else top.name
 

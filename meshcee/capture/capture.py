@@ -393,10 +393,8 @@ def _norm_order(model: nn.Module) -> tuple[str, ...]:
     groups = list(_group_tensors_by_device_and_dtype([parts], with_indices=True).values()) if parts else []
     if len(groups) < 2:
         return tuple(names)
-    return (
-        *(trained[i] for _, places in groups for i in places),
-        *(name for name in names if name not in set(trained)),
-    )
+    others = [name for name in names if name not in set(trained)]
+    return (*(trained[i] for _, places in groups for i in places), *others)
 
 
 def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -212,9 +212,7 @@ class Session:
         place, (spec, *_) = self._place, self.offer.specs[self.offer.index :]
         first, end = place.rows(place.micro_batch)
         if peer != self.offer.supplier or need(frame.header, "names", list[str]) != [v.name for v in spec.raw_inputs]:
-            raise ProtocolError(
-                f"peer {peer} sent inputs that stage {place.label_of(place.peer)} does not take from it"
-            )
+            raise ProtocolError(f"peer {peer} sent inputs that stage {place.label_of(place.peer)} takes from another")
         self._take_inputs(frame, [(v.dtype, v.sizes(end - first)) for v in spec.raw_inputs if v.dtype is not None])
 
     async def serve_inputs(self, stream: Stream) -> None:

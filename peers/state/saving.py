@@ -171,9 +171,8 @@ class Saving:
             copied = await self._described.get()
             self._fetches = []
             try:
-                saved = await (
-                    self._to_disk(copied, self._store) if self._store is not None else self._to_memory(copied)
-                )
+                saving = self._to_memory(copied) if self._store is None else self._to_disk(copied, self._store)
+                saved = await saving
             except* OSError as errors:
                 self._cadence.refused(_now_s())  # training goes on; the next one is tried before long
                 self._trouble.tell(WHAT, _first(errors), self._bytes)

@@ -333,9 +333,8 @@ class Shelf:
         self._over.pop(seal.run, None)
         self.sealed.pop(seal.run, None)
         while len(self.sealed) >= MOST_RUNS:
-            del self.sealed[
-                next((run for run, kept in self.sealed.items() if not kept.is_live), next(iter(self.sealed)))
-            ]
+            over = (run for run, kept in self.sealed.items() if not kept.is_live)
+            del self.sealed[next(over, next(iter(self.sealed)))]
         data = b"".join(map(bytes, frame.payloads))
         self.sealed[seal.run] = KeptJournal(seal, data, journal, dict(journal.files), journal.reports)
 

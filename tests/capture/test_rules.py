@@ -79,6 +79,10 @@ CRASHES = {
         [tensor(3, 2, 4), tensor(1, 2, 4), tensor(2, 2)],
         ("aten.gru.input", [X, Y, [{"r": 2}] * 4, True, 1, 0.0, False, False, False], [1]),
     ),
+    "a cell with a bias of another shape": graph(
+        [tensor(2, 3), tensor(2, 4), tensor(16, 3), tensor(16, 4), tensor(3, 3, 2, 1, dtype="complex128")],
+        ("aten.lstm_cell.default", [X, [Y, Y], {"r": 2}, {"r": 3}, None, {"r": 4}], [1]),
+    ),
     "weights with fewer norms than rows": one("_weight_norm.default", X, Y, 0),
     "a type that is a number": one("to.prim_dtype", X, -1),
     "recurrent layers of packed rows": one("lstm.data", X, X, [X], [X], True, 1, 0.0, False, False),
@@ -96,6 +100,10 @@ READS = {
     "memory that nobody wrote, permuted": one("empty_permuted.default", [1 << 20], [0], makes=tensor(1 << 20)),
     "beyond an image": one("upsample_linear1d.default", X, [4], False, 1e-300, of=tensor(1, 1, 4), makes=tensor(1, 1, 4)),
     "before an image": one("upsample_nearest2d.default", X, [4, 4], -1.0, 1e-30, of=IMAGE, makes=IMAGE),
+    "behind a row that is repeated": graph(
+        [tensor(1)], ("aten.expand.default", [X, [5]], tensor(5)), ("aten.median.dim", [Y, 0], [1])
+    ),
+    "a circle that is cropped": one("pad.default", X, [-1, 1], "circular", makes=tensor(4, 4)),
     "bags with wild offsets": one("embedding_bag.default", X, Y, Y, makes=[1]),
     "places drawn outside": one("fractional_max_pool2d.default", X, [2, 2], [2, 2], Y, of=IMAGE, makes=[1]),
     "numbers as flags": one("view.dtype", X, {"t": "bool"}, makes=tensor(4, 16, dtype="bool")),
@@ -119,8 +127,9 @@ ALL = RUNS_AWAY | CRASHES | READS | WORDS_AND_NUMBERS
 
 @pytest.mark.parametrize("what", ALL)
 def test_a_peer_refuses(what: str) -> None:
-    with pytest.raises(GraphError):
+    with pytest.raises(GraphError) as refused:
         decode_program(ALL[what])
+    assert "malformed" not in str(refused.value)  # else the document is wrong, and nothing else is looked at
 
 
 @pytest.mark.parametrize("what", ["a difference of 10^8 differences", "a list of tensors times 10^9"])

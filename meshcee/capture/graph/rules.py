@@ -80,10 +80,6 @@ def _check(operator: str, name: str, kind: str, value: Any) -> None:
 
 def _one(operator: str, name: str, kind: str, value: Any) -> None:
     """One value of one of the types that a schema may name."""
-    if kind.startswith("Optional["):  # an index may leave a dimension out
-        if value is None:
-            return
-        kind = kind[len("Optional[") : -1]
     if kind == "Tensor":
         good = isinstance(value, torch.Tensor | int | float)
     elif kind in ("int", "SymInt"):
@@ -192,6 +188,27 @@ def _check_recurrent(operator: str, given: Mapping[str, Any]) -> None:
         raise GraphError("its weights or states do not have the shapes that its layers need")
 
 
+def _check_cell(operator: str, given: Mapping[str, Any]) -> None:
+    """A bias of any shape ends the process on meta tensors."""
+    entry, w_ih, w_hh = given["input"], given["w_ih"], given["w_hh"]
+    biases = [b for name in ("b_ih", "b_hh") if (b := given.get(name)) is not None]
+    fit = w_ih.dim() == 2 and all(b.shape == w_ih.shape[:1] and b.dtype == w_ih.dtype for b in biases)
+    if not fit or len(biases) == 1 or {entry.dtype, w_hh.dtype} != {w_ih.dtype}:
+        raise GraphError("its weights and biases do not fit one another")
+
+
+def _check_median(operator: str, given: Mapping[str, Any]) -> None:
+    """The kernel (torch 2.13) takes a dimension that repeats one row for one with rows, and returns what lies behind it."""
+    if any(stride == 0 and size > 1 for size, stride in zip(given["self"].shape, given["self"].stride())):
+        raise GraphError("it reads a tensor that repeats itself; make it contiguous before")
+
+
+def _check_pad(operator: str, given: Mapping[str, Any]) -> None:
+    """A circle that is also cropped leaves memory unwritten (torch 2.13)."""
+    if given.get("mode") == "circular" and min(given["pad"], default=0) < 0:
+        raise GraphError("it crops what it pads in a circle; slice it before")
+
+
 def _check_view(operator: str, given: Mapping[str, Any]) -> None:
     """Kernels take it for granted that a flag is 0 or 1."""
     if given.get("dtype") == torch.bool:
@@ -200,9 +217,10 @@ def _check_view(operator: str, given: Mapping[str, Any]) -> None:
 
 _SHAPES: dict[str, Callable[[str, Mapping[str, Any]], None]] = {
     "_weight_norm": _check_weight_norm,
+    "pad": _check_pad,
     "view": _check_view,
+    **dict.fromkeys(("median", "nanmedian"), _check_median),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _check_cell),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _check_recurrent),
-    **{
-        name.split(".")[1]: _check_scales for name in ALLOWED["overloads"] if name.split(".")[1].startswith("upsample_")
-    },
+    **{n.split(".")[1]: _check_scales for n in ALLOWED["overloads"] if n.split(".")[1].startswith("upsample_")},
 }

@@ -52,14 +52,8 @@ def _description(spec: StageSpec) -> str:
         [local[n] for n in spec.sent_numbers],
         [_input(entry) for _, entry in spec.inputs],
         [
-            (
-                node.operator.name,
-                _linked(node.args, local),
-                _linked(node.kwargs, local),
-                _value(node.value),
-                node.no_grad,
-            )
-            for _, node in spec.nodes
+            (n.operator.name, _linked(n.args, local), _linked(n.kwargs, local), _value(n.value), n.no_grad)
+            for _, n in spec.nodes
         ],
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
