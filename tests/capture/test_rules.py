@@ -272,6 +272,14 @@ def test_memory_is_summed_for_the_real_micro_batch() -> None:
     assert [activation_bytes(program, spec, batch) for batch in (1, 7)] == [2 * 4096, 7 * 2 * 4096]
 
 
+def test_an_empty_tensor_counts_for_what_kernels_go_through() -> None:
+    """Pooling to 2^31 x 5 x 0 numbers loops 10^10 times to make none."""
+    program = decode_program(
+        one("adaptive_max_pool3d.default", X, [1 << 31, 5, 0], of=tensor(1, 1, 2, 2, 5), makes=[1])
+    )
+    assert activation_bytes(program, program.slice(0, 1), 2) > 4 * 5 << 31
+
+
 def test_what_is_harmless_for_two_samples_is_checked_for_the_real_number() -> None:
     """(samples - 2) * 2^40 numbers are none in the pass over two samples."""
     size = {"r": 1}

@@ -117,7 +117,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
     lambda m, h: m.b(h) * (time.time() % 1): AGAIN,
     lambda m, h: m.b(h) * float(np.random.default_rng().normal()): AGAIN,
     lambda m, h: m.b(h) * torch.from_numpy(m.drawer.normal(size=WIDTH)).float(): "'drawer' of the model " + STATE,
-    assigns_with_gradient: r"assigns buffer 'inner\.ema' something that has a gradient; .*\.detach\(\)",
+    assigns_with_gradient: r"assigns buffer 'inner\.ema' a value with a gradient; .*\.detach\(\)",
     seeds: UNDER.format("a seed of its own"),
     infers: UNDER.format("torch.inference_mode"),
     packs: UNDER.format("saved_tensors_hooks"),

@@ -428,9 +428,7 @@ class Watch:
     def _refuse_assigned(self, path: str, was: torch.Tensor, now: torch.Tensor) -> None:
         name = path.removeprefix("model.")
         if now.requires_grad:
-            raise CaptureError(
-                f"forward assigns buffer {name!r} something that has a gradient; assign it with .detach()"
-            )
+            raise CaptureError(f"forward assigns buffer {name!r} a value with a gradient; assign it with .detach()")
         if now.dtype != was.dtype or now.shape != was.shape or now.stride() != was.stride():
             raise CaptureError(
                 f"forward assigns buffer {name!r} a tensor of another type, shape or order; assign one like it, or "

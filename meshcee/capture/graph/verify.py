@@ -145,7 +145,9 @@ class Measure(TorchDispatchMode):
             raise GraphError(f"it calls more than {MAX_CALLS} kernels")
         out = func(*args, **(kwargs or {}))
         _check_size(out)
-        made = [t.untyped_storage().nbytes() for t in _tensors(out) if not self.uses.get(_memory(t))]
+        new = [t for t in _tensors(out) if not self.uses.get(_memory(t))]
+        # Some kernels go through all dimensions of a tensor that is empty by one of them.
+        made = [t.untyped_storage().nbytes() or math.prod(max(s, 1) for s in t.shape) * t.itemsize for t in new]
         self.largest_bytes = max([self.largest_bytes, *made])
         return out
 
