@@ -167,9 +167,7 @@ class Schedule:
         if name == "ReduceLROnPlateau" or not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
             raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler")
         if name in WARMUPS and set(options) != WARMUPS[name][1]:
-            raise UsageError(
-                f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a number of steps"
-            )
+            raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")

@@ -90,9 +90,7 @@ class Control:
         with self._lock:
             begins = self._next if step is None else step
             if begins < self._next:
-                raise UsageError(
-                    f"the rate of step {begins + 1} was to change, but step {self._next} has begun already"
-                )
+                raise UsageError(f"the rate of step {begins + 1} was to change, but step {self._next} has begun")
             change = Change(begins, float(times), float(least))
             insort(self._changes, change, key=lambda known: known.step)
             self._new.append(change)

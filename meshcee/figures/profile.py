@@ -77,9 +77,7 @@ class LinkProfile:
             (self.bandwidth_bytes_per_s, self.bandwidth_range_bytes_per_s),
         ):
             if spread is not None and not 0 <= spread[0] <= middle <= spread[1] < math.inf:
-                raise ProtocolError(
-                    f"p10 <= p50 <= p90 must be finite and not negative, got {spread} around {middle!r}"
-                )
+                raise ProtocolError(f"p10 <= p50 <= p90 must be finite, not negative, got {spread} around {middle!r}")
 
     def with_share(self, share: float) -> LinkProfile:
         """What is left of it for whoever has this share of its bandwidth."""

@@ -72,9 +72,7 @@ def _tensors(tree: Any, path: str) -> Any:
     try:
         return None if tree is None else torch.as_tensor(tree)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"Job.collate returns {path} as a {type(tree).__name__}, which is no tensor: {error}"
-        ) from error
+        raise UsageError(f"Job.collate gives {path} as a {type(tree).__name__}, which is no tensor: {error}") from error
 
 
 def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

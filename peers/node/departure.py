@@ -114,9 +114,7 @@ async def ask_to_leave(agent: Agent, peer_id: str, hear: Callable[[float], None]
     except StreamClosed:
         pass  # it went at once: somebody asked twice, or it died
     except TimeoutError as error:
-        raise JoinError(
-            f"peer {name} was asked to leave and does not go; try a second signal on its machine"
-        ) from error
+        raise JoinError(f"peer {name} was asked to leave and does not: try a second signal on its machine") from error
     finally:
         stream.abort()
     with contextlib.suppress(TimeoutError):  # its last word, or else its record expires

@@ -221,7 +221,7 @@ async def test_the_limit_is_the_data_where_reading_takes_longest(data: Any, coll
         ({"collate": None}, r"data\[i\] must be a pair .* a dict of ids, label; Job\(collate=FUNCTION\) makes"),
         ({"collate": lambda rows: padded(rows)[0]}, r"Job.collate of samples 1 to \d of data returned a dict; it must"),
         ({"collate": lambda rows: (torch.zeros(1), torch.zeros(1))}, r"makes of \d samples x of shape \(1,\)"),
-        ({"collate": lambda rows: ("text", 1)}, "returns x as a str, which is no tensor"),
+        ({"collate": lambda rows: ("text", 1)}, "gives x as a str, which is no tensor"),
         (
             {"collate": lambda rows: rows[0]["nothing"]},
             r"samples 1 to \d of data failed at .*test_sources.py:\d+: KeyErr",
