@@ -83,6 +83,9 @@ CRASHES = {
         [tensor(2, 3), tensor(2, 4), tensor(16, 3), tensor(16, 4), tensor(3, 3, 2, 1, dtype="complex128")],
         ("aten.lstm_cell.default", [X, [Y, Y], {"r": 2}, {"r": 3}, None, {"r": 4}], [1]),
     ),
+    "weights without rows": graph(
+        [tensor(0, 8, 4), tensor(0, 1, 1)], ("aten._weight_norm.default", [X, Y, 0], tensor(0, 8, 4))
+    ),
     "weights with fewer norms than rows": one("_weight_norm.default", X, Y, 0),
     "a type that is a number": one("to.prim_dtype", X, -1),
     "recurrent layers of packed rows": one("lstm.data", X, X, [X], [X], True, 1, 0.0, False, False),
@@ -104,6 +107,7 @@ READS = {
         [tensor(1)], ("aten.expand.default", [X, [5]], tensor(5)), ("aten.median.dim", [Y, 0], [1])
     ),
     "a circle that is cropped": one("pad.default", X, [-1, 1], "circular", makes=tensor(4, 4)),
+    "a loss of another shape's target": one("binary_cross_entropy.default", X, Y, None, 1, makes=tensor()),
     "bags with wild offsets": one("embedding_bag.default", X, Y, Y, makes=[1]),
     "places drawn outside": one("fractional_max_pool2d.default", X, [2, 2], [2, 2], Y, of=IMAGE, makes=[1]),
     "numbers as flags": one("view.dtype", X, {"t": "bool"}, makes=tensor(4, 16, dtype="bool")),

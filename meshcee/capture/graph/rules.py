@@ -140,10 +140,10 @@ _PARTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
 
 
 def _check_weight_norm(operator: str, given: Mapping[str, Any]) -> None:
-    """The kernel for the first or the last dimension reads one norm for each row and takes their number on trust."""
+    """The kernel for the first or the last dimension takes the number of norms on trust, and divides by the rows' length."""
     v, g, dim = given["v"], given["g"], given.get("dim", 0)
     norms = tuple(size if d == dim else 1 for d, size in enumerate(v.shape))
-    if v.dim() < 1 or g.dtype != v.dtype or (dim in (0, v.dim() - 1) and tuple(g.shape) != norms):
+    if min(v.dim(), v.numel()) < 1 or g.dtype != v.dtype or (dim in (0, v.dim() - 1) and tuple(g.shape) != norms):
         raise GraphError("its norms do not fit its weights")
 
 
@@ -209,6 +209,11 @@ def _check_pad(operator: str, given: Mapping[str, Any]) -> None:
         raise GraphError("it crops what it pads in a circle; slice it before")
 
 
+def _check_target(operator: str, given: Mapping[str, Any]) -> None:
+    if given["target"].shape != given["self"].shape:  # of some the kernel gives out memory that it did not write
+        raise GraphError("its target has another shape than its input")
+
+
 def _check_view(operator: str, given: Mapping[str, Any]) -> None:
     """Kernels take it for granted that a flag is 0 or 1."""
     if given.get("dtype") == torch.bool:
@@ -217,6 +222,7 @@ def _check_view(operator: str, given: Mapping[str, Any]) -> None:
 
 _SHAPES: dict[str, Callable[[str, Mapping[str, Any]], None]] = {
     "_weight_norm": _check_weight_norm,
+    "binary_cross_entropy": _check_target,
     "pad": _check_pad,
     "view": _check_view,
     **dict.fromkeys(("median", "nanmedian"), _check_median),
