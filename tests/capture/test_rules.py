@@ -60,6 +60,9 @@ RUNS_AWAY = {
         [tensor(4, 4)], ("aten.unbind.int", [X], [1]), ("int.mul", [Y, 10**9], [1])
     ),
     "a list of tensors added to itself": graph([tensor(4, 4)], ("aten.unbind.int", [X], [1]), ("int.add", [Y, Y], [1])),
+    "numbers drawn from the largest on": graph(
+        [tensor(4)], ("aten.clone.default", [X], tensor(4)), ("aten.random_.from", [Y, (1 << 63) - 1, None], tensor(4))
+    ),
     "repeats in 4,000 dimensions": one("repeat.default", X, [1] * 4000),
     "an outer product of outer products": graph(
         [tensor(1 << 11, 1 << 11), tensor(1 << 11, 1 << 11)],
