@@ -190,7 +190,8 @@ class _RunTold:
 
 @dataclass(frozen=True)
 class RunRecord(Record):
-    """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` a RunState."""
+    """The job that an owner runs or wants to run: `since` is when it came, by the owner's clock, `state` a RunState. `claim` tells
+    who knows the run that this owner does, too: it is of the run's key, the owner and its incarnation."""
 
     kind: ClassVar[str] = "runs"
     job: Name = ""
@@ -200,6 +201,7 @@ class RunRecord(Record):
     plan: Mapping[str, Any] | None = None
     since: Finite = 0.0
     state: RunState = "running"
+    claim: Name = ""
 
     def to_wire(self) -> dict[str, Any]:
         data = super().to_wire()
@@ -215,7 +217,7 @@ class RunRecord(Record):
         except (ValueError, PlanError) as error:
             raise ProtocolError(f"{what}: its plan cannot be read ({error})") from error
         loss = math.nan if told.loss is None else told.loss
-        return super().from_wire({**body, "loss": loss, "plan": plan}, signer, what)
+        return super().from_wire({"claim": "", **body, "loss": loss, "plan": plan}, signer, what)
 
     def smaller(self) -> Self | None:
         return None if self.plan is None else replace(self, plan=None)

@@ -427,6 +427,8 @@ class Member:
             del self._epochs[next(iter(self._epochs))]
         if self._job is not None and (self._job.peer_id == owner or self._run_name == run):
             await self.drop()
+            if self._epochs.get(run, epoch) > epoch:  # a newer one has come meanwhile
+                return await self._make_room(stream, frame)
         if self._job is not None:
             raise PlanError("this peer already runs a job; wait for it, or stop it with `meshcee run stop`")
 

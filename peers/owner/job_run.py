@@ -694,7 +694,7 @@ class Training:
         self.result.steps_s.append(report.step_s)
         self._reported_s = self._agent.monotonic()
         self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self.owner.ready_s)
-        self._turn.report(epoch, report.step, report.loss, plan)
+        self._turn.report(self._key, epoch, report.step, report.loss, plan)
         event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self.owner.leaving))
         while event is not None:
             event = await self._do(going, going.handle(event), report)

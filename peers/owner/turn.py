@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from dht import RunRecord
+from meshcee.errors import NotPermittedError
 from meshcee.plan import Epoch, Plan
 from peers.mesh_view import MeshView
 
@@ -60,13 +62,19 @@ class Turn:
         more = f", {len(before) - 1} more before this one" if len(before) > 1 else ""
         return f"waiting: {before[0].job!r} of {owner} is {before[0].state}{more}"
 
-    def report(self, epoch: Epoch, step: int, loss: float, plan: Plan) -> None:
-        """Tell the mesh, now and then, how far the job is."""
-        now_s = self._agent.monotonic()
+    def report(self, key: str, epoch: Epoch, step: int, loss: float, plan: Plan) -> None:
+        """Tell the mesh, now and then, how far the run of this key is. NotPermittedError where a later owner goes on with it."""
+        now_s, me = self._agent.monotonic(), self._agent.peer_id
         if now_s - self._reported_s > self._agent.timeouts.announce_every_s:
-            self._reported_s = now_s
-            self._record = replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json())
+            self._reported_s, claim = now_s, _claim(key, epoch[0], me)
+            self._record = replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json(), claim=claim)
             self._agent.directory.tell(self._record)
+            for other, record in self._agent.directory.runs.items():
+                number = record.epoch[0]  # members follow the later one as well, but these two may share none
+                if (number, other) > (epoch[0], me) and record.claim == _claim(key, number, other):
+                    raise NotPermittedError(
+                        f"{self._agent.names().get(other, other)} owns the run now: it goes on there"
+                    )
 
     async def end(self) -> None:
         """The next one may begin."""
@@ -78,3 +86,8 @@ class Turn:
     async def _publish(self, record: RunRecord) -> None:
         self._record = record
         await self._agent.directory.publish(record)
+
+
+def _claim(key: str, incarnation: int, owner: str) -> str:
+    """Whoever may own the run, or is a member of it, knows its key; nobody else can claim it."""
+    return hmac.digest(key.encode(), f"{incarnation} {owner}".encode(), "sha256").hex()

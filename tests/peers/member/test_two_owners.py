@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ from meshcee.errors import ProtocolError
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
-from peers.transport.base import Frame
+from peers.transport import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
-from peers.wire import messages
+from peers.wire import messages, unless_closed
 from tests.rig.mesh_fixture import agreed
 from tests.rig.virtual_time import virtual_time
 
@@ -74,3 +76,46 @@ async def test_a_later_incarnation_is_followed_whoever_it_is_and_other_runs_do_n
 async def test_a_run_has_a_name_of_bearable_length(run: str) -> None:
     (answer,) = await followed(("a", offer((1, 1), run)))
     assert "'run' must have 1 to 400 characters" in answer
+
+
+@virtual_time
+@pytest.mark.parametrize("offered", [("b", "c"), ("c", "b")])
+async def test_of_two_offers_that_wait_for_a_third_ones_work_to_end_the_later_owner_is_followed(
+    offered: tuple[str, str],
+) -> None:
+    """The work of "a" takes a while to end; whoever came first went on when it had, and the later one was refused."""
+    network, worked = MemoryNetwork(), list[str]()
+    compute: Any = SimpleNamespace(done=0)
+
+    async def answer(owner: str, frame: Frame, after_s: float) -> str:
+        async with network.transport(owner) as there:
+            await asyncio.sleep(after_s)
+            stream = await there.open("member", "job")
+            await stream.send(frame)
+            with contextlib.suppress(StreamClosed):
+                while (said := await stream.recv()).kind == messages.PONG:
+                    pass
+                return str(messages.error_from(said.header))
+            return ""
+
+    async with network.transport("member") as here:
+        member = Member(here, compute, memory_bytes=1, timeouts=Timeouts(), graphs=Graphs(Limits()), accept=agreed)
+
+        async def prepare(stream: Stream, *more: Any) -> None:
+            worked.append(stream.peer_id)
+            try:
+                await unless_closed(asyncio.Event().wait, stream, Timeouts())
+            finally:
+                await asyncio.sleep(1)
+
+        member.prepare = prepare  # type: ignore[method-assign, assignment]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(answer(owner, offer((1, 1)), after_s))
+                for owner, after_s in (("a", 0.0), (offered[0], 5.0), (offered[1], 5.5))
+            ]
+            await asyncio.sleep(20)
+            assert member.is_busy
+            for task in tasks:
+                task.cancel()
+    assert worked == ["a", "c"]
