@@ -164,8 +164,8 @@ class Session:
     def _doing(self) -> Frame:
         streams = (self._stream, *(outbox.stream for outbox in self._executor.links.outboxes.values()))
         moved_bytes = sum(stream.received_payload_bytes for stream in streams)
-        compute = self._compute
-        return Doing(compute.done, compute.running > 0, moved_bytes, self._executor.wants()).frame()
+        busy = self._compute.running > 0 or self._keeper.hashes
+        return Doing(self._compute.done, busy, moved_bytes, self._executor.wants()).frame()
 
     async def _read_owner(self) -> None:
         while True:

@@ -304,6 +304,7 @@ class Owner:
         if self._start is not None:
             reader = Reader(self._transport, self._run_name, self._addresses, self._timeouts)
             self._keeping = Keeping(self._kept, self._links, self._capture, self._start, reader)
+            self._keeping.saving.until = self._until
             if self.audit is not None:
                 self.audit.begin(self._links, self, reader, self._capture, self._kept.base)
         return beats
@@ -572,6 +573,10 @@ class Owner:
         feed.reported(what.step)
         if self._keeping is not None:
             self._keeping.reported(what.step)
+            for peer in self._keeping.copying.late(self._watch.limit_s):
+                self.failures.stuck.add(peer)
+                told = f"{self._describe(peer)} computes, and does not get on with a copy of its stage"
+                self.failures.add(LOST_HERE, PeerLostError(told))
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for members, but not forever: one whose device hangs still says that it lives."""

@@ -23,6 +23,7 @@ __all__ = ["Copying", "FarCopying"]
 
 log = structlog.get_logger()
 
+LATE_STEPS = 10  # an owner that has slept hears of copies before it has told of so many
 UNASKED = "it told of a copy that nobody asked for"
 
 
@@ -42,6 +43,9 @@ class Copying:
         self._awaited: dict[
             tuple[str, str, int], str
         ] = {}  # kind of frame, whose copy of which step -> who is to send it
+        self._owed: dict[
+            int, tuple[int, float]
+        ] = {}  # copies that are made and not described: since which report, and when
         self._took_s = self._read_s = 0.0
         self.handed_over = asyncio.Event()  # all members have described what they hand over
         self._since = 0 if self._copies.were_handed else start  # what was handed over dies with any of its makers
@@ -96,6 +100,15 @@ class Copying:
         self._keepers = {}
         self._making = self.ask(next_step)
         self._making.handed = True
+
+    def late(self, limit_s: float) -> set[str]:
+        """Who has computed on behind a copy and has not described it for so long, and some steps. Called after each report."""
+        owed = {(p, step) for kind, p, step in self._awaited if kind == messages.COPIED and step < self.reported}
+        self._owed = {step: self._owed.get(step, (self.reported, _now_s())) for _, step in owed}
+        due = {
+            n for n, (at, at_s) in self._owed.items() if self.reported - at > LATE_STEPS and _now_s() - at_s > limit_s
+        }
+        return {peer for peer, step in owed if step in due}
 
     @property
     def in_use(self) -> list[int]:

@@ -38,6 +38,7 @@ class Keeper:
         self._near: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
         self._far: asyncio.Queue[int | Frame] = asyncio.Queue(MOST_WAITING)
         self._coming_bytes = 0  # of copies that are being read
+        self.hashes = False  # now
 
     def copied(self, next_step: int) -> None:
         """The stage has been copied."""
@@ -66,7 +67,9 @@ class Keeper:
 
     async def _describe(self, next_step: int) -> Frame:
         weights, optimizer = self._offer.layouts
+        self.hashes = True
         digests, took_s = await asyncio.to_thread(self.copies.digest, next_step, weights | optimizer)
+        self.hashes = False
         payloads = digests_of({n: digests[n] for n in weights}, {n: d for n, d in digests.items() if n in optimizer})
         return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 import torch
@@ -108,6 +108,7 @@ class Saving:
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
+        self.until: Callable[[asyncio.Event], Awaitable[object]] = asyncio.Event.wait  # the owner's has a limit
         self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
         self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store; and averages of them
         self.done = -1  # the step that was saved last
@@ -132,7 +133,7 @@ class Saving:
 
     async def begin(self, next_step: int) -> None:
         """Members are about to be asked for copies of this step; waits for a checkpoint that is still under way."""
-        await self.settled.wait()
+        await self.until(self.settled)
         self._cadence.begun(next_step, _now_s())
         self._step = next_step
         self.settled.clear()

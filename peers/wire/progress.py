@@ -66,7 +66,7 @@ class Watch:
         self._predicted_s = plan.predicted.step_s if plan.predicted is not None else None
         self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the epoch's newest
         self._doing: dict[str, Doing] = {}
-        self.idle_s = 0.0  # without progress
+        self.idle_s = self._counted_s = 0.0  # without progress; by the loop's clock, until when that is counted
 
     @property
     def limit_s(self) -> float:
@@ -105,7 +105,8 @@ class Watch:
                 async with asyncio.timeout(beat_s):
                     await event.wait()
             except TimeoutError:
-                self.idle_s += min(loop.time() - began_s, 2 * beat_s)
+                self.idle_s += min(loop.time() - max(began_s, self._counted_s), 2 * beat_s)  # others may wait, too
+                self._counted_s = loop.time()
                 if (moved_bytes := self._moved()) != self._moved_bytes:
                     self._moved_bytes = moved_bytes
                     self.progress()

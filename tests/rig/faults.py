@@ -158,6 +158,7 @@ class World:
     def __init__(self, stack: AsyncExitStack, network: MemoryNetwork, job: Job, plan: Plan, folder: Path) -> None:
         self.network, self.plan, self.job = network, plan, job
         self.members: dict[str, Member] = {}
+        self.computes: dict[str, Compute] = {}
         self.told = Told()
         self._stack, self._epochs = stack, 0
         self._store = CheckpointStore.of(folder, job, captured_job(), MICRO)
@@ -165,7 +166,7 @@ class World:
     async def start(self, name: str) -> None:
         """A new process under this name."""
         transport = await self._stack.enter_async_context(self.network.transport(name))
-        compute = await self._stack.enter_async_context(Compute())
+        self.computes[name] = compute = await self._stack.enter_async_context(Compute())
         self.members[name] = Member(
             transport,
             compute,
@@ -208,9 +209,14 @@ class World:
 
 
 @asynccontextmanager
-async def world(job: Job, plan: Plan, folder: Path) -> AsyncIterator[World]:
+async def world(
+    job: Job,
+    plan: Plan,
+    folder: Path,
+    link: Impairment = Impairment(),  # noqa: B008
+) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
-        found = World(stack, MemoryNetwork(), job, plan, folder)
+        found = World(stack, MemoryNetwork(impairment=link), job, plan, folder)
         for name in plan.peers:
             await found.start(name)
         yield found

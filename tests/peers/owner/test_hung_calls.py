@@ -1,0 +1,112 @@
+"""A device that hangs in any call, and not only in F, B and W: whoever waits has a limit, and blames that peer. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshcee.errors import PeerLostError
+from meshcee.job import Job
+from peers.member.service import Member
+from peers.transport.memory import Impairment
+from tests.rig.faults import ALONE, STEPS, STRUCK, TIMES, job_of, plan_of, world
+from tests.rig.virtual_time import quiet, run
+
+NOT_READY = r"^peer {who} \(stage \d\) was lost before the first step: it has not got on with its offer for 120 s$"
+STUCK = r"^{who} \(stage \d\) has not got on with step {step} for \d+ s: it has all that it needs$"
+
+
+def name_of(call: Any) -> str:
+    return str(getattr(getattr(call, "func", call), "__qualname__", ""))
+
+
+class Hang:
+    """One member hangs in a call of this name, after so many of them; `at` says at which steps for those that name one first."""
+
+    def __init__(self, what: str, after: int = 0, at: int | None = None) -> None:
+        self.began_s: float | None = None
+        self.what, self._left, self._at = what, after, at
+
+    def takes(self, call: Any, args: tuple[Any, ...]) -> bool:
+        if self.began_s is not None or not name_of(call).endswith(self.what) or self._at not in (None, *args[:1]):
+            return False
+        self._left -= 1
+        if self._left < 0:
+            self.began_s = asyncio.get_running_loop().time()
+        return self._left < 0
+
+    def strike(self, member: Member, compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its device, and the threads that hash for it."""
+        run, in_thread = compute.run, asyncio.to_thread
+
+        async def hangs(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            if not self.takes(call, args):
+                return await run(call, *args, **more)
+            compute.running += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                compute.running -= 1
+
+        async def hangs_beside(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            if getattr(call, "__self__", None) is member.lender.copies and self.takes(call, args):
+                await asyncio.Event().wait()
+            return await in_thread(call, *args, **more)
+
+        compute.run = hangs
+        monkeypatch.setattr(asyncio, "to_thread", hangs_beside)
+
+
+async def ended(
+    folder: Path, who: str, hang: Hang, monkeypatch: pytest.MonkeyPatch, job: Job, link: Impairment
+) -> tuple[str, float]:
+    """What ends the epoch, and how long after its device hung."""
+    async with world(job, plan_of(*ALONE), folder, link) as here, here.network.transport("owner") as owner:
+        hang.strike(here.members[who], here.computes[who], monkeypatch)
+        async with asyncio.timeout(3600):
+            with pytest.raises(PeerLostError) as lost:
+                await here.epoch(owner)
+        assert hang.began_s is not None
+        return str(lost.value), asyncio.get_running_loop().time() - hang.began_s
+
+
+@pytest.mark.parametrize(
+    ("who", "hang", "step", "told", "within_s"),
+    [
+        ("p1", Hang("Offer.build"), 1, NOT_READY, TIMES.offer_s),
+        ("p1", Hang("load_optimizer_state"), 1, STUCK, TIMES.idle_step_s),  # no step has told how long one takes
+        ("p2", Hang("_forward_and_back.<locals>.work", 2 * STRUCK), STRUCK + 1, STUCK, TIMES.hung_s),  # with the loss
+        ("p1", Hang("norm_values", STRUCK), STRUCK + 1, STUCK, TIMES.hung_s),
+        ("p0", Hang("clip", STRUCK), STRUCK + 1, STUCK, TIMES.hung_s),
+        ("p1", Hang("_apply", STRUCK), STRUCK + 1, STUCK, TIMES.hung_s),
+        ("p1", Hang("CopyStore.take", at=1), 2, STUCK, TIMES.hung_s),
+        ("p1", Hang("CopyStore.take", at=STEPS), STEPS, STUCK, TIMES.hung_s),
+        ("p1", Hang("CopyStore.digest", at=1), STEPS, STUCK, TIMES.hung_s),
+        ("p1", Hang("CopyStore.digest", at=STEPS), STEPS, STUCK, TIMES.hung_s),
+    ],
+    ids=lambda value: value.what if isinstance(value, Hang) else "",
+)
+def test_who_hangs_is_blamed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str, hang: Hang, step: int, told: str, within_s: float
+) -> None:
+    with quiet():
+        said, after_s = run(ended(tmp_path, who, hang, monkeypatch, job_of(), Impairment()))
+    assert re.match(told.format(who=who, step=step), said), said
+    assert within_s < after_s <= within_s + 3 * TIMES.beat_s
+
+
+def test_who_computes_on_and_hangs_beside_ends_no_runs_checkpoints_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on, and so does the owner: without a limit there would be no checkpoint and no copy any more."""
+    job, slow = replace(job_of(), steps=40), Impairment(latency_s=1.0)
+    with quiet():
+        said, after_s = run(ended(tmp_path, "p1", Hang("CopyStore.digest", at=1), monkeypatch, job, slow))
+    assert said == "p1 (stage 1) computes, and does not get on with a copy of its stage"
+    assert TIMES.hung_s < after_s < 3 * TIMES.hung_s
