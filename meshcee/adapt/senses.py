@@ -24,6 +24,7 @@ __all__ = [
     "Feeds",
     "Joined",
     "Pair",
+    "Reads",
     "Senses",
     "Shift",
     "as_shown",
@@ -74,6 +75,16 @@ class Feeds:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """The owner reads the samples of a step in so many seconds, which is not what it was."""
+
+    seconds: float
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return f"data: the samples of a step take {self.seconds:.2g} s"
+
+
+@dataclass(frozen=True)
 class Joined:
     """A peer that the plan could use has come."""
 
@@ -83,7 +94,7 @@ class Joined:
         return f"{names.get(self.peer, self.peer)} has joined"
 
 
-Shift = Computes | Carries | Feeds | Joined
+Shift = Computes | Carries | Feeds | Reads | Joined
 
 
 class Senses:

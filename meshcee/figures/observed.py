@@ -23,3 +23,4 @@ class Observed:
     seconds: Mapping[str, Mapping[str, float]] = field(
         default_factory=dict
     )  # peer -> what its time went into: f, b, w, wait, apply, encode, decode, and their total
+    data_s: float | None = None  # that its samples took the owner; None where others read, or read ahead

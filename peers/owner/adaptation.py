@@ -36,7 +36,7 @@ from meshcee.adapt import (
 )
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.events import Event
-from meshcee.figures import BlockTimes, Cluster, LinkProfile, Measured
+from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured
 from meshcee.plan import Plan
 from meshcee.planner import choose, situation
 from meshcee.simulator import period_s
@@ -147,7 +147,7 @@ class Adaptation:
         self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses.of(agent.links(plan.peers))
-        self._feeding = Feeding(request.feeds)
+        self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
         self._paces = Paces()
         self._plan = plan
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
@@ -165,7 +165,7 @@ class Adaptation:
         self._began_at, self._began_s = self._agent.clock(), since_s or self._agent.monotonic()
         self._pauses = 2 if since_s is None else 1  # with none seen, an end is taken to last as long
         self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the running plan
-        self._mesh = self._measured()  # under which it begins
+        self._begun = self._measured(), self._request.job  # under which it begins
         self._calm_s: float | None = None  # a step of it until something shifted
         self._shifted = False
         self._changing_s = 0.0  # what ending an epoch and beginning another takes
@@ -234,7 +234,10 @@ class Adaptation:
 
     async def _decide(self, report: Report, left_s: float) -> Decision | None:
         observed, steps = report.observed, 1
-        told = [*self._senses.hear(observed), *self._feeding.hear(observed.fed, report.step_s)]
+        feeding, costs = self._feeding, self._request.job
+        told = [*self._senses.hear(observed), *feeding.hear(observed.fed, report.step_s, observed.data_s)]
+        if feeding.data_s != costs.data_s * costs.batch_size:
+            self._request = replace(self._request, job=replace(costs, data_s=feeding.data_s / costs.batch_size))
         self._crossed = set(observed.rates)
         if self._cluster is None:
             self._place(self._agent.measured(self._plan.peers))
@@ -261,7 +264,7 @@ class Adaptation:
         if looks:
             self._cause = list(self._shifts)
             known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
-            calm = None if self._calm_s is None else (self._mesh, self._calm_s)
+            calm = None if self._calm_s is None else (*self._begun, self._calm_s)
             self._calm_s = None
             began_s = self._agent.monotonic()
             await asyncio.to_thread(self._look, *known, calm, search=searches)
@@ -334,21 +337,21 @@ class Adaptation:
         mesh: Measured,
         compute_s: Mapping[str, float],
         slow: Mapping[str, float],
-        calm: tuple[Measured, float] | None,
+        calm: tuple[Measured, JobCosts, float] | None,
         *,
         search: bool,
     ) -> None:
         """Price everything anew under the present figures, and, if asked, search for what is better.
 
-        calm  the mesh before anything shifted under this plan, and seconds of a step then
+        calm  the mesh before anything shifted under this plan, the job's costs, and seconds of a step then
         """
         found: list[Plan] = []
         try:
             with contextlib.suppress(PlanError):  # a member has gone
                 self._paces.hear(self._plan, *situation(mesh, self._request.job), compute_s, slow)
                 if calm is not None:
-                    then = situation(self._paces.applied(calm[0], {}), self._request.job)
-                    self._paces.ran(self._plan, calm[1], period_s(self._plan, *then))
+                    then = situation(self._paces.applied(calm[0], {}), calm[1])
+                    self._paces.ran(self._plan, calm[2], period_s(self._plan, *then))
             mesh = self._paces.applied(mesh, slow)
             if search:
                 choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)

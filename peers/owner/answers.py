@@ -110,11 +110,12 @@ class Answers:
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
 
-    def as_planned(self, plan: Plan) -> Observed:
+    def as_planned(self, plan: Plan, *, reads_ahead: bool = False) -> Observed:
         """What was observed, but how long members would have computed with the micro-batches that the plan has for them."""
         found = self.observed()
         share = [p.num_micro / portion.round.num_micro for p, portion in zip(plan.pipelines, self.portions)]
-        return replace(found, compute_s={peer: s * share[plan.where(peer)[0]] for peer, s in found.compute_s.items()})
+        compute_s = {peer: s * share[plan.where(peer)[0]] for peer, s in found.compute_s.items()}
+        return replace(found, compute_s=compute_s, data_s=None if reads_ahead else self.data_s)
 
     def observed(self) -> Observed:
         """Once it is complete."""

@@ -303,8 +303,7 @@ class Owner:
         self._links.sort(key=lambda link: self.plan.peers.index(link.peer_id))
         if self._start is not None:
             reader = Reader(self._transport, self._run_name, self._addresses, self._timeouts)
-            self._keeping = Keeping(self._kept, self._links, self._capture, self._start, reader)
-            self._keeping.saving.until = self._until
+            self._keeping = Keeping(self._kept, self._links, self._capture, self._start, reader, self._until)
             if self.audit is not None:
                 self.audit.begin(self._links, self, reader, self._capture, self._kept.base)
         return beats
@@ -551,7 +550,7 @@ class Owner:
                 norm=next((a["norm"] for a in answers.applied.values() if a.get("norm") is not None), None),
                 lr=next((group.get("lr") for group in reversed(answers.round.hyper)), None),
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
-                observed=answers.as_planned(self.plan),
+                observed=answers.as_planned(self.plan, reads_ahead=self._job.workers > 0),
             )
             codecs.hear(answers)
             if self._shares is not None:

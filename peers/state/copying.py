@@ -36,7 +36,6 @@ class Copying:
         self._links = {link.peer_id: link for link in links}
         self._keepers = dict(chosen.near)
         self._replicas = self._keeps and any(link.place.has_replicas for link in links)
-        self._stages = 1 + max(link.place.number for link in links)
         self._asked: dict[int, CopySet] = {}  # by step, until all members have described them
         self._making: CopySet | None = None  # what keepers are to have, or the next plan
         self._last: CopySet | None = None  # of the epoch's last steps: who asked compares its holders
@@ -67,7 +66,8 @@ class Copying:
 
     def ask(self, next_step: int) -> CopySet:
         """Every member is asked for a copy."""
-        asked = self._asked[next_step] = CopySet(next_step, tuple(StageCopy() for _ in range(self._stages)))
+        stages = {link.place.number for link in self._links.values()}
+        asked = self._asked[next_step] = CopySet(next_step, tuple(StageCopy() for _ in stages))
         self._awaited |= {(messages.COPIED, peer, next_step): peer for peer in self._links}
         return asked
 

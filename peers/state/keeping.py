@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ from peers.transport import Frame
 from peers.wire import Link, Offer, messages
 
 __all__ = ["Beginning", "Keeping", "Supplies", "state_for"]
+
+Until = Callable[[asyncio.Event], Awaitable[object]]
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ class Supplies:
 
 
 class Keeping:
-    """Of one epoch that begins at step `start`."""
+    """Of one epoch that begins at step `start`. `until` waits for members, as long as they get on."""
 
-    def __init__(self, kept: Supplies, links: Sequence[Link], captured: Capture, start: int, reader: Reader) -> None:
-        self._links = links
+    def __init__(
+        self, kept: Supplies, links: Sequence[Link], captured: Capture, start: int, reader: Reader, until: Until
+    ) -> None:
+        self._links, self._until = links, until
         handed = kept.copies is not None and kept.copies.were_handed
         self._start = 0 if handed else start  # what was handed over dies with any of its makers
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
@@ -110,7 +114,8 @@ class Keeping:
         copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
         header = {"next_step": next_step, "since": since, "besides": sorted({*self.saving.reading, *copying.in_use})}
         if save:
-            await self.saving.begin(next_step)
+            await self._until(self.saving.settled)
+            self.saving.begin(next_step)
         asks = (copying.hand_over, hand_over), (copying.begin, keep), (copying.ask_last, last), (copying.ask, True)
         next(ask for ask, wanted in asks if wanted)(next_step)
         for link in self._links:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 import torch
@@ -108,7 +108,6 @@ class Saving:
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
-        self.until: Callable[[asyncio.Event], Awaitable[object]] = asyncio.Event.wait  # the owner's has a limit
         self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
         self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store; and averages of them
         self.done = -1  # the step that was saved last
@@ -131,9 +130,8 @@ class Saving:
     def is_due(self, next_step: int) -> bool:
         return self._store is not None and self.settled.is_set() and self._cadence.is_due(next_step, _now_s())
 
-    async def begin(self, next_step: int) -> None:
-        """Members are about to be asked for copies of this step; waits for a checkpoint that is still under way."""
-        await self.until(self.settled)
+    def begin(self, next_step: int) -> None:
+        """Members are about to be asked for copies of this step; no checkpoint is under way."""
         self._cadence.begun(next_step, _now_s())
         self._step = next_step
         self.settled.clear()

@@ -33,7 +33,7 @@ from benchmarks.rehearsal import (
 )
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import Level
-from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Senses
+from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Reads, Senses
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.events import Event
@@ -86,11 +86,15 @@ def test_what_holds_is_told_once_and_what_passes_is_not() -> None:
 
 def test_a_shift_is_told_with_the_names_of_peers() -> None:
     names = {"a": "ann", "b": "ben"}
-    told = [shift.text(names) for shift in (Computes("a", 1.5), Carries(("a", "b"), 0.25), Feeds("b", 2), Joined("c"))]
+    told = [
+        shift.text(names)
+        for shift in (Computes("a", 1.5), Carries(("a", "b"), 0.25), Feeds("b", 2), Reads(0.17), Joined("c"))
+    ]
     assert told == [
         "ann takes 1.50 times as long to compute",
         "the link from ann to ben has 0.25 times its bandwidth",
         "the owner's link to ben has 2.00 times its bandwidth",
+        "data: the samples of a step take 0.17 s",
         "c has joined",
     ]
 
@@ -484,3 +488,43 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     (entry,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
     assert entry["cause"] == (f"the owner's link to {first} has 0.10 times its bandwidth",)
     assert entry["gain"] > 3
+
+
+async def sagging(told_s: float, read_s: float, steps: int = 40) -> tuple[Plan, Plan | None, list[Any]]:
+    """The plan of a job whose data was said to take so long for a step, which it does not; a link sags after 12 steps. What it goes
+    over to, and what was told of decisions."""
+    job = replace(costs(), data_s=told_s / costs().batch_size)
+    plan, changes, here = fresh(1.0), list[Change](), FakeMesh(Played([1.0]), True, 1.0)
+    newcomers = Newcomers(cast(Any, here), here.profiles, profiles({}))
+    adapter = Adaptation(cast(Any, here), PlanRequest(job), plan, changes, newcomers, check=lambda plan, kinds: None)
+    here.now_s += CHANGE_S
+    with capture_logs() as logged:
+        for step in range(steps):
+            factor = 1.0 if step < 12 else POOR
+            seconds = max(step_s(plan, factor), read_s)
+            here.pass_by(seconds)
+            report = report_of(step, 400, plan, seconds, factor)
+            found = await adapter.hear(replace(report, observed=replace(report.observed, data_s=read_s)))
+            if found is not None:
+                break
+    kinds = (Event.PLAN_CHANGES, Event.PLAN_STAYS)
+    return plan, found, [entry for entry in logged if entry["event"] in kinds]
+
+
+async def test_data_that_was_slow_when_it_was_first_read_keeps_no_plan_for_ever() -> None:
+    """A step cannot be shorter than reading its samples takes, so no plan would be better than another one."""
+    long_s = 20 * step_s(fresh(1.0), POOR)
+    plan, found, told = await sagging(long_s, 0.01)
+    assert found is not None
+    assert found.peers != plan.peers
+    assert any("data: the samples of a step take 0.01 s" in entry["cause"] for entry in told)
+    assert told[-1]["gain"] > 1.5
+
+
+async def test_data_that_has_become_slow_is_no_reason_to_go_over() -> None:
+    """The link of the plan sags as well, and another plan would wait for the data just so."""
+    long_s = 2 * step_s(fresh(1.0), POOR)
+    _, found, told = await sagging(0.0, long_s)
+    assert found is None
+    assert f"data: the samples of a step take {long_s:.2g} s" in told[0]["cause"]
+    assert (await sagging(0.0, 0.0))[1] is not None

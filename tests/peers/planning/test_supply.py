@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshcee.adapt.feeding import Feeding
-from meshcee.adapt.senses import LASTING_STEPS, Feeds, Shift
+from meshcee.adapt.senses import LASTING_STEPS, Feeds, Reads, Shift
 from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
@@ -24,6 +24,7 @@ from meshcee.figures.versions import Versions
 from meshcee.job import Job, Optimizer
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Answers
+from peers.owner.feed import Portion
 from peers.planning.asking import question
 from peers.planning.coordinator import PlanRequest
 from peers.transport.base import Frame
@@ -205,3 +206,27 @@ def test_a_step_tells_of_what_was_fed() -> None:
     answers, _ = answers_of({}, fed=2e6)
     answers.fed_bytes = {"p0": 1000, "p1": 5}
     assert answers.observed().fed == {"p0": (1000, 2e6)}
+
+
+def test_how_long_data_takes_counts_by_what_has_held_where_it_matters() -> None:
+    feeding = Feeding({}, 0.4)
+
+    def heard(read_s: float | None, steps: int = LASTING_STEPS) -> list[Shift]:
+        return [told for _ in range(steps) for told in feeding.hear({}, 1.0, read_s)]
+
+    assert heard(0.1) == [], "neither takes half of a step"
+    assert heard(None) == [], "others read, and nobody sees how long"
+    assert heard(0.8, LASTING_STEPS // 2) == [], "it may pass"
+    assert heard(0.8, 1) == [Reads(0.8)], "in most of the last steps"
+    assert feeding.data_s == 0.8
+    assert heard(0.9) == [], "noise"
+    feeding.restart()
+    assert heard(0.1, LASTING_STEPS - 1) == [], "another plan has begun"
+    assert heard(0.1, 1) == [Reads(0.1)]
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_step_tells_how_long_its_samples_took_unless_others_read_ahead(reads_ahead: bool) -> None:
+    answers, plan = answers_of({})
+    answers.data_s, answers.portions = 0.3, [Portion(replace(answers.round, weights=(1.0,) * MICROS), ((1.0,),))]
+    assert answers.as_planned(plan, reads_ahead=reads_ahead).data_s == (None if reads_ahead else 0.3)

@@ -352,7 +352,7 @@ async def saves(folder: Path, *hold: str, lack: str = "") -> tuple[Saving, list[
         trouble = Trouble(asyncio.get_running_loop().time)
         saving = Saving(store, Cadence(1), trouble, [link], captured, 0, reader)
         running = asyncio.create_task(saving.run())
-        await saving.begin(1)
+        saving.begin(1)
         saving.take_up(CopySet(1, (stage,)))
         saving.reported(0)
         await saving.settled.wait()
