@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import replace
+from statistics import median
 from typing import Any, cast
 
 import msgpack
@@ -22,8 +24,9 @@ from meshcee.figures.profile import BlockCost, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 from meshcee.job import Job, Optimizer
+from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions
-from peers.owner.answers import Answers
+from peers.owner.answers import Answers, Report
 from peers.owner.feed import Portion
 from peers.planning.asking import question
 from peers.planning.coordinator import PlanRequest
@@ -110,6 +113,49 @@ async def test_data_that_takes_long_to_read_is_named() -> None:
 def test_without_its_line_a_stage_is_blamed() -> None:
     with changed(Answers.limit, "if (fed := self._fed(plan, names, step_s)) is not None:", "if (fed := '') != '':"):
         assert breaks(test_who_feeds_for_most_of_a_step_bounds_it)
+
+
+UPLINK = 1e6  # bytes per second
+
+
+async def behind_a_thin_uplink(monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[Report]]:
+    """What a plan was predicted to take a step, and the reports of its run: two devices that would take a quarter of that."""
+    loop, real = asyncio.get_running_loop(), time.perf_counter
+    job = replace(job_of(0.0), steps=8)
+    network = MemoryNetwork(impairment=Impairment(0.001, 5e7))
+    peers = JoinOptions(pace=Pace(4e8))
+    async with InProcess(peers, network, Timeouts(), clock=loop.time, monotonic=loop.time) as here:
+        lending = [(await here.start(name)).peer_id for name in ("ann", "ben")]
+        mesh = await here.own("owner", None)
+        for peer in lending:
+            network.impair(mesh.agent.peer_id, peer, Impairment(0.001, UPLINK))
+        monkeypatch.setattr(time, "perf_counter", lambda: loop.time() + real() / 100)  # what devices take is emulated
+        reports = [report async for report in mesh.train(job, captured=capture(job))]
+        assert mesh.result.plan is not None
+        assert mesh.result.plan.predicted is not None
+        return mesh.result.plan.predicted.step_s, reports
+
+
+@virtual_time
+async def test_behind_a_thin_uplink_a_plan_takes_what_it_said_and_the_link_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fed_bytes = 2 * MICRO * MICROS * 64 * 64 * 4  # x and y
+    predicted_s, reports = await behind_a_thin_uplink(monkeypatch)
+    took_s = median(report.step_s for report in reports[1:])
+    assert predicted_s == pytest.approx(fed_bytes / UPLINK, rel=0.1)
+    assert took_s == pytest.approx(predicted_s, rel=0.1)
+    for report in reports:
+        assert re.match(r"the owner's link to (ann|ben): 1 MB of inputs a step take 1(\.1)? s", report.limit)
+
+
+@virtual_time
+async def test_without_a_look_at_its_links_a_plan_promises_what_an_owner_cannot_feed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.planning.asking.LEAST_FED_BYTES", 1 << 40)
+    predicted_s, reports = await behind_a_thin_uplink(monkeypatch)
+    assert median(report.step_s for report in reports[1:]) > 2 * predicted_s
 
 
 @virtual_time
