@@ -162,6 +162,54 @@ async def test_gradients_are_summed_by_way_of_the_host(gpu: Played) -> None:
     assert gpu.recorded == [gpu.computing] * 2
 
 
+def not_now() -> None:
+    raise AssertionError("somebody has waited for this")
+
+
+def test_a_sum_begins_when_its_gradients_are_made_and_waits_for_nothing_else(gpu: Played) -> None:
+    staging, value, lines = Staging(torch.device("cpu")), torch.zeros(3), list[Line]()
+    gpu.computing.queue.append(lambda: value.fill_(2))
+    made = staging.mark()
+    for line in (gpu.computing, staging.leaving, staging.arriving):
+        line.queue.append(not_now)  # type: ignore[attr-defined]
+
+    def add_up() -> str:
+        lines.append(gpu.current)
+        gpu.current.queue.append(lambda: value.add_(1))
+        return "added up"
+
+    assert staging.sum(made, add_up) == "added up"
+    assert value.tolist() == [3.0] * 3  # all of it was done when `sum` returned
+    assert lines[0] not in (gpu.computing, staging.leaving, staging.arriving)
+    assert gpu.current is gpu.computing
+    assert not lines[0].queue
+
+
+def test_what_leaves_and_arrives_passes_by_a_sum_that_waits_for_others(gpu: Played) -> None:
+    staging, passed = Staging(torch.device("cpu")), list[Any]()
+
+    def hangs() -> None:
+        gpu.current.queue.append(not_now)
+        passed.append(staging.leave(staging.mark(), lambda: "left"))
+        passed.extend(staging.arrive(lambda: ["arrived"]))
+        gpu.current.queue.remove(not_now)  # the others have come
+
+    staging.sum(staging.mark(), hangs)
+    assert passed == ["left", "arrived"]
+
+
+def test_a_sum_that_fails_lets_nothing_go_before_its_stream_is_done(gpu: Played) -> None:
+    staging, done = Staging(torch.device("cpu")), list[str]()
+
+    def fails() -> None:
+        gpu.current.queue.append(lambda: done.append("read"))
+        raise RuntimeError("NCCL error")
+
+    with pytest.raises(RuntimeError, match="NCCL error"):
+        staging.sum(staging.mark(), fails)
+    assert done == ["read"]
+
+
 def test_memory_is_not_let_go_before_its_copy_is_done_when_a_call_fails(gpu: Played) -> None:
     locked = Locked(1 << 10)
     staging = Staging(torch.device("cpu"), locked)

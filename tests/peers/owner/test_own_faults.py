@@ -127,6 +127,42 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     assert len(plans[1] - plans[2]) == 1
 
 
+@pytest.mark.parametrize(("how", "times"), [("never ready", 1), ("says nothing", 2), ("hangs up", 2)])
+def test_who_does_not_become_ready_for_the_first_offer_is_left_out_and_the_run_begins_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, times: int
+) -> None:
+    """It answers whoever calls the roll. A stream that ended may have been the network's fault once."""
+    prepare, serve, stuck, at_s = Member.prepare, Member.serve_job, list[str](), list[float]()
+
+    async def never(member: Member, *args: Any) -> Any:
+        if not stuck:
+            stuck.append(member.peer_id)
+        if member.peer_id in stuck and how != "says nothing":
+            at_s.append(virtual_chaos.now())
+            if how == "hangs up":
+                raise StreamClosed("it has no room for what is announced")
+            await asyncio.Event().wait()
+        return await prepare(member, *args)
+
+    async def silent(member: Member, stream: Any) -> None:
+        if not stuck:
+            stuck.append(member.peer_id)
+        if member.peer_id in stuck and how == "says nothing":
+            at_s.append(virtual_chaos.now())
+            await asyncio.Event().wait()
+        await serve(member, stream)
+
+    monkeypatch.setattr(Member, "prepare", never)
+    monkeypatch.setattr(Member, "serve_job", silent)
+    told_s: list[float] = []
+    outcome, plans = played(tmp_path, lambda storm: lambda report: told_s.append(virtual_chaos.now()))
+    assert outcome == "equal"
+    assert len(plans) == 1 + times
+    assert len(plans[0] - plans[-1]) == 1
+    assert len(at_s) == times, "nobody asks it again"
+    assert told_s[0] - at_s[0] < virtual_chaos.TIMES.offer_s + 30.0
+
+
 def test_a_member_that_hangs_up_during_its_offers_is_left_out_though_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
