@@ -66,7 +66,7 @@ class Compute:
         self.pace = pace
         self.staging = staging_of(self.device)
         self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
-        self.running = self.done = 0  # calls under way or waiting, and those that have ended
+        self.running = self.done = 0  # calls under way or waiting, on both threads, and those that have ended
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._threads = torch.get_num_threads()
         self._pool, self._helper = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
@@ -83,7 +83,13 @@ class Compute:
 
     def run_aside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
-        return asyncio.get_running_loop().run_in_executor(self._helper, call, *args)
+        self.running += 1
+        future = asyncio.get_running_loop().run_in_executor(self._helper, call, *args)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, call: object = None) -> None:
+        self.running, self.done = self.running - 1, self.done + 1
 
     async def use_threads(self, count: int) -> None:
         """From now on a CPU computes with so many; 0: as before. Raises PlanError when the machine does not have them.
@@ -106,7 +112,7 @@ class Compute:
         try:
             return await self._run(call, *args, flops=flops)
         finally:
-            self.running, self.done = self.running - 1, self.done + 1
+            self._ended()
 
     async def _run(self, call: Callable[..., T], *args: Any, flops: float) -> T:
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from meshcee.errors import PeerLostError
 from meshcee.job import Job
 from peers.member.service import Member
 from peers.transport.memory import Impairment
-from tests.rig.faults import ALONE, STEPS, STRUCK, TIMES, job_of, plan_of, world
+from tests.rig.faults import ALONE, SHARED, STEPS, STRUCK, TIMES, job_of, plan_of, world
 from tests.rig.virtual_time import quiet, run
 
 NOT_READY = r"^peer {who} \(stage \d\) was lost before the first step: it has not got on with its offer for 120 s$"
@@ -43,7 +44,8 @@ class Hang:
 
     def strike(self, member: Member, compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its device, and the threads that hash for it."""
-        run, in_thread = compute.run, asyncio.to_thread
+        run, run_aside, in_thread = compute.run, compute.run_aside, asyncio.to_thread
+        loop = asyncio.get_running_loop()
 
         async def hangs(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
             if not self.takes(call, args):
@@ -54,20 +56,32 @@ class Hang:
             finally:
                 compute.running -= 1
 
+        def hangs_aside(call: Callable[..., Any], *args: Any) -> Any:
+            if not self.takes(call, args):
+                return run_aside(call, *args)
+            with mock.patch.object(loop, "run_in_executor", return_value=loop.create_future()):
+                return run_aside(call, *args)
+
         async def hangs_beside(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
             if getattr(call, "__self__", None) is member.lender.copies and self.takes(call, args):
                 await asyncio.Event().wait()
             return await in_thread(call, *args, **more)
 
-        compute.run = hangs
+        compute.run, compute.run_aside = hangs, hangs_aside
         monkeypatch.setattr(asyncio, "to_thread", hangs_beside)
 
 
 async def ended(
-    folder: Path, who: str, hang: Hang, monkeypatch: pytest.MonkeyPatch, job: Job, link: Impairment
+    folder: Path,
+    who: str,
+    hang: Hang,
+    monkeypatch: pytest.MonkeyPatch,
+    job: Job | None = None,
+    link: Impairment = Impairment(),  # noqa: B008
+    shares: tuple[tuple[int, ...], ...] = ALONE,
 ) -> tuple[str, float]:
     """What ends the epoch, and how long after its device hung."""
-    async with world(job, plan_of(*ALONE), folder, link) as here, here.network.transport("owner") as owner:
+    async with world(job or job_of(), plan_of(*shares), folder, link) as here, here.network.transport("owner") as owner:
         hang.strike(here.members[who], here.computes[who], monkeypatch)
         async with asyncio.timeout(3600):
             with pytest.raises(PeerLostError) as lost:
@@ -96,7 +110,7 @@ def test_who_hangs_is_blamed_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str, hang: Hang, step: int, told: str, within_s: float
 ) -> None:
     with quiet():
-        said, after_s = run(ended(tmp_path, who, hang, monkeypatch, job_of(), Impairment()))
+        said, after_s = run(ended(tmp_path, who, hang, monkeypatch))
     assert re.match(told.format(who=who, step=step), said), said
     assert within_s < after_s <= within_s + 3 * TIMES.beat_s
 
@@ -110,3 +124,14 @@ def test_who_computes_on_and_hangs_beside_ends_no_runs_checkpoints_for_ever(
         said, after_s = run(ended(tmp_path, "p1", Hang("CopyStore.digest", at=1), monkeypatch, job, slow))
     assert said == "p1 (stage 1) computes, and does not get on with a copy of its stage"
     assert TIMES.hung_s < after_s < 3 * TIMES.hung_s
+
+
+@pytest.mark.parametrize("call", ["add_up", "flattened"])
+def test_who_hangs_beside_its_device_in_a_sum_is_blamed_and_not_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The others of its group wait for it, and it for them."""
+    with quiet():
+        said, after_s = run(ended(tmp_path, "p1", Hang(call, STRUCK), monkeypatch, shares=SHARED))
+    assert re.match(STUCK.format(who="p1", step=r"\d"), said), said
+    assert after_s <= TIMES.hung_s + 3 * TIMES.beat_s
