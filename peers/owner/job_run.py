@@ -351,7 +351,7 @@ class Training:
         agent, recovery = self._agent, self._recovery
         match command:
             case moves.TakeTurn():
-                return moves.Turned(await self._turn.wait())
+                return moves.Turned(await self._turn.wait(self._key))
             case moves.Profile():
                 assert self._captured is not None
                 self._request = await question(agent, self._job, self._captured, self._wanted.stages, self._lent)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dht import RunRecord
@@ -35,19 +35,21 @@ class Turn:
         self._record = RunRecord(agent.peer_id, 0.0, job[:100], since=agent.clock())
         self._reported_s = -math.inf
 
-    async def wait(self) -> bool:
-        """Return when no job is before this one, which then is announced as running; whether there was one."""
-        directory = self._agent.directory
+    async def wait(self, key: str) -> bool:
+        """Return when no job is before this one, which then is announced as running; whether there was one. NotPermittedError
+        where that is the run of this key: another standby was quicker."""
+        directory, claim = self._agent.directory, _claim(key, 0, self._agent.peer_id)
         told: list[str] = []
         if self._tell is not None:
-            await self._publish(replace(self._record, state="waiting"))
+            await self._publish(replace(self._record, state="waiting", claim=claim))
             await directory.refresh()
             while before := self._before():
+                self._give_way(key, 0, [record for record in before if record.state == "running"])
                 if (text := self._describe(before)) not in told[-1:]:
                     told.append(text)
                     self._tell(text)
                 await directory.wait_for_change()
-        await self._publish(replace(self._record, state="running"))
+        await self._publish(replace(self._record, state="running", claim=claim))
         return bool(told)
 
     def _before(self) -> list[RunRecord]:
@@ -69,12 +71,15 @@ class Turn:
             self._reported_s, claim = now_s, _claim(key, epoch[0], me)
             self._record = replace(self._record, epoch=epoch, step=step, loss=loss, plan=plan.to_json(), claim=claim)
             self._agent.directory.tell(self._record)
-            for other, record in self._agent.directory.runs.items():
-                number = record.epoch[0]  # members follow the later one as well, but these two may share none
-                if (number, other) > (epoch[0], me) and record.claim == _claim(key, number, other):
-                    raise NotPermittedError(
-                        f"{self._agent.names().get(other, other)} owns the run now: it goes on there"
-                    )
+            self._give_way(key, epoch[0], self._agent.directory.runs.values())
+
+    def _give_way(self, key: str, incarnation: int, others: Iterable[RunRecord]) -> None:
+        """Members follow the later of two owners by themselves, but two may share none."""
+        for other in others:
+            later = (other.epoch[0], other.peer_id) > (incarnation, self._agent.peer_id if incarnation else "")
+            if later and other.claim == _claim(key, other.epoch[0], other.peer_id):
+                name = self._agent.names().get(other.peer_id, other.peer_id)
+                raise NotPermittedError(f"{name} owns the run now: it goes on there")
 
     async def end(self) -> None:
         """The next one may begin."""

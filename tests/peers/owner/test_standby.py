@@ -343,3 +343,55 @@ def test_what_an_owner_must_not_send_is_refused(tmp_path: Path, header: dict[str
     with pytest.raises(ProtocolError):
         mirror.take(Frame(messages.FILE, header, [b"x"]))
     assert list(tmp_path.rglob("x")) == []
+
+
+class TwoHeirs(Story):
+    """Two machines stand by, and lose the owner at the same instant."""
+
+    def __init__(self, folder: Path, blow: Any, steps: int = STEPS) -> None:
+        super().__init__(folder, blow, steps)
+        self.homes["second"] = Home(folder / "second")
+        self.steps: dict[str, list[int]] = {"heir": [], "second": []}
+        self.outcomes: dict[str, Any] = {}
+
+    async def play(self) -> Any:
+        async with stormy(0, self._folder) as storm, asyncio.TaskGroup() as group, asyncio.timeout(900):
+            self.loop, self.storm, meshes = asyncio.get_running_loop(), storm, {}
+            for name, home in self.homes.items():
+                agent = await storm.here.start(name, lends=False, identity=Identity.generate())
+                meshes[name] = Mesh(agent, group, home)
+            owning = group.create_task(self.own(meshes["chief"]))
+            async with asyncio.TaskGroup() as standing:
+                for name in self.steps:
+                    standing.create_task(self.inherit(name, meshes[name]))
+            owning.cancel()
+
+    async def inherit(self, name: str, mesh: Mesh) -> None:
+        try:
+            followed = await mesh.stand_by(
+                self.job, captured_job(), tell=lambda text: self.told.append(f"{name}: {text}")
+            )
+            if followed is None:
+                self.outcomes[name] = None
+                return
+            run_id, owner = followed
+            training = mesh.train(self.job, captured=captured_job(), resume=run_id, after=owner)
+            async with contextlib.aclosing(training):
+                async for report in training:
+                    self.steps[name].append(report.step)
+            self.outcomes[name] = mesh.result
+        except MeshceeError as error:
+            self.outcomes[name] = error
+
+
+def test_of_two_standbys_at_once_one_goes_on(tmp_path: Path) -> None:
+    story = TwoHeirs(tmp_path, killed)
+    with quiet(), quick_planning():
+        run(story.play())
+    (refused,) = [found for found in story.outcomes.values() if isinstance(found, MeshceeError)]
+    (result,) = [found for found in story.outcomes.values() if not isinstance(found, MeshceeError)]
+    assert_exact(result)
+    assert "owns the run now" in str(refused)
+    steps = sorted(story.steps.values(), key=len)
+    assert steps[1] == list(range(steps[1][0], STEPS))
+    assert len(steps[0]) < len(steps[1])
