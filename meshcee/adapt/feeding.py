@@ -37,8 +37,9 @@ class Feeding:
         self._reads.clear()
 
     def hear(self, fed: Mapping[str, tuple[int, float]], step_s: float, data_s: float | None = None) -> list[Shift]:
-        """One more step, in which peers were sent so many bytes, and saw them come at this rate, and whose samples were read in
-        `data_s`, where that is known; what has shifted."""
+        """One more step, in which peers were sent so many bytes, and saw them come at this rate; what has shifted. `data_s`: in
+        which its samples were read, where that is known.
+        """
         shifts: list[Shift] = []
         if data_s is not None:
             self._reads.append(data_s)

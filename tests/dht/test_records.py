@@ -40,7 +40,7 @@ RECORDS: list[Record] = [
     PeerRecord(ME.peer_id, NOW, "ein Besitzer"),
     LinkRecord(ME.peer_id, NOW, ((OTHER.peer_id, LinkProfile(0.01, 1e6, NOW, (0.008, 0.02), (9e5, 2e6))),)),
     LeaseRecord(ME.peer_id, NOW, 7, True),
-    RunRecord(ME.peer_id, NOW, "gpt", (1, 2), 30, 1.5, PLAN.to_json()),
+    RunRecord(ME.peer_id, NOW, "gpt", (1, 2), 30, 1.5, PLAN.to_json(), claim="5f" * 32),
     RunRecord(ME.peer_id, NOW, "gpt"),
 ]
 
@@ -114,13 +114,14 @@ def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
 def test_each_field_is_checked(record: Record) -> None:
-    """What a device has beside its five figures may be left out; an older peer says nothing of datasets."""
+    """What a device has beside its five figures may be left out; an older peer says nothing of datasets, nor claims a run."""
     optional = ("capability", "versions", "host", "cores", "threads_said", "memory_said", "threads")
     check_every_field(
         msgpack.unpackb(msgpack.packb(record.to_wire())),
         lambda wire: record.from_wire(wire, ME.peer_id, "a record"),
         free=(
             ".datasets left out",
+            ".claim left out",
             *(f".device.{name} left out" for name in optional),
             *(f".{name} = None" for name in ("region", "device", "device.versions", "loss", "guards", "datasets")),
         ),
