@@ -59,22 +59,22 @@ BEHIND = 20  # steps between an epoch's last checkpoint and its end
 class Samples:
     """Many, and none of them kept."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, width: int) -> None:
+        self._count, self._width = count, width
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.full((4,), i % 97 / 97), i % 3
+        return torch.full((self._width,), i % 97 / 97), i % 3
 
 
-def job_of(steps: int, samples: int) -> Job:
+def job_of(steps: int, samples: int, width: int) -> Job:
     torch.manual_seed(0)
     return Job(
-        model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)),
+        model=nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8), nn.Linear(8, 3)),
         loss=nn.functional.cross_entropy,
-        data=Samples(samples),
+        data=Samples(samples, width),
         optimizer=Optimizer("AdamW", lr=1e-3, groups={"*.bias": {"weight_decay": 0.0}}),
         schedule=Schedule("CosineAnnealingLR", T_max=steps),
         batch_size=8,
@@ -193,10 +193,10 @@ def _name_of(handle: Handle) -> str:
 
 
 async def soak(
-    folder: Path, steps: int, epochs: int, samples: int, tell: Callable[[Soak], None] = lambda _: None
+    folder: Path, steps: int, epochs: int, samples: int, tell: Callable[[Soak], None] = lambda _: None, width: int = 4
 ) -> Soak:
-    """A job of so many steps, which loses a peer so often."""
-    seen, job = Soak(), job_of(steps, samples)
+    """A job of so many steps, which loses a peer so often; a sample has so many figures."""
+    seen, job = Soak(), job_of(steps, samples, width)
 
     def own(
         agent: Any, job: Job, captured: Capture, plan: Plan, term: Any, epoch: Any, *args: Any, **more: Any

@@ -1,13 +1,17 @@
-"""How much memory this process has held at most since a moment, by the kernel's own count."""
+"""How much memory this process has held at most since a moment, by the kernel's own count; and what it holds, by the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-__all__ = ["growth"]
+__all__ = ["growth", "holding"]
 
 
 def _status(field: str) -> int:
@@ -26,3 +30,30 @@ def growth() -> Callable[[], int]:
         pytest.skip(f"this system does not let a process reset its peak of resident memory: {error}")
     before = _status("VmHWM") - _status("RssFile")
     return lambda: _status("VmHWM") - _status("RssFile") - before
+
+
+@contextlib.contextmanager
+def holding() -> Iterator[Callable[[], int]]:
+    """The function says how many bytes Python, numpy and tensors hold that they did not hold at first.
+
+    The kernel's count is of pages, some of which nobody uses.
+    """
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = _traced_bytes() + _tensors_bytes()
+        yield lambda: _traced_bytes() + _tensors_bytes() - before
+    finally:
+        tracemalloc.stop()
+
+
+def _traced_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def _tensors_bytes() -> int:
+    """Of those whose memory is torch's own: what numpy has made is counted by Python."""
+    tensors = (one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu")
+    found = {of.data_ptr(): of.nbytes() for of in (one.untyped_storage() for one in tensors) if of.resizable()}
+    return sum(found.values())

@@ -23,9 +23,10 @@ from torch.utils.data import (
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer
-from meshcee.sampling import indices_of, order_digest, repeats
+from meshcee.sampling import indices_of, order_digest, repeats, source_of
 from meshcee.sampling import sampler as sampler_module
 from meshcee.sampling.order import generators_put_back, seed_generators
+from tests.rig.resident import holding
 
 ROWS = [(torch.full((4,), float(i)), float(i)) for i in range(40)]
 WEIGHTS = torch.linspace(0.1, 3.0, 40)
@@ -154,3 +155,35 @@ def test_an_order_without_end_is_refused_before_it_fills_the_memory(monkeypatch:
     job = job_of(lambda epoch, seed: itertools.cycle(range(40)))
     with pytest.raises(UsageError, match="does not end: it gives more than 2560 samples in a data epoch; let it end"):
         indices_of(job, 0)
+
+
+class Many:
+    """Samples of which none is there before it is read."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, float]:
+        return torch.full((4,), float(i)), float(i)
+
+
+@pytest.mark.parametrize(
+    ("count", "sampler"),
+    [
+        (1_000_000, None),
+        (200_000, SubsetRandomSampler(range(200_000))),
+        (200_000, lambda epoch, seed: np.random.default_rng([seed, epoch]).permutation(200_000)),
+    ],
+    ids=["by the seed", "a sampler of torch", "a function"],
+)
+def test_an_order_takes_four_bytes_a_sample_in_each_of_two_data_epochs(count: int, sampler: Any) -> None:
+    """10 million samples were 0.44 GB of numbers of Python's."""
+    source = source_of(job_of(sampler, data=Many(count)))
+    with holding() as held_bytes:
+        steps = (0, count // 8 - 1, count // 8, count // 8 + 1)
+        seen = {float(y) for step in steps for _, y in source.samples(step, 0, 8)}
+        assert 7 < held_bytes() / count < 9
+    assert len(seen) > 24, "the second data epoch has another order"
