@@ -89,6 +89,10 @@ class JoinOptions:
     datasets: tuple[str, ...] = ()  # NAME=FILE.py:FUNCTION, that jobs of others may be fed from here
     measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
 
+    def over(self, usual: Timeouts) -> Timeouts:
+        said = {"regroup_s": self.regroup_s, "leave_s": self.leave_s}
+        return replace(usual, **{name: value for name, value in said.items() if value is not None})
+
 
 @asynccontextmanager
 async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
@@ -161,7 +165,7 @@ class InProcess:
         self.agents: dict[str, Agent] = {}
         self.stores: dict[str, MemoryStore] = {}
         self._options = options
-        self._timeouts = timeouts
+        self._timeouts = options.over(timeouts)
         self._clock, self._monotonic = clock, monotonic
         self.memory = SharedMemory(clock)
         self._key = MeshKey()
@@ -254,11 +258,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     from peers.node.founding import Founding
     from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon
 
-    timeouts, limits = Timeouts(), Limits()
-    if options.regroup_s is not None:
-        timeouts = replace(timeouts, regroup_s=options.regroup_s)
-    if options.leave_s is not None:
-        timeouts = replace(timeouts, leave_s=options.leave_s)
+    timeouts, limits = options.over(Timeouts()), Limits()
     token = Token.parse(options.token) if options.token else None
     seeds = tuple(token.addresses) if token else ()
     async with AsyncExitStack() as stack:
