@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -18,11 +18,11 @@ import structlog
 
 from dht import Members
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError, leaves
+from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
 from peers.transport import handshake
 from peers.transport.base import Handler, Stream, StreamClosed
-from peers.transport.patience import Patience
+from peers.transport.patience import Patience, Seldom
 from peers.transport.stream import FramedStream, short
 
 if TYPE_CHECKING:
@@ -33,32 +33,6 @@ __all__ = ["Endpoint"]
 log = structlog.get_logger(__name__)
 
 MAX_STRANGERS = 256  # handshakes under way with peers that never proved the key: each may cost 100 kB for `handshake_s`
-REFUSALS = 20  # told of in REFUSALS_S, and as many failures: whoever is refused may come again at once
-REFUSALS_S = 60.0
-
-
-def _foreseen(error: BaseException) -> bool:
-    """Nothing in it is a bug of ours, so one line is enough."""
-    return all(isinstance(e, MeshceeError | StreamClosed | TimeoutError) for e in leaves(error))
-
-
-class Seldom:
-    """One event in the log, which neither strangers nor members must fill."""
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-        self._logged_s: deque[float] = deque(maxlen=REFUSALS)
-        self._more = 0  # that were not logged since
-
-    def log(self, peer_id: str, **about: str) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if len(self._logged_s) == REFUSALS and now_s - self._logged_s[0] < REFUSALS_S:
-            self._more += 1
-            return
-        self._logged_s.append(now_s)
-        more = {"untold": self._more} if self._more else {}
-        log.warning(self._event, peer=short(peer_id), **about, **more)
-        self._more = 0
 
 
 class Endpoint(ABC):
@@ -87,7 +61,7 @@ class Endpoint(ABC):
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
         self._patience = Patience(lambda: asyncio.get_running_loop().time())
-        self._seldom = {event: Seldom(event) for event in (Event.STREAM_REFUSED, Event.HANDLER_FAILED)}
+        self._seldom = Seldom()
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -246,15 +220,8 @@ class Endpoint(ABC):
             stream = welcome
             await self._handlers[stream.purpose](stream)
             await stream.aclose()
-        except (StreamClosed, TimeoutError) as error:  # whoever opened it is gone, or paused, or cut off
-            why = str(error) or "nothing came in time"
-            log.debug(Event.STREAM_CLOSED, peer=short(stream.peer_id), purpose=stream.purpose, reason=why)
         except Exception as error:
-            if _foreseen(error):  # epochs that are over and streams that are gone, by the dozen when a peer wakes
-                why = repr(leaves(error)[0])
-                self._seldom[Event.HANDLER_FAILED].log(stream.peer_id, purpose=stream.purpose, error=why)
-            else:
-                log.exception(Event.HANDLER_FAILED, peer=short(stream.peer_id), purpose=stream.purpose)
+            self._seldom.ended(error, peer=short(stream.peer_id), purpose=stream.purpose)
         finally:
             stream.abort()
             self._forget(stream)
@@ -281,7 +248,7 @@ class Endpoint(ABC):
         except MeshceeError as error:
             if stream in self._strangers:  # else it made way for another one
                 self._patience.failed(stream.peer_id)
-            self._seldom[Event.STREAM_REFUSED].log(stream.peer_id, error=str(error))
+            self._seldom.log(Event.STREAM_REFUSED, peer=short(stream.peer_id), error=str(error))
             return None
         finally:
             self._strangers.pop(stream, None)

@@ -156,6 +156,11 @@ class Still:
         finally:
             _WHO.reset(token)
 
+    @staticmethod
+    def who() -> str:
+        """Of whom the code is that runs now; "" for nobody's."""
+        return _WHO.get()
+
     def __contains__(self, who: str) -> bool:
         return who in self._held
 

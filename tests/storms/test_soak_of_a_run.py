@@ -10,7 +10,6 @@ from benchmarks.soak import soak
 from benchmarks.virtual_chaos import quick_planning
 from tests.rig.virtual_time import quiet, run
 
-
 WIDTH = 256  # figures in a sample: a step is fed 8 KiB
 
 

@@ -9,19 +9,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
-from meshcee.events import Event
+from meshcee.errors import JoinError, NotPermittedError, ProtocolError, UsageError
 from peers.transport.base import Handler, Stream, StreamClosed
 from peers.transport.bridge.channel import Allow, Channel, Comes, Failed, Open, Opened, Rates, Throttle
 from peers.transport.bridge.passing import joined
+from peers.transport.patience import Seldom
 from peers.transport.stream import FramedStream, short
 
 __all__ = ["GIVES", "Bridged"]
-
-log = structlog.get_logger(__name__)
 
 GIVES = (Comes, Opened, Failed, Rates)  # what comes from the side with the network
 
@@ -76,6 +72,7 @@ class Bridged:
         self._number = 0
         self._group: asyncio.TaskGroup | None = None
         self._handling: set[asyncio.Task[None]] = set()
+        self._seldom = Seldom()
 
     def serve(self, purpose: str, handler: Handler) -> None:
         self._handlers[purpose] = handler
@@ -165,17 +162,12 @@ class Bridged:
 
     async def _handle(self, message: Comes, end: socket.socket, handler: Handler) -> None:
         stream = self._made(message.stream, message.peer, message.purpose)
-        about = {"peer": short(message.peer), "purpose": message.purpose}
         try:
             await joined(end, stream)
             await handler(stream)
             await stream.aclose()
-        except (StreamClosed, TimeoutError) as error:
-            log.debug(Event.STREAM_CLOSED, **about, reason=str(error) or "nothing came in time")
-        except MeshceeError as error:
-            log.warning(Event.HANDLER_FAILED, **about, error=repr(error))
-        except Exception:
-            log.exception(Event.HANDLER_FAILED, **about)
+        except Exception as error:
+            self._seldom.ended(error, peer=short(message.peer), purpose=message.purpose)
         finally:
             stream.abort()
             self._streams.pop(message.stream, None)

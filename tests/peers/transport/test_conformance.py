@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 
 import pytest
@@ -12,7 +13,7 @@ from structlog.testing import capture_logs
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from meshcee.events import Event
 from peers.cli.session import configure_logging
-from peers.transport import bundle, direct
+from peers.transport import bundle, direct, patience
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
 from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
@@ -409,6 +410,41 @@ async def test_a_frame_right_behind_the_proof_of_a_long_handshake_arrives(
             async with asyncio.timeout(10):
                 assert await arrived.get() == b"payload"
             await near.aclose()
+
+
+async def test_of_many_streams_that_end_at_once_one_is_told_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that woke from a suspension printed 560 lines of traceback."""
+    refusal, ending = NotPermittedError("attached to an epoch that is not running here"), asyncio.Event()
+    causes = itertools.cycle(
+        [
+            refusal,
+            ExceptionGroup("session", [StreamClosed("gone"), refusal]),
+            ExceptionGroup("", [StreamClosed("gone")]),
+        ]
+    )
+
+    async def end(stream: Stream) -> None:
+        await ending.wait()
+        raise next(causes)
+
+    async def break_all() -> None:
+        ending.clear()
+        opened = [await a.open(b.peer_id, "test", b.addresses) for _ in range(3)]
+        ending.set()
+        for near in opened:
+            with pytest.raises(StreamClosed):
+                await near.recv()
+
+    async with mesh(kind) as (a, b):
+        b.serve("test", end)
+        with capture_logs() as logs:
+            await break_all()
+            monkeypatch.setattr(patience, "AT_ONCE_S", 0.0)
+            await break_all()
+    told = [entry for entry in logs if entry["log_level"] not in ("debug", "info")]
+    assert [entry.get("untold") for entry in told] == [None, 1, None]
+    assert {(entry["event"], entry.get("exc_info")) for entry in told} == {(Event.HANDLER_FAILED, None)}
+    assert {entry["error"] for entry in told} == {repr(refusal)}
 
 
 async def test_what_a_handler_foresees_is_one_line_and_a_bug_has_its_traceback(

@@ -1,0 +1,61 @@
+"""A peer that was suspended wakes: what broke meanwhile breaks all at once, and is a line each for its streams and its job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from benchmarks.virtual_chaos import now, stormy, train
+from meshcee.events import Event
+from peers.owner.epoch import Report
+from tests.rig.virtual_time import Still, run
+
+pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
+
+STRUCK, ASLEEP_S = 4, 15.0
+STREAMS = {Event.STREAM_REFUSED, Event.HANDLER_FAILED}
+
+
+class Log:
+    """What each peer of a storm says, but for what a log leaves out by default."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, float, dict[str, Any]]] = []  # whose, when, what
+        structlog.configure(
+            processors=[self._note], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+        )
+
+    def _note(self, logger: Any, method: str, line: MutableMapping[str, Any]) -> str:
+        self.lines.append((Still.who(), now(), dict(line)))
+        raise structlog.DropEvent
+
+
+def test_a_peer_that_wakes_says_in_a_line_that_its_streams_are_gone(tmp_path: Path) -> None:
+    log, slept = Log(), list[tuple[str, float]]()
+
+    async def story() -> str:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(1800):
+
+            def hear(report: Report) -> None:
+                if report.step == STRUCK and not slept:
+                    victim = storm.members()[1]
+                    slept.append((storm.suspend(victim, ASLEEP_S), now()))
+
+            outcome = await train(storm, hear)
+            await asyncio.sleep(ASLEEP_S)
+            return outcome
+
+    assert run(story(), inline=True) == "equal"
+    ((who, since_s),) = slept
+    said = [line for whose, at_s, line in log.lines if whose == who and at_s >= since_s + ASLEEP_S]
+    assert not [line for line in said if "exc_info" in line]
+    told = Counter("streams" if line["event"] in STREAMS else line["event"] for line in said)
+    assert told["streams"] == 1
+    assert told == {"streams": 1, **dict.fromkeys(told.keys() & {"job failed"}, 1)}
