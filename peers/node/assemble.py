@@ -190,16 +190,15 @@ class InProcess:
         terms: TermFile | None = None,
         pace: Pace | None = None,
         clock: Callable[[], float] | None = None,
+        device: Compute | DeviceProcess | None = None,
         **said: Any,
     ) -> Agent:
         """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
-        own wall clock, where that differs from the mesh's; `said` is what else its user says (AgentOptions)."""
+        own wall clock, where that differs from the mesh's; `device` is one that runs already, which the caller ends; `said` is
+        what else its user says (AgentOptions)."""
         identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
-        compute = (
-            await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
-            if lends
-            else None
-        )
+        if lends and device is None:
+            device = await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
         members = self.members_for(identity.peer_id, role, clock)
         transport = await self._stack.enter_async_context(
             self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, members=members)
@@ -219,7 +218,7 @@ class InProcess:
             self._key,
             transport,
             store,
-            compute,
+            device,
             timeouts=quick,
             limits=Limits(),
             terms=terms,
