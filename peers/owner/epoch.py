@@ -342,7 +342,8 @@ class Owner:
         if reply.kind != messages.READY:
             refused = messages.error_from(reply.header)
             if is_own(refused):
-                self._own_fault(peer_id, str(refused), refused)
+                told = type(refused)(f"peer {self._describe(peer_id)} failed before the first step: {refused}")
+                self._own_fault(peer_id, str(refused), told)
             else:
                 if isinstance(refused, PlanError):  # it has no room, or is taken
                     self.failures.stuck.add(peer_id)

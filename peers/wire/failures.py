@@ -14,7 +14,7 @@ from typing import Any
 
 from meshcee.errors import MeshceeError, PeerLostError, leaves
 from peers.wire import messages
-from peers.wire.suspects import Fault
+from peers.wire.suspects import Fault, is_own
 
 __all__ = ["LOST_HERE", "Failures", "NotFoundError", "most_telling", "reported"]
 
@@ -95,8 +95,8 @@ def reported(
         who = describe(lost) if isinstance(lost, str) else "another stage"
         told = PeerLostError(f"peer {who} was lost in step {step + 1}, before it was applied: {error}")
         return 2, told, (lost,) if isinstance(lost, str) else ()
-    if type(error) is MeshceeError:  # nothing that it foresaw, so its message does not say where
-        return 0, MeshceeError(f"peer {describe(peer_id)} failed in step {step + 1}: {error}"), ()
+    if is_own(error):  # its message does not say whose it is, or when
+        return 0, type(error)(f"peer {describe(peer_id)} failed in step {step + 1}: {error}"), ()
     return 0, error, ()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 
 from benchmarks.virtual_chaos import TIMES, captured_job, expected, job_of, now

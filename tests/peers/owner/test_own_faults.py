@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import virtual_chaos
 from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError, unwrap
+from meshcee.stage.runner import StageRunner
 from peers.device.compute import Pace
 from peers.member.executor import Executor
 from peers.member.service import Member
@@ -20,7 +22,9 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.owner.recovery import Recovery
-from peers.transport import StreamClosed
+from peers.transport import Frame, StreamClosed
+from peers.wire import messages
+from peers.wire.offer import Offer
 from peers.wire.suspects import Fault, Suspects, is_own
 from tests.rig.virtual_time import quiet, run
 
@@ -85,6 +89,70 @@ def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch:
     assert failing.failed == victim
     assert len(plans) == 2
     assert len(plans[0] - plans[1]) == 1
+
+
+class Damaged(Failing):
+    """What the members that `gets` names are sent for the step that is struck lacks its last byte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gets: Callable[[Executor], bool]) -> None:
+        self.failed = []
+        take = Executor.take
+
+        async def taken(executor: Executor, peer: str, frame: Frame) -> None:
+            if executor.step == STRUCK and frame.kind == messages.F and gets(executor):
+                self.failed.append(executor.place.peer)
+                frame = replace(frame, payloads=[*frame.payloads[:-1], bytes(frame.payloads[-1])[:-1]])
+            await take(executor, peer, frame)
+
+        monkeypatch.setattr(Executor, "take", taken)
+
+
+class Full(Failing):
+    """The members that `fills` names have no room for the stage that they are to build."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fills: Callable[[Offer], bool]) -> None:
+        self.failed = []
+        build = Offer.build
+
+        def built(offer: Offer, *args: Any) -> StageRunner:
+            if fills(offer):
+                self.failed.append(offer.peer_id)
+                raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(self.failed)}.00 GiB")
+            return build(offer, *args)
+
+        monkeypatch.setattr(Offer, "build", built)
+
+
+@pytest.mark.parametrize("kind", [Damaged, Full], ids=["decode", "build"])
+def test_a_member_that_cannot_decode_a_frame_or_build_its_stage_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Failing]
+) -> None:
+    def first(of: Any) -> bool:
+        return of.place.is_last and set(failing.failed) <= {of.place.peer}
+
+    failing = kind(monkeypatch, first)
+    outcome, plans = played(tmp_path, lambda storm: lambda report: None)
+    assert outcome == "equal"
+    assert len(failing.failed) == 1
+    assert len(plans) == 2
+    assert len(plans[0] - plans[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Damaged, r"peer p\d \(stage \d\) failed in step 5: .* bytes \([23] peers have failed alike"),
+        (Full, r"peer p\d \(stage \d\) failed before the first step: .*out of memory.*\(2 peers have failed alike"),
+    ],
+    ids=["decode", "build"],
+)
+def test_what_two_members_cannot_decode_or_build_alike_ends_the_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Failing], says: str
+) -> None:
+    failing = kind(monkeypatch, lambda of: of.place.is_last)
+    with pytest.raises(MeshceeError, match=says):
+        played(tmp_path, lambda storm: lambda report: None)
+    assert len(set(failing.failed)) >= 2
 
 
 def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(

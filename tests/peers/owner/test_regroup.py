@@ -1,4 +1,4 @@
-"""How long the owner looks for peers is told to members: they keep what a run goes on from for as long, not for their own figure."""
+"""How long an owner looks for peers is told to members, who keep what a run goes on from for as long, not for their own figure."""
 
 from __future__ import annotations
 
