@@ -47,8 +47,15 @@ async def stand_by(
     loop = asyncio.get_running_loop()
     trouble = Trouble(loop.time)
     mirror: Mirror | None = None
-    owner, lost_s, silent_at = "", -1.0, math.inf
+    owner, followed, lost_s, silent_at = "", "", -1.0, math.inf
     told: list[str] = []
+
+    def caught_up() -> None:
+        nonlocal followed
+        trouble.over(WHAT)
+        if followed != owner:
+            followed = owner
+            tell(f"standing by: following {job!r} of {agent.names().get(owner, owner)}")
 
     def told_once(text: str) -> None:
         if text not in told:
@@ -73,10 +80,13 @@ async def stand_by(
         try:
             stream = await agent.transport.open(owner, "follow", agent.addresses_of([owner]).get(owner, ()))
             lost_s = -1.0
-            tell(f"standing by: following {job!r} of {agent.names().get(owner, owner)}")
-            await mirror.follow(stream, job, agent.timeouts)
+            try:
+                await mirror.follow(stream, job, agent.timeouts, caught_up)
+            finally:
+                stream.abort()
             return None
         except (JoinError, NotPermittedError, StreamClosed, TimeoutError) as error:
+            followed = ""
             log.info("the run's owner does not answer", owner=owner, error=str(error))
         except OSError as error:  # of this machine's disk; all is read anew
             trouble.tell(WHAT, error)

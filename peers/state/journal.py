@@ -141,8 +141,11 @@ class Journal:
     async def _have_forgotten(self, peer: str) -> None:
         with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
             stream = await self._open(peer)
-            await stream.send(self._over())
-            await stream.aclose()
+            try:
+                await stream.send(self._over())
+                await stream.aclose()
+            finally:
+                stream.abort()
 
     async def _send_to(self, peer: str) -> None:
         """Have this peer keep the journal until the run is over."""
@@ -266,8 +269,8 @@ class Mirror:
         """The run, once what it is and its reports so far are here."""
         return self._run if self._run is not None and (self._run.folder / INFO).exists() else None
 
-    async def follow(self, stream: Stream, job: str, timeouts: Timeouts) -> None:
-        """Read until the run is over; StreamClosed when its owner is gone."""
+    async def follow(self, stream: Stream, job: str, timeouts: Timeouts, caught_up: Callable[[], None]) -> None:
+        """Read until the run is over; StreamClosed when its owner is gone. `caught_up`: all that it has written so far is here."""
         stream.max_payload_bytes = CHUNK_BYTES
         self._coming.clear()
         await stream.send(Frame(messages.FOLLOW, {"job": job}))
@@ -277,7 +280,9 @@ class Mirror:
                 return
             if frame.kind == messages.FILE:
                 await asyncio.to_thread(self.take, frame)
-            elif frame.kind not in (messages.PONG, messages.SEALED):  # its stream proves who sent it
+            elif frame.kind == messages.SEALED:  # its stream proves who sent it
+                caught_up()
+            elif frame.kind != messages.PONG:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning to a standby")
 
     def take(self, frame: Frame) -> None:
