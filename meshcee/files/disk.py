@@ -21,6 +21,7 @@ __all__ = [
     "File",
     "append",
     "is_refusal",
+    "is_torn",
     "link",
     "make_folder",
     "move",
@@ -189,6 +190,15 @@ def append(path: Path, data: Data) -> None:
             raise
     finally:
         file.abort()
+
+
+def is_torn(path: Path) -> bool:
+    """Whether its last line has no end: a kill or a power cut came between. What is appended needs one first."""
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+    except OSError:
+        return False
 
 
 def sync_file(path: Path) -> None:

@@ -6,12 +6,17 @@ power cut, and each must keep what was promised by then. So for every file that 
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
@@ -19,17 +24,30 @@ import torch
 
 from dht.signing import Identity, MeshKey
 from dht.terms import TermFile, Terms
-from meshcee.files import disk
+from meshcee.callbacks import Control
+from meshcee.files import disk, dumps, loads
 from meshcee.files.home import Home
 from meshcee.files.tensor_files import save
 from meshcee.files.trouble import Trouble
 from meshcee.sampling.fed import Fed
+from peers.cli.ui.sources import FolderSource
+from peers.mesh_view import MeshView
+from peers.node.admission import Admin, Membership
+from peers.node.founding import Founding
 from peers.owner.diary import Diary
+from peers.owner.epoch import Report
+from peers.owner.job_run import Training
+from peers.owner.result import Result
+from peers.owner.story import Story
 from peers.state import checkpoint
 from peers.state.checkpoint import CheckpointStore, Draft
+from peers.state.journal import Mirror
 from peers.state.manifest import noted
-from peers.state.shelf import COPIES
+from peers.state.shelf import COPIES, INFO, REPORTS, Seal
+from peers.transport import Frame
+from peers.wire import messages
 from tests.mutation import breaks, changed
+from tests.peers.node.test_members import office
 from tests.peers.state.test_killed_writer import FIXED, NoPlatter, check, drafted
 from tests.rig.disks import Platter
 
@@ -187,7 +205,153 @@ def a_run(folder: Path) -> Iterator[Callable[[Path], None]]:
     yield partial(goes_on, 4, "done")
 
 
-WORK = [terms, secrets, incarnations, weights, ledger, fed]
+def founding(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """The first peer of a mesh is started twice."""
+
+    def the_same(mesh: tuple[Any, ...], notes: int, found: Path) -> None:
+        record = found / "home" / "mesh.founded.json"
+        with Founding.of(Home(found / "home"), None, is_open=False) as again:
+            assert mesh in ((), (again.key, again.root and again.root.peer_id))
+            assert (again.identity is not None) >= (notes > 0)
+            if again.identity is not None:
+                kept = loads(record.read_text())
+                assert again.identity == identity
+                assert kept["mesh"] == again.key.fingerprint
+                assert kept["listening"] == {"any": f"/ip4/127.0.0.1/tcp/{kept['token']}"}
+                assert notes <= int(kept["token"]) <= notes + 1
+
+    home, identity = Home(folder / "home"), folder / "home" / "identities" / "0.key"
+    mesh: tuple[Any, ...] = ()
+    for notes in range(2):
+        yield partial(the_same, mesh, notes)
+        with Founding.of(home, None, is_open=False) as first:
+            mesh = first.key, first.root and first.root.peer_id
+            yield partial(the_same, mesh, notes)
+            first.note("any", f"/ip4/127.0.0.1/tcp/{notes + 1}", identity, str(notes + 1))
+    yield partial(the_same, mesh, 2)
+
+
+def admissions(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """Whom an admin has let in, and what these were given."""
+    peers, root = [Identity.generate() for _ in range(3)], Identity.generate()
+
+    def counted(let_in: int, found: Path) -> None:
+        again = Admin(root, root.peer_id, bytes, root.peer_id, found / "admin" / "invites.json", time.time)
+        has = [bool(again.invites_of(peer.peer_id)) for peer in peers]
+        assert all(has[:let_in])
+        assert not any(has[let_in + 1 :])
+        for peer in peers[:let_in]:
+            kept = Membership.read(found / peer.peer_id)
+            assert kept is not None
+            assert kept.holds(peer.peer_id, time.time())
+
+    async def let_in(peer: Identity) -> None:
+        async with office(folder / "admin" / "invites.json", root) as here:
+            replace(await here.let_in(here.invite(), peer), file=folder / peer.peer_id).save()
+
+    for n, peer in enumerate(peers):
+        yield partial(counted, n)
+        asyncio.run(let_in(peer))
+    yield partial(counted, 3)
+
+
+def mirror(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """A standby follows a run, has its newest journal from a peer, and takes over."""
+    info = {"name": "job", "key": "key", "incarnation": 1}
+
+    def goes_on(least: int, found: Path, *, durable: bool = False) -> None:
+        for run in Home(found / "home").runs():
+            told = run.reports()
+            assert told == [line(step) for step in sorted({entry["step"] for entry in told})]
+            assert len(told) >= (least if durable else 0)
+            assert run.about.incarnation in (0, 1, 2)
+            assert {copied.next_step for copied in noted(run.folder, "key", 0, len(told))} <= set(range(len(told) + 1))
+            send(again := Mirror(Home(found / "home"), "owner", lambda info: None), 1)  # from the beginning
+            assert again.run is not None
+            assert again.run.reports() == [line(0)]
+            assert again.run.info == {**info, "owner": "owner"}
+
+    def frame(name: str, data: bytes, at: int = 0) -> Frame:
+        return Frame(messages.FILE, {"run": "run", "name": name, "at": at, "size": at + len(data)}, [data])
+
+    def send(to: Mirror, steps: int) -> None:
+        to.take(frame(INFO, dumps(info).encode()))
+        lines, at = [dumps(line(step)).encode() + b"\n" for step in range(steps)], 0
+        for step, data in enumerate(lines):
+            to.take(frame(REPORTS, data, at))
+            at += len(data)
+            to.take(frame(COPIES, copies(step + 1)))
+
+    def copies(next_step: int) -> bytes:
+        return dumps({"run": "key", "copies": [{"next_step": next_step, "stages": []}]}).encode()
+
+    def journal(steps: int) -> Seal:
+        files = {
+            INFO: dumps({**info, "incarnation": 2}).encode(),
+            REPORTS: b"".join(dumps(line(step)).encode() + b"\n" for step in range(steps)),
+            COPIES: copies(steps),
+        }
+        for name, data in files.items():
+            disk.append(folder / "journal" / name, data)
+        return Seal("another", "job", "run", 2, 0.0, {name: (len(data), b"") for name, data in files.items()})
+
+    def adopted(found: Path) -> None:
+        run = Home(found / "home").run("run")
+        assert run.about.incarnation == 2
+        assert [copied.next_step for copied in noted(run.folder, "key", 0, 99)] == [4]
+        goes_on(4, found, durable=True)
+
+    yield partial(goes_on, 0)
+    following = Mirror(Home(folder / "home"), "owner", lambda info: None)
+    send(following, 2)
+    disk.make_folder(folder / "journal")
+    seal = journal(4)
+    following.adopt(seal, folder / "journal")
+    yield adopted
+    diary = Diary(Home(folder / "home").run("run"), Trouble())
+    diary.begin(name="job")
+    diary.report(line(4))
+    diary.sync()
+    yield partial(goes_on, 5, durable=True)
+    diary.close()
+
+
+def story(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """Nobody relies on it: whoever reads it finds nothing that was not told, and what is told next."""
+    home = Home(folder / "home")
+    run = home.new_run("job")
+
+    async def tell(home: Home, number: int) -> None:
+        training = SimpleNamespace(result=Result(run=run.id, losses=[1.0] * number))
+        one = Story(cast(MeshView, None), home, clock=lambda: float(number))
+        telling = asyncio.get_running_loop().create_task(one.run(cast(Training, training)))
+        await asyncio.sleep(0)
+        one.hear(Report(number, 9, 1.0, 1.0, 12.0, 3.0, "links"))
+        one.on_resume(Control(), [{}] * number)
+        one.on_end(Control(), training.result, None)
+        telling.cancel()
+        await asyncio.wait([telling])
+
+    def intact(told: int, found: Path) -> None:
+        home = Home(found / "home")
+        before = moments(home)
+        assert set(before) <= set(range(told + 1))
+        with ThreadPoolExecutor(1) as beside:  # the power may be cut inside of a loop
+            beside.submit(asyncio.run, tell(home, 7)).result()
+        assert moments(home) == [*before, 7, 7]
+
+    def moments(home: Home) -> list[int]:
+        """Whose events a reader finds."""
+        painter = FolderSource(home.run(run.id)).read_all()
+        return [int(moment.at) for moment in painter.picture(0.0).moments]
+
+    for number in range(3):
+        yield partial(intact, number)
+        asyncio.run(tell(home, number))
+    yield partial(intact, 3)
+
+
+WORK = [terms, secrets, incarnations, weights, ledger, fed, founding, admissions, mirror, story]
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
@@ -209,6 +373,9 @@ def test_a_run_survives_a_power_cut(tmp_path: Path) -> None:
         (a_run, Draft, "self._store.rely()", "pass"),
         (a_run, Draft, "disk.sync_folder(self._store.folder)", "pass"),
         (a_run, checkpoint, "disk.sync_folder(folder.parent)", "pass"),
+        (founding, Founding.note, "disk.write_whole(", "disk.append("),
+        (admissions, Admin, "disk.write_whole, self._ledger", "disk.append, self._ledger"),
+        (mirror, Mirror.adopt, "disk.sync_file(folder / name)", "pass"),
     ],
 )
 def test_without_its_line_something_is_lost(

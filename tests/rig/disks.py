@@ -260,7 +260,11 @@ class Platter(Disk):
         with self._lock:
             number = _inode(old)
             super().rename(old, new)
-            self._named((old, None), (new, number))
+            if old.parent == new.parent:
+                self._named((old, None), (new, number))
+            else:  # each folder for itself
+                self._named((old, None))
+                self._named((new, number))
 
     def link(self, old: Path, new: Path) -> None:
         self.on_change()

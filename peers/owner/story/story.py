@@ -177,10 +177,10 @@ class Story(Callback):
         if report is not None:
             _replace(folder / "seen.json", {"at": self._clock(), "step": report.step, **seen_of(report.observed)})
         with self._lock:
-            lines = b"".join(self._lines)
+            lines, file = b"".join(self._lines), folder / "events.jsonl"
             try:
                 if lines:
-                    disk.append(folder / "events.jsonl", lines)
+                    disk.append(file, b"\n" + lines if disk.is_torn(file) else lines)
             except OSError as error:
                 log.debug("events of the run wait for the disk", error=str(error))
             else:

@@ -52,8 +52,8 @@ class Office:
 
 
 @asynccontextmanager
-async def office(ledger: Path | None = None) -> AsyncIterator[Office]:
-    root, first, network, clock = Identity.generate(), Identity.generate(), MemoryNetwork(), [time.time()]
+async def office(ledger: Path | None = None, root: Identity | None = None) -> AsyncIterator[Office]:
+    root, first, network, clock = root or Identity.generate(), Identity.generate(), MemoryNetwork(), [time.time()]
     admin = Admin(root, root.peer_id, bytes, first.peer_id, ledger, lambda: clock[0])
     members = Members(root.peer_id, admin.certify(first.peer_id, "admin"), clock=lambda: clock[0])
     async with network.transport(first.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:

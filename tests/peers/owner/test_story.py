@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from meshcee.callbacks import Control
 from meshcee.files import Home, loads
 from meshcee.picture import Painter
+from peers.cli.ui.sources import FolderSource
 from peers.mesh_view import MeshView
 from peers.owner.adaptation import Change
 from peers.owner.epoch import Report
@@ -107,6 +108,18 @@ async def test_a_change_of_plan_has_its_reason_and_both_gains(tmp_path: Path) ->
     ]
     assert found[1]["text"].startswith("the link from ann to ben sagged: 2 stages on ann, ben")
     assert found[4]["text"].startswith("cy may leave")
+
+
+async def test_what_is_told_behind_a_line_that_a_kill_has_torn_is_read(tmp_path: Path) -> None:
+    home, result = Home(tmp_path), Result(losses=[1.0] * 9)
+    async with a_story(home, result) as story:
+        events = home.run("last").folder / "events.jsonl"
+        for torn in (b"", b'{"at": 1, "kind": "planned", "te'):
+            with events.open("ab") as file:
+                file.write(torn)
+            story.on_end(Control(), result, None)
+    painter = FolderSource(home.run("last")).read_all()
+    assert [moment.kind for moment in painter.picture(0.0).moments] == ["ended", "ended"]
 
 
 async def test_a_story_that_fails_ends_no_run(tmp_path: Path) -> None:
