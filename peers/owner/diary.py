@@ -121,64 +121,6 @@ class Diary:
         if disk.is_torn(self._file):
             self._waiting.append(b"\n")  # what is left of the last line stands alone, and is none
 
-    def begin(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
-        """Steps are computed by this plan on these devices from now on."""
-        self.shares |= plan.shares_samples
-        self.coded |= bool(plan.codecs)
-        classes = {class_of(device, plan.threads) for device in devices.values()}
-        self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
-
-    def join(self, peers: Iterable[str], step: int) -> None:
-        """These compute this step, and those behind it."""
-        self._joined |= {peer: min(step, self._joined.get(peer, step)) for peer in peers}
-
-    def first_of(self, peers: Iterable[str]) -> int | None:
-        """The first step that any of these has computed; None where there are none."""
-        return min((self._joined[peer] for peer in peers), default=None)
-
-    def compare(self, step: int, loss: float) -> None:
-        """Hold a step that was computed again against what was reported of it; MeshceeError where it is another loss."""
-        before = self.losses[step]
-        if loss == before:
-            return
-        alike = len(self.kinds) == 1 and not self.shares
-        told = f"step {step + 1} had loss {before!r} and has {loss!r} now that it is computed again"
-        if not self.coded and (alike or not math.isclose(loss, before, rel_tol=UNLIKE)):
-            raise MeshceeError(
-                f"{told}: data[i] was not the same when it was read again (docs/models.md), or the state that training went on "
-                "from was not that of the run; if the data is not at fault, please report it"
-            )
-        log.warning(told + ": the peers' devices or codecs round differently")
-
-
-UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
-LINES, ABOUT, RESULT = "the run's reports", "the run's description", "the run's result"
-
-
-class Diary:
-    """Of the run that this process owns, from now until `close`; UsageError while another process owns it."""
-
-    def __init__(self, run: Run, trouble: Trouble) -> None:
-        self.run = run
-        self._trouble = trouble
-        self._lock = threading.Lock()  # lines are told by the event loop, and wanted on the disk by threads
-        self._waiting: list[bytes] = []  # lines that are not in the file
-        self._file = run.report_file
-        self._info = run.info
-        self._is_noted = True
-        self.is_begun = False
-        self._retry_s = 0.0  # on the monotonic clock
-        self._held = run.hold()
-        if disk.is_torn(self._file):
-            self._waiting.append(b"\n")  # what is left of the last line stands alone, and is none
-
-    def _is_torn(self) -> bool:
-        try:
-            with self._file.open("rb") as file:
-                return file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
-        except OSError:
-            return False
-
     def begin(self, **info: Any) -> None:
         """The run goes on, or begins, with this process: no result counts any more. Raises what the disk refuses."""
         me = psutil.Process()
