@@ -297,9 +297,7 @@ class Storm:
         if kind == "suspend":
             spared = self.mesh.result.plan is None and len(self.staying) <= least
             victims = [self.owner] if spared else [*self.members(), self.owner]
-            victim, last_s = chance.choice(victims), chance.uniform(*SUSPENDED_S)
-            self.suspend(victim, last_s)
-            return f"{victim} suspended for {last_s:.0f} s"
+            return self.suspend(chance.choice(victims), chance.uniform(*SUSPENDED_S))
         if kind == "slow loris":
             victim, rate = chance.choice(self.members()), math.exp(chance.uniform(*map(math.log, LORIS_BYTES_PER_S)))
             self._answer(victim, replace(LINK, bandwidth_bytes_per_s=rate))
@@ -429,12 +427,11 @@ class Storm:
         return f"the clock of {victim} is {step_s:+.0f} s off for {last_s:.1f} s"
 
     def suspend(self, victim: str, last_s: float) -> str:
-        """Its life: who it is to `still`."""
         life = self._lives[victim]
         self.still.begin(life)
         self._asleep.add(life)
         asyncio.get_running_loop().call_later(last_s, self._wake, victim, life)
-        return life
+        return f"{victim} suspended for {last_s:.0f} s"
 
     def _wake(self, name: str, life: str) -> None:
         if name != "owner" or self.here.stores[name].reachable:  # who was killed meanwhile does not wake

@@ -194,11 +194,9 @@ def append(path: Path, data: Data) -> None:
 
 def is_torn(path: Path) -> bool:
     """Whether its last line has no end: a kill or a power cut came between. What is appended needs one first."""
-    try:
-        with path.open("rb") as file:
-            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+    return False
 
 
 def sync_file(path: Path) -> None:

@@ -91,7 +91,7 @@ class JoinOptions:
 
     def over(self, usual: Timeouts) -> Timeouts:
         said = {"regroup_s": self.regroup_s, "leave_s": self.leave_s}
-        return replace(usual, **{name: value for name, value in said.items() if value is not None})
+        return replace(usual, **{name: for_s for name, for_s in said.items() if for_s is not None})
 
 
 @asynccontextmanager
@@ -194,8 +194,7 @@ class InProcess:
         **said: Any,
     ) -> Agent:
         """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
-        own wall clock, where that differs from the mesh's; `device` is one that runs already, which the caller ends; `said` is
-        what else its user says (AgentOptions)."""
+        own wall clock, where that differs from the mesh's. A `device` runs already. `said`: of its user, besides (AgentOptions)."""
         identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
         if lends and device is None:
             device = await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))

@@ -111,15 +111,13 @@ class Diary:
         self.run = run
         self._trouble = trouble
         self._lock = threading.Lock()  # lines are told by the event loop, and wanted on the disk by threads
-        self._waiting: list[bytes] = []  # lines that are not in the file
+        self._held = run.hold()
+        self._waiting = [b"\n"] if disk.is_torn(run.report_file) else []  # lines not in the file, or the end of one
         self._file = run.report_file
         self._info = run.info
         self._is_noted = True
         self.is_begun = False
         self._retry_s = 0.0  # on the monotonic clock
-        self._held = run.hold()
-        if disk.is_torn(self._file):
-            self._waiting.append(b"\n")  # what is left of the last line stands alone, and is none
 
     def begin(self, **info: Any) -> None:
         """The run goes on, or begins, with this process: no result counts any more. Raises what the disk refuses."""

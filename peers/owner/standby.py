@@ -80,10 +80,8 @@ async def stand_by(
         try:
             stream = await agent.transport.open(owner, "follow", agent.addresses_of([owner]).get(owner, ()))
             lost_s = -1.0
-            try:
+            async with contextlib.aclosing(stream):
                 await mirror.follow(stream, job, agent.timeouts, caught_up)
-            finally:
-                stream.abort()
             return None
         except (JoinError, NotPermittedError, StreamClosed, TimeoutError) as error:
             followed = ""

@@ -61,7 +61,7 @@ class Endpoint(ABC):
         self._handling: set[asyncio.Task[None]] = set()
         self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
         self._patience = Patience(lambda: asyncio.get_running_loop().time())
-        self._seldom = Seldom()
+        self._seldom = {event: Seldom(event) for event in (Event.STREAM_REFUSED, Event.HANDLER_FAILED)}
         self._group: asyncio.TaskGroup | None = None
         self._closing = False
 
@@ -221,7 +221,7 @@ class Endpoint(ABC):
             await self._handlers[stream.purpose](stream)
             await stream.aclose()
         except Exception as error:
-            self._seldom.ended(error, peer=short(stream.peer_id), purpose=stream.purpose)
+            self._seldom[Event.HANDLER_FAILED].ended(error, peer=short(stream.peer_id), purpose=stream.purpose)
         finally:
             stream.abort()
             self._forget(stream)
@@ -248,7 +248,7 @@ class Endpoint(ABC):
         except MeshceeError as error:
             if stream in self._strangers:  # else it made way for another one
                 self._patience.failed(stream.peer_id)
-            self._seldom.log(Event.STREAM_REFUSED, peer=short(stream.peer_id), error=str(error))
+            self._seldom[Event.STREAM_REFUSED].log(peer=short(stream.peer_id), error=str(error))
             return None
         finally:
             self._strangers.pop(stream, None)

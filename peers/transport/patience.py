@@ -1,5 +1,4 @@
-"""How many handshakes a peer answers to those who have not proven the mesh's key: so many as they may fail, and no more. And how
-much it says of streams that end badly.
+"""How many handshakes a peer answers to strangers: so many as they may fail, and no more; and how much it says of what fails.
 
 The idea: what costs is a handshake that leads nowhere, so only these are counted. Whoever has failed too often, or has failed
 while strangers fail too often, is hung up on before a byte of its hello is read. Members are never counted. Who has not failed is
@@ -9,8 +8,6 @@ always answered: a newcomer, and every member after this peer was started again.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +23,7 @@ log = structlog.get_logger(__name__)
 
 OF_ONE, OF_ALL = (64, 2.0), (512, 50.0)  # failures at once, and then a second: of one stranger, and of all together
 MOST_REMEMBERED = 4096  # peers that have proven the key, and as many that have failed
-REFUSALS = 20  # told of in REFUSALS_S, and as many failures: whoever is refused may come again at once
-REFUSALS_S = 60.0
-AT_ONCE_S = 2.0  # of streams that end together, as all do when a peer wakes, one is told of
+EVERY_S = 3.0  # from one line of a kind to the next: whoever is refused may come again at once
 
 
 @dataclass
@@ -95,31 +90,25 @@ class Patience:
 
 
 class Seldom:
-    """What a log says of streams that are refused or fail, which neither strangers nor members must fill."""
+    """An event in the log, which neither strangers nor members must fill: one is told of, and how many have come since."""
 
-    def __init__(self) -> None:
-        self._logged_s = defaultdict[Event, deque[float]](lambda: deque(maxlen=REFUSALS))
-        self._last_s = -math.inf
-        self._more = Counter[Event]()  # that were not logged since
+    def __init__(self, event: Event) -> None:
+        self._event, self._quiet_until_s, self._more = event, 0.0, 0
+
+    def log(self, **about: str) -> None:
+        self._more += 1
+        if (now_s := asyncio.get_running_loop().time()) >= self._quiet_until_s:
+            log.warning(self._event, **about, **({"untold": self._more - 1} if self._more > 1 else {}))
+            self._quiet_until_s, self._more = now_s + EVERY_S, 0
 
     def ended(self, error: Exception, **about: str) -> None:
-        """What a stream's handler has raised. A bug of ours, which nobody has foreseen, always has its traceback."""
-        causes = leaves(error)
-        others = [e for e in causes if not isinstance(e, StreamClosed | TimeoutError)]
+        """A stream's handler has raised this. A bug of ours, which nobody has foreseen, always has its traceback."""
+        others = [e for e in leaves(error) if not isinstance(e, StreamClosed | TimeoutError)]
         if not others:  # whoever opened it is gone, or paused, or cut off
-            log.debug(Event.STREAM_CLOSED, **about, reason=str(causes[0]) or "nothing came in time")
-        elif all(isinstance(e, MeshceeError) for e in others):  # as of an epoch that is over
-            self.log(Event.HANDLER_FAILED, **about, error=repr(others[0]))
+            log.debug(Event.STREAM_CLOSED, **about, reason=str(leaves(error)[0]) or "nothing came in time")
+        elif all(
+            isinstance(e, MeshceeError) for e in others
+        ):  # as of an epoch that is over, all at once when a peer wakes
+            self.log(**about, error=repr(others[0]))
         else:
-            log.exception(Event.HANDLER_FAILED, **about)
-
-    def log(self, event: Event, **about: str) -> None:
-        now_s, logged_s = asyncio.get_running_loop().time(), self._logged_s[event]
-        often = len(logged_s) == REFUSALS and now_s - logged_s[0] < REFUSALS_S
-        if often or now_s - self._last_s < AT_ONCE_S:
-            self._more[event] += 1
-            return
-        self._last_s = now_s
-        logged_s.append(now_s)
-        more = self._more.pop(event, 0)
-        log.warning(event, **about, **({"untold": more} if more else {}))
+            log.exception(self._event, **about)

@@ -11,6 +11,7 @@ from typing import Self
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError, UsageError
+from meshcee.events import Event
 from peers.transport.base import Handler, Stream, StreamClosed
 from peers.transport.bridge.channel import Allow, Channel, Comes, Failed, Open, Opened, Rates, Throttle
 from peers.transport.bridge.passing import joined
@@ -72,7 +73,7 @@ class Bridged:
         self._number = 0
         self._group: asyncio.TaskGroup | None = None
         self._handling: set[asyncio.Task[None]] = set()
-        self._seldom = Seldom()
+        self._failed = Seldom(Event.HANDLER_FAILED)
 
     def serve(self, purpose: str, handler: Handler) -> None:
         self._handlers[purpose] = handler
@@ -167,7 +168,7 @@ class Bridged:
             await handler(stream)
             await stream.aclose()
         except Exception as error:
-            self._seldom.ended(error, peer=short(message.peer), purpose=message.purpose)
+            self._failed.ended(error, peer=short(message.peer), purpose=message.purpose)
         finally:
             stream.abort()
             self._streams.pop(message.stream, None)
