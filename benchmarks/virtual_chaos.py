@@ -12,11 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import errno
-import math
 import random
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,9 +26,11 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
+from benchmarks.aims import Aim, Moments, causes, drawn
+from benchmarks.blows import BLOWS, LINK, Blows, restless
 from benchmarks.going_back import going_back
+from benchmarks.one_seed import REAL_S, decided_by
 from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
-from dht.election import CHANCE
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
@@ -46,6 +45,7 @@ from peers.member.executor import Executor
 from peers.member.service import Session
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
+from peers.node.departure import Departure
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -70,41 +70,11 @@ __all__ = [
     "train",
 ]
 
-LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
 PACE = Pace(4e4)  # a step takes some seconds
 PEERS, STAGES = 4, 3
 TIMES = replace(Timeouts(), regroup_s=180.0)  # a storm may last
 AGREED_WITHIN_S = 40.0  # of all who live on one coordinator, once the network is whole
 ENDS_WITHIN_S = 1800.0
-BLOWS = (
-    "kill a member",
-    "kill the coordinator",
-    "kill two",
-    "kill a holder and its keeper",
-    "restart",
-    "restart without its term",
-    "stop",
-    "cut",
-    "silent link",
-    "partition",
-    "slow",
-    "lossy",
-    "join",
-    "hung device",
-    "full device",
-    "disk full",
-    "read-only disk",
-    "clock step",
-    "slow loris",
-    "suspend",
-    "lose a region",
-    "kill the owner",
-)
-REFUSALS = {"disk full": errno.ENOSPC, "read-only disk": errno.EROFS}
-KILLS = ("kill a member", "kill the coordinator", "kill two", "kill a holder and its keeper")
-STEP_S = 2.0, 3600.0  # of a clock
-SUSPENDED_S = 5.0, 200.0
-LORIS_BYTES_PER_S = 20.0, 400.0
 
 
 def now() -> float:
@@ -167,27 +137,30 @@ class Storm:
     """A mesh on virtual time, and what can befall it. `done` tells what did."""
 
     def __init__(self, here: InProcess, mesh: Mesh, folder: Path, seed: int) -> None:
-        self.here, self.mesh, self.seed, self.chance = here, mesh, seed, random.Random(seed)
+        self.here, self.mesh, self.seed = here, mesh, seed
+        self.blows = Blows(self, seed)
         self.done: list[str] = []
+        self.departures: dict[str, Departure] = {}
+        self.left: list[str] = []  # who has left politely
+        self.paces: dict[str, Pace] = {}
         self._folder = folder
         self._numbers = iter(range(1000))
-        self._away: dict[str, Identity] = {}  # killed peers that may come back
-        self._doomed: set[str] = set()  # who is cut off and will be lost
-        self._asleep: set[str] = set()  # lives that are suspended
-        self._has_filled = False  # a device was out of memory
-        self._hung: set[str] = set()
+        self.away: dict[str, Identity] = {}  # killed peers that may come back
+        self.doomed: set[str] = set()  # who leaves, or is cut off and will be lost
+        self.asleep: set[str] = set()  # lives that are suspended
         self.full: set[str] = set()  # peer ids
         self.disk = RefusingDisk(folder)
         self.owner, self.heir = "owner", ""  # who owns the run, and who stands by
         self.heir_mesh: Mesh | None = None
         self.still = Still()
-        self._ahead_s: dict[str, float] = defaultdict(float)  # wall clocks, of the mesh's
+        self.ahead_s: dict[str, float] = defaultdict(float)  # wall clocks, of the mesh's
         self._lives: dict[str, str] = {}  # of who was started twice, the second
         self._apart: SharedMemory | None = None
         self._identities: dict[str, Identity] = {}
-        self._later: set[asyncio.Task[None]] = set()
+        self._later: list[asyncio.Task[Any]] = []
 
-    async def start(self, name: str, *, forget: bool = False) -> Agent:
+    async def start(self, name: str, *, forget: bool = False, times: float = 1.0) -> Agent:
+        """A device of PACE, or so many times as fast."""
         if name not in self._identities:
             key = Ed25519PrivateKey.from_private_bytes(random.Random(f"{self.seed} {name}").randbytes(32))
             self._identities[name] = Identity(key)
@@ -195,10 +168,42 @@ class Storm:
         file = self._folder / name / "terms"
         if forget:
             file.unlink(missing_ok=True)
+        self.paces.setdefault(name, replace(PACE, speed_flops_per_s=times * PACE.speed_flops_per_s))
+        self.doomed.discard(name)
         with self.new_life(name):
-            return await self.here.start(
-                name, identity=identity, terms=TermFile(file), pace=PACE, clock=self.clock_of(name)
-            )
+            clock, pace = self.clock_of(name), self.paces[name]
+            made = await self.here.start(name, identity=identity, terms=TermFile(file), pace=pace, clock=clock)
+            self.departures[name] = Departure(made)
+            self.later(self._depart(name, made))
+        return made
+
+    async def newcomer(self, times: float = 1.0) -> str:
+        await self.start(name := f"new-{next(self._numbers)}", times=times)
+        return name
+
+    async def _depart(self, name: str, agent: Agent) -> None:
+        """It ends when somebody has asked it to and its job has gone on without it, or when its time to leave is over."""
+        in_time = await self.departures[name].run()
+        if self.here.agents[name] is not agent or name in self.away:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMES.shutdown_s):
+                await agent.elector.resign()
+                await agent.directory.say_goodbye()
+        if self.here.agents[name] is agent and name not in self.away:
+            self.kill(name)
+            self.doomed.discard(name)
+            self.left.append(name)
+            self.tell(f"{name} has left{'' if in_time else ', too late for its job'}")
+
+    async def strike(self, kind: str, near: Collection[str] = (), when: str = "") -> None:
+        self.tell(when + await self.blows.strike(kind, tuple(near)))
+
+    def tell(self, what: str) -> None:
+        self.done.append(f"{now() - 1000:.2f} s: {what}")
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        self._later.append(asyncio.get_running_loop().create_task(work))
 
     async def own(self, name: str, folder: Path) -> Mesh:
         with self.new_life(name):
@@ -210,27 +215,27 @@ class Storm:
         return self.still.of(self._lives[name])
 
     async def clocks_right(self) -> None:
-        while any(self._ahead_s.values()):  # noqa: ASYNC110 - nobody tells
+        while any(self.ahead_s.values()):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(1)
 
     def in_life(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.still.of(self._lives[name])
 
     def clock_of(self, name: str) -> Callable[[], float]:
-        return lambda: now() + self._ahead_s[name]
+        return lambda: now() + self.ahead_s[name]
 
     # -- who is there
 
     @property
     def lending(self) -> list[str]:
         """Living peers with a device, by name."""
-        return [name for name, agent in self.here.agents.items() if agent.lends and name not in self._away]
+        return [name for name, agent in self.here.agents.items() if agent.lends and name not in self.away]
 
     @property
     def staying(self) -> list[str]:
         """Those of them whom no blow takes yet, and whom a first plan can count on."""
-        asleep = self._asleep if self.mesh.result.plan is None else set()
-        return [name for name in self.lending if name not in self._doomed and self._lives[name] not in asleep]
+        asleep = self.asleep if self.mesh.result.plan is None else set()
+        return [name for name in self.lending if name not in self.doomed and self._lives[name] not in asleep]
 
     @property
     def can_lose_the_owner(self) -> bool:
@@ -267,221 +272,64 @@ class Storm:
         chosen = training.owner._kept.keepers.near  # links may have been measured since it was made
         return self.name_of(chosen.get(self.here.agents[name].peer_id, "")) or name
 
-    # -- blows
+    @property
+    def least(self) -> int:
+        """How many peers a blow must leave."""
+        return STAGES if self.mesh.result.plan is None else 2
 
-    async def strike(self, kind: str) -> None:
-        """One blow. Whatever it breaks for a while is whole again after `last_s`; two peers or more stay, and until the
-        first plan the owner can reach as many as the job asks for."""
-        what = await self._strike(kind)
-        self.done.append(f"{now() - 1000:.2f} s: {what}")
-
-    async def _strike(self, kind: str) -> str:
-        chance, last_s = self.chance, self.chance.uniform(1.0, 25.0)
-        if kind in ("restart", "restart without its term") and self._away:
-            name = chance.choice(sorted(self._away))
-            del self._away[name]
-            await self.start(name, forget=kind != "restart")
-            return f"{name} {kind}"
-        two = kind in ("kill two", "kill a holder and its keeper")
-        least = STAGES if self.mesh.result.plan is None else 2
-        if kind in KILLS and len(self.staying) > least + two:
-            return self._kill(kind)
-        if kind == "kill the owner" and self.can_lose_the_owner:
-            return self._kill_owner()
-        if kind == "lose a region" and len(self.staying) >= least + 2:
-            return self._lose_region(chance.randint(2, len(self.staying) - least), last_s)
-        if kind in REFUSALS and self.disk.error is None:
-            return self._refuse(kind, last_s)
-        if kind == "clock step":
-            return self._step_clock(chance.choice([*self.members(), self.owner]), last_s)
-        if kind == "suspend":
-            spared = self.mesh.result.plan is None and len(self.staying) <= least
-            victims = [self.owner] if spared else [*self.members(), self.owner]
-            return self.suspend(chance.choice(victims), chance.uniform(*SUSPENDED_S))
-        if kind == "slow loris":
-            victim, rate = chance.choice(self.members()), math.exp(chance.uniform(*map(math.log, LORIS_BYTES_PER_S)))
-            self._answer(victim, replace(LINK, bandwidth_bytes_per_s=rate))
-            asyncio.get_running_loop().call_later(last_s, self._answer, victim, LINK)
-            return f"{victim} answers with {rate:.0f} bytes a second for {last_s:.1f} s"
-        if kind == "stop":
-            victim = chance.choice(self.members())
-            self._impair(victim, replace(LINK, latency_s=last_s), last_s)
-            return f"{victim} stopped for {last_s:.1f} s"
-        if kind == "cut":
-            a, b = chance.sample([*self.lending, self.owner], 2)
-            self.here.network.cut(self.here.agents[a].peer_id, self.here.agents[b].peer_id)
-            asyncio.get_running_loop().call_later(last_s, self.heal)
-            return f"{a} and {b} cut off from each other for {last_s:.1f} s"
-        if kind == "silent link":
-            a, b = chance.sample([*self.lending, self.owner], 2)
-            self._between(a, b, replace(LINK, latency_s=last_s))
-            asyncio.get_running_loop().call_later(last_s, self._between, a, b, LINK)
-            return f"nothing arrives between {a} and {b} for {last_s:.1f} s"
-        if kind == "partition" and self._apart is None:
-            return self._partition(last_s)
-        if kind == "slow":
-            victim = chance.choice(self.members())
-            self._impair(victim, replace(LINK, bandwidth_bytes_per_s=2e4), last_s)
-            return f"{victim} on slow links for {last_s:.1f} s"
-        if kind == "hung device" and len(self.lending) - len(self._hung) > least:
-            return self._hang(last_s * 20)
-        if (
-            kind == "full device" and not self._has_filled
-        ):  # two that fail alike on the same work end a run, as they should
-            self._has_filled = True
-            victim = chance.choice(self.members())
-            self.full.add(self.here.agents[victim].peer_id)
-            return f"{victim} is out of memory in its next call"
-        if kind == "lossy":
-            victim = chance.choice(self.members())
-            self._impair(victim, replace(LINK, loss=0.02), last_s)
-            return f"{victim} on lossy links for {last_s:.1f} s"
-        name = f"new-{next(self._numbers)}"
-        await self.start(name)
-        return f"{name} joined"
-
-    def _hang(self, last_s: float) -> str:
-        """Its device takes a call and does not end it; the peer itself answers, and becomes ready for anything."""
-        victim = self.chance.choice(self.members())
-        compute = self.here.agents[victim].compute
-        assert compute is not None
-        compute.pace = Pace(1e-9)
-        self._hung.add(victim)
-
-        def recover() -> None:
-            compute.pace = PACE
-            self._hung.discard(victim)
-
-        asyncio.get_running_loop().call_later(last_s, recover)
-        return f"the device of {victim} hangs for {last_s:.0f} s"
-
-    def _kill(self, kind: str) -> str:
-        members = self.members()
-        first = self.chance.randrange(len(members))
-        victims = members[first : first + 2] if kind == "kill two" else [members[first]]
-        if kind == "kill a holder and its keeper":
-            victims = list(dict.fromkeys([victims[0], self.keeper_of(victims[0])]))
-        if kind == "kill the coordinator" and (coordinator := self.coordinator()) is not None:
-            victims = [coordinator]
-        for victim in victims:
-            self.kill(victim)
-        return f"{' and '.join(victims)} killed"
+    # -- what blows are made of
 
     def kill(self, name: str) -> None:
         self.here.crash(name)
-        self._away[name] = self._identities[name]
+        self.away[name] = self._identities[name]
 
-    def _kill_owner(self) -> str:
-        """Nothing of it runs any more: what it would do next, it has not done."""
-        self.here.crash(self.owner)
-        self.still.begin(self._lives[self.owner])
-        return "the owner killed"
+    def stand_still(self, name: str) -> str:
+        """Nothing of it runs any more; its life."""
+        self.still.begin(life := self._lives[name])
+        return life
 
-    def _lose_region(self, count: int, last_s: float) -> str:
-        """Members beside each other die at once, or are cut off from all others and die then; later they are there again."""
-        members, chance = self.members(), self.chance
-        first = chance.randrange(max(1, len(members) - count + 1))
-        victims = members[first : first + count]
-        victims += chance.sample(sorted(set(self.lending) - set(victims)), count - len(victims))
-        cut_off = self._apart is None and chance.random() < 0.5
-        if cut_off:
-            self.part(victims)
-            self._doomed.update(victims)
-        away_s = chance.uniform(5, 60)
-
-        async def lose() -> None:
-            if cut_off:
-                await asyncio.sleep(last_s)
-            for victim in victims:
-                self.kill(victim)
-            self._doomed.difference_update(victims)
-            if cut_off:
-                self.heal()
-            await asyncio.sleep(away_s)
-            for victim in victims:
-                if self._away.pop(victim, None) is not None:
-                    await self.start(victim)
-
-        if not cut_off:
-            for victim in victims:
-                self.kill(victim)
-        task = asyncio.get_running_loop().create_task(lose())
-        self._later.add(task)
-        how = f"cut off from the rest for {last_s:.1f} s, then lost" if cut_off else "lost at once"
-        return f"{', '.join(victims)} {how}; there again {away_s:.0f} s later"
-
-    def _refuse(self, kind: str, last_s: float) -> str:
-        """The disk of the owner, once there is a first step (before, that is an error), or of a member."""
-        names = [*self.members(), *([self.owner] * 3 if self.mesh.result.losses else [])]
-        victim = self.chance.choice(names)
-        homes = {"owner": self._folder / "runs", "heir": self._folder / "heir" / "runs"}
-        self.disk.folder, self.disk.error = homes.get(victim, self._folder / victim), REFUSALS[kind]
-        asyncio.get_running_loop().call_later(last_s, setattr, self.disk, "error", None)
-        return f"{kind} at {victim} for {last_s:.1f} s"
-
-    def _step_clock(self, victim: str, last_s: float) -> str:
-        """Its wall clock, until somebody sets it right."""
-        step_s = math.exp(self.chance.uniform(*map(math.log, STEP_S))) * self.chance.choice((-1, 1))
-        self._ahead_s[victim] = step_s
-        asyncio.get_running_loop().call_later(last_s, self._ahead_s.pop, victim, None)
-        return f"the clock of {victim} is {step_s:+.0f} s off for {last_s:.1f} s"
-
-    def suspend(self, victim: str, last_s: float) -> str:
-        life = self._lives[victim]
-        self.still.begin(life)
-        self._asleep.add(life)
-        asyncio.get_running_loop().call_later(last_s, self._wake, victim, life)
-        return f"{victim} suspended for {last_s:.0f} s"
-
-    def _wake(self, name: str, life: str) -> None:
+    def wake(self, name: str, life: str) -> None:
         if name != "owner" or self.here.stores[name].reachable:  # who was killed meanwhile does not wake
-            self._asleep.discard(life)
+            self.asleep.discard(life)
             self.still.end(life)
 
-    def _answer(self, victim: str, how: Impairment) -> None:
-        """All that it sends."""
-        ids = {name: agent.peer_id for name, agent in self.here.agents.items()}
-        for name in ids.keys() - {victim}:
-            self.here.network.impair(ids[victim], ids[name], how)
+    def home_of(self, name: str) -> Path:
+        homes = {"owner": self._folder / "runs", "heir": self._folder / "heir" / "runs"}
+        return homes.get(name, self._folder / name)
 
     def end(self) -> None:
         """Everything that lives is whole again."""
         self.heal()
         for name in self.lending:
-            self._set(name, LINK)
+            self.set_links(name, LINK)
         self.disk.error = None
-        self._ahead_s.clear()
+        self.ahead_s.clear()
         for name, life in self._lives.items():
-            self._wake(name, life)
+            self.wake(name, life)
 
     async def calm_down(self) -> None:
         """Nothing that was to happen later happens any more."""
+        self.still.end()
         for task in self._later:
             task.cancel()
-        await asyncio.gather(*self._later, return_exceptions=True)
+        found = await asyncio.gather(*self._later, return_exceptions=True)
+        self._later.clear()
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
 
-    def _impair(self, victim: str, how: Impairment, last_s: float) -> None:
-        self._set(victim, how)
-        asyncio.get_running_loop().call_later(last_s, self._set, victim, LINK)
-
-    def _set(self, victim: str, how: Impairment) -> None:
+    def set_links(self, victim: str, how: Impairment) -> None:
         for name in self.here.agents.keys() - {victim}:
-            self._between(victim, name, how)
+            self.between(victim, name, how)
 
-    def _between(self, a: str, b: str, how: Impairment) -> None:
+    def between(self, a: str, b: str, how: Impairment) -> None:
         one, other = self.here.agents[a].peer_id, self.here.agents[b].peer_id
         self.here.network.impair(one, other, how)
         self.here.network.impair(other, one, how)
 
-    def _partition(self, last_s: float) -> str:
-        names = [*self.lending, self.owner]
-        other = self.chance.sample(names, self.chance.randrange(1, len(names)))
-        beside_owner = [n for n in self.lending if (n in other) == (self.owner in other)]
-        if self.mesh.result.plan is None and len(beside_owner) < STAGES:
-            other = self.chance.sample(self.lending, len(self.lending) - STAGES)
-        self.part(other)
-        asyncio.get_running_loop().call_later(last_s, self.heal)
-        return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
+    @property
+    def is_parted(self) -> bool:
+        return self._apart is not None
 
     def part(self, other: Collection[str]) -> None:
         """Network and store: these and the rest each go on by themselves."""
@@ -554,7 +402,7 @@ async def train(
         try:
             await own("owner", storm.mesh, stages=min(STAGES, len(storm.mesh.agent.devices())))
         except ClockError as error:  # refused before the first step; the user sets the clock right, and types it again
-            storm.done.append(f"{now() - 1000:.2f} s: {error}")
+            storm.tell(str(error))
             await storm.clocks_right()
             await own("owner", storm.mesh, stages=STAGES)
 
@@ -594,7 +442,7 @@ async def _with_standby(
             await asyncio.wait({first})  # has an end though the owner stands still
             return first.result()
         storm.owner, storm.mesh = storm.heir, heir
-        storm.done.append(f"{now() - 1000:.2f} s: the standby goes on")
+        storm.tell("the standby goes on")
         await own(storm.heir, heir, resume=followed[0], after=followed[1])
     finally:
         storm.still.end()  # what is dead may end
@@ -608,46 +456,60 @@ async def one(
     logged: Sequence[Mapping[str, Any]],
     augmented: bool = False,
     kinds: Sequence[str] = BLOWS,
-    blows: int = 3,
+    blows: int = 2,
+    aims: Sequence[Aim] | None = None,
 ) -> dict[str, Any]:
-    """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong."""
-    began_s, chance = time.perf_counter(), random.Random(f"blows {seed}")
-    CHANCE.seed(seed)  # who claims first
+    """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong.
+
+    So many blows fall at steps; others, drawn or given, at moments of the run, and what brings these about.
+    """
+    began_s, chance = REAL_S(), random.Random(f"blows {seed}")
+    aiming = drawn(chance, kinds) if aims is None else list(aims)
+    falls = [(chance.randrange(-1, STEPS - 2), chance.choice(kinds)) for _ in range(blows)]  # -1: while it is planned
+    falls = sorted(falls + causes(chance, aiming, STEPS // 2))
     activations, nobodys = Activations(), contextvars.copy_context()
-    steps = sorted(chance.choices(range(-1, STEPS - 2), k=blows))  # -1: while it is planned and offered
-    drawn = chance.choices(kinds, k=blows)
-    standby = "kill the owner" in drawn
-    outcome, agreed_s, storm = "never began", None, None
+    standby = "kill the owner" in {kind for _, kind in falls} | {aim.kind for aim in aiming}
+    outcome, agreed_s, storm, aimed = "never began", None, None, 0
+    moments = Moments(aiming, lambda *what: None)
     try:
-        with tempfile.TemporaryDirectory(prefix="meshcee-storm-") as folder, activations.watched():
+        with tempfile.TemporaryDirectory(prefix="meshcee-storm-") as folder, activations.watched(), moments.watched():
             weather = stormy(seed, Path(folder), standby=standby)
             async with weather as storm, asyncio.TaskGroup() as group:
                 striking: list[asyncio.Task[None]] = []
 
-                async def befall(pause_s: float, kind: str) -> None:
+                async def befall(pause_s: float, *how: Any) -> None:
                     await asyncio.sleep(pause_s)
                     assert storm is not None
-                    await storm.strike(kind)
+                    await storm.strike(*how)
 
-                def strike(pause_s: float) -> None:
-                    steps.pop(0)
-                    work = befall(pause_s, drawn.pop())
-                    striking.append(group.create_task(work, context=nobodys.copy()))
+                def strike(pause_s: float, *how: Any) -> None:
+                    striking.append(group.create_task(befall(pause_s, *how), context=nobodys.copy()))
 
                 def hear(report: Report) -> None:
-                    while steps and steps[0] <= report.step:
+                    while falls and falls[0][0] <= report.step:
                         # now, in this step or the next; or while the mesh is busy with the blow before
-                        strike(chance.choice((chance.uniform(0, 1), chance.uniform(0, 10))))
+                        pause_s = chance.uniform(0, chance.choice((0.1, 0.5, 3)))
+                        strike(pause_s, falls.pop(0)[1])
 
-                while steps and steps[0] < 0:
-                    strike(chance.uniform(0, 4))
-                with disk.using(storm.disk):
+                def at(aim: Aim, kind: str, between: tuple[str, str]) -> None:
+                    nonlocal aimed
+                    assert storm is not None
+                    names = [storm.names.get(peer, peer) for peer in between]
+                    aimed += 1
+                    strike(0, aim.kind, names, f"in a {aim.moment}, with {kind!r} from {' to '.join(names)}: ")
+
+                moments.strike = at
+                while falls and falls[0][0] < 0:
+                    strike(chance.uniform(0, 4), falls.pop(0)[1])
+                with disk.using(storm.disk), restless(storm.blows):
                     async with asyncio.timeout(ENDS_WITHIN_S):
-                        outcome = await train(storm, hear, augmented=augmented)
+                        job = replace(job_of(augmented), adapt=True)
+                        outcome = await train(storm, hear, job, augmented=augmented)
+                    moments.aims.clear()
                     for task in striking:
                         task.cancel()
-                    await storm.calm_down()
                     storm.end()
+                    await storm.calm_down()
                     agreed_s = round(await storm.agreed(), 2)
     except BaseExceptionGroup as group:
         outcome = "; ".join(f"{type(e).__name__}: {e}" for e in leaves(group))
@@ -664,21 +526,29 @@ async def one(
         "blows": storm.done if storm is not None else [],
         "outcome": outcome,
         "epochs": len(activations.plans),
+        "hand_overs": moments.hand_overs,
+        "hand_overs_begun": moments.begun,
+        "leaves": len(storm.left) if storm is not None else 0,
+        "aimed": aimed,
         "back": [back.to_json() for back in past.backs],
         "copies_every": past.every,
         "virtual_s": round(now() - 1000, 1),
         "agreed_s": agreed_s,
-        "seconds": round(time.perf_counter() - began_s, 2),
+        "seconds": round(REAL_S() - began_s, 2),
     }
 
 
-def play(seed: int, augmented: bool = False, kinds: Sequence[str] = BLOWS) -> dict[str, Any]:
-    """The run of a seed, on a loop of its own; its samples may be augmented, its blows of these kinds.
+def play(
+    seed: int, augmented: bool = False, kinds: Sequence[str] = BLOWS, aims: Sequence[Aim] | None = None
+) -> dict[str, Any]:
+    """The run of a seed, on a loop of its own; its samples may be augmented, its blows of these kinds, and aimed so.
 
-    The log of a run that did not end as it should is kept, as the same seed may go another way the next time.
+    It goes the same way each time in one process. The log of a run that did not end as it should is kept.
     """
     with capture_logs() as logged, quick_planning(), one_thread():
-        result = run(one(seed, logged, augmented, kinds), inline=True)
+        captured_job(), expected(augmented)  # now, or the first storm of a process would be another one
+        with decided_by(seed):
+            result = run(one(seed, logged, augmented, kinds, aims=aims), inline=True)
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result

@@ -132,7 +132,7 @@ def test_an_owner_that_sleeps_while_it_waits_for_the_mesh_trains_when_it_wakes(t
 
     async def story() -> str:
         async with stormy(0, tmp_path) as storm:
-            asyncio.get_running_loop().call_later(pause_s, storm.suspend, "owner", 10 * TIMES.join_s)
+            asyncio.get_running_loop().call_later(pause_s, storm.blows.suspend, "owner", 10 * TIMES.join_s)
             async with asyncio.timeout(1800):
                 return await train(storm)
 

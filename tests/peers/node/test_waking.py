@@ -45,7 +45,7 @@ def test_a_peer_that_wakes_says_in_a_line_that_its_streams_are_gone(tmp_path: Pa
             def hear(report: Report) -> None:
                 if report.step == STRUCK and not slept:
                     victim = storm.members()[1]
-                    storm.suspend(victim, ASLEEP_S)
+                    storm.blows.suspend(victim, ASLEEP_S)
                     slept.append((victim, now()))
 
             outcome = await train(storm, hear)

@@ -91,7 +91,7 @@ def two_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         agent = await start(storm, name, **more)
         for other in storm.here.agents:
             if other in REGIONS and REGIONS[other] != REGIONS[name]:
-                storm._between(name, other, FAR)
+                storm.between(name, other, FAR)
         return agent
 
     monkeypatch.setattr(Storm, "start", far_from_others)
