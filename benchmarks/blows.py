@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from benchmarks.storm_job import MICRO, STEPS, captured_job
+from benchmarks.storm_job import MICRO, captured_job
 from meshcee.errors import MeshceeError
 from meshcee.plan import Plan
 from peers.device.compute import Pace
@@ -350,7 +350,7 @@ class Blows:
 
 @contextlib.contextmanager
 def restless(blows: Blows) -> Iterator[None]:
-    """What takes a run many steps takes it a few: it is over after STEPS."""
+    """What takes a run many steps takes it a few: a storm's is over soon."""
     hasty = {
         "peers.owner.adaptation.Adaptation": partial(Restless, blows),
         "peers.owner.adaptation.LASTING_STEPS": 2,
@@ -376,7 +376,7 @@ class Restless(Adaptation):
 
     async def hear(self, report: Report) -> Plan | None:
         found = await super().hear(report)
-        if found is None and self._blows.tempted and report.step < STEPS - 2:
+        if found is None and self._blows.tempted and report.step < report.steps - 2:
             self._blows.tempted -= 1
             found = self._blows.another_plan(self._plan)
         return found

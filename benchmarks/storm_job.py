@@ -15,9 +15,10 @@ from meshcee.capture import Capture, capture
 from meshcee.eager import plain
 from meshcee.job import Job, Optimizer
 
-__all__ = ["MICRO", "STEPS", "captured_job", "expected", "job_of"]
+__all__ = ["LONG", "MICRO", "STEPS", "captured_job", "expected", "job_of"]
 
 STEPS, MICRO = 12, 4
+LONG = 22  # steps: some are fed ahead, so a plan that hands over ends several later
 
 
 class Net(nn.Module):
@@ -39,7 +40,7 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def job_of(augmented: bool = False) -> Job:
+def job_of(augmented: bool = False, steps: int = STEPS) -> Job:
     torch.manual_seed(0)
     data = [(i % 11, (i + 1) % 11) for i in range(64)]
     return Job(
@@ -49,7 +50,7 @@ def job_of(augmented: bool = False) -> Job:
         optimizer=Optimizer("AdamW", lr=1e-2),
         batch_size=8,
         micro_batch_size=MICRO,
-        steps=STEPS,
+        steps=steps,
         seed=3,
         clip_norm=1.0,
         checkpoint_every=3,
@@ -64,6 +65,6 @@ def captured_job() -> Capture:
 
 
 @functools.cache
-def expected(augmented: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses, _, model, _ = plain(job_of(augmented), STEPS, MICRO)
+def expected(augmented: bool = False, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses, _, model, _ = plain(job_of(augmented), steps, MICRO)
     return losses, model.state_dict()

@@ -30,7 +30,7 @@ from benchmarks.aims import Aim, Moments, causes, drawn
 from benchmarks.blows import BLOWS, LINK, Blows, restless
 from benchmarks.going_back import going_back
 from benchmarks.one_seed import REAL_S, decided_by
-from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
+from benchmarks.storm_job import LONG, MICRO, STEPS, captured_job, expected, job_of
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
@@ -140,6 +140,7 @@ class Storm:
         self.here, self.mesh, self.seed = here, mesh, seed
         self.blows = Blows(self, seed)
         self.done: list[str] = []
+        self.steps = STEPS  # of the run
         self.departures: dict[str, Departure] = {}
         self.left: list[str] = []  # who has left politely
         self.paces: dict[str, Pace] = {}
@@ -242,7 +243,7 @@ class Storm:
         """A standby knows of the run by now, and it is not over: nobody would go on with it."""
         if not self.heir or self.owner == self.heir or not self.here.stores[self.owner].reachable:
             return False
-        if len(self.mesh.result.losses) == STEPS:
+        if len(self.mesh.result.losses) == self.steps:
             return False
         return any(run.info and run.reports() for run in Home(self._folder / self.heir).runs())
 
@@ -390,6 +391,7 @@ async def train(
     """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
     told: dict[str, list[Report]] = defaultdict(list)
     job = job or job_of(augmented)
+    storm.steps = job.steps
 
     async def own(name: str, mesh: Mesh, **how: Any) -> None:
         with storm.in_life(name):
@@ -411,7 +413,7 @@ async def train(
         await owning
     else:
         await _with_standby(storm, storm.heir_mesh, owning, own, job)
-    losses, state = expected(augmented)
+    losses, state = expected(augmented, job.steps)
     done = 0
     for reports in told.values():  # who goes on may tell again of what was told in the owner's last moments
         steps = [report.step for report in reports]
@@ -420,7 +422,7 @@ async def train(
         done = max([done, *(s + 1 for s in steps)])
         if [report.loss for report in reports] != [losses[s] for s in steps]:
             return "other losses"
-    if done != STEPS:
+    if done != job.steps:
         return "steps were lost"
     if storm.mesh.result.losses != losses:
         return "other losses"
@@ -458,6 +460,7 @@ async def one(
     kinds: Sequence[str] = BLOWS,
     blows: int = 2,
     aims: Sequence[Aim] | None = None,
+    steps: int = LONG,
 ) -> dict[str, Any]:
     """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong.
 
@@ -465,8 +468,8 @@ async def one(
     """
     began_s, chance = REAL_S(), random.Random(f"blows {seed}")
     aiming = drawn(chance, kinds) if aims is None else list(aims)
-    falls = [(chance.randrange(-1, STEPS - 2), chance.choice(kinds)) for _ in range(blows)]  # -1: while it is planned
-    falls = sorted(falls + causes(chance, aiming, STEPS // 2))
+    falls = [(chance.randrange(-1, steps - 2), chance.choice(kinds)) for _ in range(blows)]  # -1: while it is planned
+    falls = sorted(falls + causes(chance, aiming, steps // 2))
     activations, nobodys = Activations(), contextvars.copy_context()
     standby = "kill the owner" in {kind for _, kind in falls} | {aim.kind for aim in aiming}
     outcome, agreed_s, storm, aimed = "never began", None, None, 0
@@ -503,7 +506,7 @@ async def one(
                     strike(chance.uniform(0, 4), falls.pop(0)[1])
                 with disk.using(storm.disk), restless(storm.blows):
                     async with asyncio.timeout(ENDS_WITHIN_S):
-                        job = replace(job_of(augmented), adapt=True)
+                        job = replace(job_of(augmented, steps), adapt=True)
                         outcome = await train(storm, hear, job, augmented=augmented)
                     moments.aims.clear()
                     for task in striking:
@@ -539,16 +542,20 @@ async def one(
 
 
 def play(
-    seed: int, augmented: bool = False, kinds: Sequence[str] = BLOWS, aims: Sequence[Aim] | None = None
+    seed: int,
+    augmented: bool = False,
+    kinds: Sequence[str] = BLOWS,
+    aims: Sequence[Aim] | None = None,
+    steps: int = LONG,
 ) -> dict[str, Any]:
     """The run of a seed, on a loop of its own; its samples may be augmented, its blows of these kinds, and aimed so.
 
     It goes the same way each time in one process. The log of a run that did not end as it should is kept.
     """
     with capture_logs() as logged, quick_planning(), one_thread():
-        captured_job(), expected(augmented)  # now, or the first storm of a process would be another one
+        captured_job(), expected(augmented, steps)  # now, or the first storm of a process would be another one
         with decided_by(seed):
-            result = run(one(seed, logged, augmented, kinds, aims=aims), inline=True)
+            result = run(one(seed, logged, augmented, kinds, aims=aims, steps=steps), inline=True)
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result
