@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+from benchmarks.blows import REFUSALS
 from meshcee.epochs import moves
 from meshcee.epochs.course import Course, State
 from peers.wire import messages
@@ -21,26 +22,10 @@ from tests.rig.frames import watched_frames
 
 __all__ = ["CAUSES", "MOMENTS", "Aim", "Moments", "causes", "drawn"]
 
-CHECKPOINT = {
-    messages.COPY,
-    messages.COPIED,
-    messages.KEEP,
-    messages.KEPT,
-    messages.SEEK,
-    messages.FOUND,
-    messages.PULL,
-}
-OFFER = {
-    messages.OFFER,
-    messages.STATE,
-    messages.RECIPES,
-    messages.STATE_END,
-    messages.AGAIN,
-    messages.READY,
-    messages.STEP,
-}
-COUNTED = CHECKPOINT | OFFER | {messages.PART, messages.ATTACH, messages.END, messages.LEAVING, messages.REFUSED}
-CHECKPOINT |= {messages.PART}
+CHECKPOINT = {messages.COPY, messages.COPIED, messages.KEEP, messages.KEPT}
+CHECKPOINT |= {messages.SEEK, messages.FOUND, messages.PULL, messages.PART}
+OFFER = {messages.OFFER, messages.STATE, messages.RECIPES, messages.STATE_END, messages.AGAIN, messages.READY}
+COUNTED = CHECKPOINT | OFFER | {messages.REFUSED, messages.STEP, messages.ATTACH, messages.LEAVING, messages.END}
 MOMENTS = ("first offer", "re-offer", "re-offer", "hand-over", "hand-over", "hand-over", "checkpoint")
 CAUSES = {  # what brings such a moment about
     "re-offer": ("kill a member", "full device"),
@@ -48,14 +33,7 @@ CAUSES = {  # what brings such a moment about
 }
 TURNS = 0.75  # of runs come to a hand-over, aimed at or not, if nothing keeps them from it
 FRAMES = {"first offer": 20, "re-offer": 40, "hand-over": 80, "checkpoint": 60}  # that a blow may wait for, at most
-FRUITLESS = {
-    "restart",
-    "restart without its term",
-    "join",
-    "clock step",
-    "disk full",
-    "read-only disk",
-}  # so early, or so soon
+NEVER_AIMED = {"restart", "restart without its term", "join", "clock step", *REFUSALS}
 
 
 @dataclass
@@ -69,15 +47,15 @@ class Aim:
 
 def drawn(chance: random.Random, kinds: Sequence[str]) -> list[Aim]:
     """Two at most."""
-    wanted = [kind for kind in kinds if kind not in FRUITLESS] or kinds
+    wanted = [kind for kind in kinds if kind not in NEVER_AIMED] or kinds
     moments = chance.choices(MOMENTS, k=chance.choice((0, 1, 1, 2)))
     return [Aim(m, int(math.exp(chance.uniform(0, math.log(FRAMES[m])))), chance.choice(wanted)) for m in moments]
 
 
-def causes(chance: random.Random, aims: Sequence[Aim], steps: int) -> list[tuple[int, str]]:
-    """Steps, up to so many, and what happens in them so that these aims have their moments."""
+def causes(chance: random.Random, aims: Sequence[Aim], steps: int, *, turns: bool) -> list[tuple[int, str]]:
+    """Steps, up to so many, and what happens in them so that these aims have their moments; of most runs a turn."""
     moments = [aim.moment for aim in aims if aim.moment in CAUSES]
-    if "hand-over" not in moments and chance.random() < TURNS:
+    if turns and "hand-over" not in moments and chance.random() < TURNS:
         moments.append("hand-over")
     return [(chance.randrange(steps), chance.choice(CAUSES[moment])) for moment in moments]
 

@@ -32,7 +32,7 @@ from tests.rig.mesh_fixture import even_plan
 if TYPE_CHECKING:
     from benchmarks.virtual_chaos import Storm
 
-__all__ = ["BLOWS", "LINK", "WEATHER", "Blows", "restless"]
+__all__ = ["BLOWS", "LINK", "REFUSALS", "WEATHER", "Blows", "restless"]
 
 LINK = Impairment(latency_s=0.02, bandwidth_bytes_per_s=12.5e6, jitter_s=0.01)
 KILLS = ("kill a member", "kill the coordinator", "kill two", "kill a holder and its keeper")

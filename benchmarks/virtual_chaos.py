@@ -469,7 +469,7 @@ async def one(
     began_s, chance = REAL_S(), random.Random(f"blows {seed}")
     aiming = drawn(chance, kinds) if aims is None else list(aims)
     falls = [(chance.randrange(-1, steps - 2), chance.choice(kinds)) for _ in range(blows)]  # -1: while it is planned
-    falls = sorted(falls + causes(chance, aiming, steps // 2))
+    falls = sorted(falls + causes(chance, aiming, steps // 2, turns=aims is None))
     activations, nobodys = Activations(), contextvars.copy_context()
     standby = "kill the owner" in {kind for _, kind in falls} | {aim.kind for aim in aiming}
     outcome, agreed_s, storm, aimed = "never began", None, None, 0
