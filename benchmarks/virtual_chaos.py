@@ -545,6 +545,7 @@ def play(
     seed: int,
     augmented: bool = False,
     kinds: Sequence[str] = BLOWS,
+    blows: int = 2,
     aims: Sequence[Aim] | None = None,
     steps: int = LONG,
 ) -> dict[str, Any]:
@@ -555,7 +556,7 @@ def play(
     with capture_logs() as logged, quick_planning(), one_thread():
         captured_job(), expected(augmented, steps)  # now, or the first storm of a process would be another one
         with decided_by(seed):
-            result = run(one(seed, logged, augmented, kinds, aims=aims, steps=steps), inline=True)
+            result = run(one(seed, logged, augmented, kinds, blows, aims, steps), inline=True)
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result

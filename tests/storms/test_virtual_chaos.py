@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from benchmarks.aims import Aim
 from benchmarks.virtual_chaos import (
+    STEPS,
     TIMES,
     Activations,
     Storm,
@@ -35,6 +37,14 @@ TOLD = {
     "kill the owner": "the standby goes on",
     "hung device": "hangs for",
     "full device": "is out of memory",
+    "leave": "has left",
+}
+# A blow at each kind of moment: before which of its frames, and what befalls those whom the frame is between.
+AIMS = {
+    "first offer": Aim("first offer", 4, "kill a member"),
+    "re-offer": Aim("re-offer", 6, "kill a member"),
+    "hand-over": Aim("hand-over", 12, "kill a member"),
+    "checkpoint": Aim("checkpoint", 5, "cut"),
 }
 
 
@@ -46,9 +56,25 @@ def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[s
 
 @pytest.mark.parametrize("kind", TOLD)
 def test_storms_of_one_kind(kind: str) -> None:
-    found = play(1, kinds=[kind])
+    found = play(1, kinds=[kind], aims=[], steps=STEPS)
     assert found["outcome"] == "equal", found
     assert any(TOLD[kind] in blow for blow in found["blows"]), found
+
+
+@pytest.mark.parametrize("moment", AIMS)
+def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
+    found = play(3, aims=[replace(AIMS[moment])], blows=0)
+    assert found["outcome"] == "equal", found
+    assert found["aimed"] == 1, found
+    assert any(f"in a {moment}, with" in blow for blow in found["blows"]), found
+    assert found["hand_overs_begun"] == (moment == "hand-over"), found
+
+
+def test_a_run_hands_over_and_a_seed_is_the_same_storm_each_time() -> None:
+    one, again = ({**play(4), "seconds": 0.0} for _ in range(2))
+    assert one == again
+    assert one["outcome"] == "equal", one
+    assert one["hand_overs"] > 0, one
 
 
 def test_who_stands_still_runs_nothing_and_then_all_in_order() -> None:
