@@ -27,7 +27,7 @@ class Back:
 
     `held` is the newest step of which every stage had a surviving copy, `sure` the same where these were the newest copies, `kept`
     that of the last checkpoint; `far` tells that only copies for the loss of a region were left of `held`. `anew` tells that no
-    step was new since the loss before.
+    step was new since the way back before, `in_peace` that nobody was lost since: another plan goes on where this one ended.
     """
 
     done: int
@@ -38,6 +38,7 @@ class Back:
     far: bool = False
     sure: int | None = None
     anew: bool = False
+    in_peace: bool = False
 
     @property
     def again(self) -> int:
@@ -55,6 +56,8 @@ class Back:
             return f"{where} of the disk, though peers held {self.sure}"
         if not self.with_peers and self.next_step < self.kept:
             return f"{where}, though the disk had {self.kept}"
+        if self.in_peace and self.again and not self.anew:
+            return f"{where}, and nobody was lost"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id, as far as the log does not tell:
     who joins with the id of one that is gone has another name from then on.
     """
-    past, asked, kept, handed = Past(), 0, 0, 0
+    past, asked, kept, handed, in_peace = Past(), 0, 0, 0, True
     names = dict(names)
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
@@ -105,6 +108,7 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
         elif event == "checkpoint":
             kept = entry["next_step"]
         elif event == Event.MEMBER_LOST:
+            in_peace = False
             for _, held_by in [*whole["copies"], *whole["far copies"]]:
                 for peers in held_by:
                     peers.difference_update(names.get(peer, peer) for peer in entry["gone"])
@@ -119,7 +123,8 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             held, sure = max(near, far), max(newest, default=None)
             anew = bool(past.backs) and past.backs[-1].done == done
             with_peers, held_step = entry["with_peers"], held if held >= 0 else None
-            back = Back(done, entry["next_step"], with_peers, held_step, kept, far > near, sure, anew)
+            back = Back(done, entry["next_step"], with_peers, held_step, kept, far > near, sure, anew, in_peace)
+            in_peace = True
             whole["far copies"] = [c for c in whole["far copies"] if c[0] <= back.next_step]
             past.every = max(past.every, done - asked)
             past.backs.append(back)

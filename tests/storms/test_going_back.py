@@ -149,3 +149,13 @@ def test_a_loss_among_steps_that_are_computed_again_costs_those_at_most() -> Non
     again = (lost("a", "b"), went(12, 0, with_peers=False), asked(1), whole(1, "cb", "bc"), asked(7), lost("b"))
     past = read(*COPIED, *again, went(12, 1, with_peers=True))
     assert (past.wrong, past.every) == ([], 6)
+
+
+def test_a_plan_that_goes_on_where_another_one_ended_computes_no_step_again() -> None:
+    handed = {"event": "copies are handed over", "next_step": 11, "held_by": [["id-a"], ["id-b"]]}
+    assert read(*COPIED, handed, went(11, 11, with_peers=True)).wrong == []
+    assert read(*COPIED, went(11, 8, with_peers=True)).wrong == [
+        "after 11 steps the run went back to 8, and nobody was lost"
+    ]
+    refused = read(*COPIED, lost("a"), went(11, 8, with_peers=True), went(11, 8, with_peers=True))
+    assert refused.wrong == [], "a plan that was refused, as of an old term"
