@@ -236,10 +236,10 @@ class Saving:
         return True
 
     async def read(self, link: Link, stage: StageCopy, fetch: Fetch) -> bool:
-        """From who leads the stage or from others who hold it; whether all of it has come."""
+        """From who leads the stage or from others who hold it; whether all of it has come. A stream may break: then once more."""
         self._fetches.append(fetch)
         self._hurry_if_over()
-        for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id})):
+        for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id}), link.peer_id):
             await fetch.run([peer])
         return not fetch.missing
 

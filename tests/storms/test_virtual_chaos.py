@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.aims import Aim
+from benchmarks.going_back import going_back
 from benchmarks.virtual_chaos import (
     STEPS,
     TIMES,
@@ -24,6 +25,7 @@ from benchmarks.virtual_chaos import (
 )
 from meshcee.events import Event
 from peers.owner.epoch import Report
+from peers.transport import StreamClosed
 from tests.rig.frames import watched_frames
 from tests.rig.virtual_time import Still, quiet, run
 
@@ -224,3 +226,37 @@ def test_a_coordinator_dies_at_some_moments(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_a_coordinator_dies_between_any_two_messages(tmp_path: Path) -> None:
     assert sweep(tmp_path, range(150)) >= {"plan?", "plan", "offer", "state", "state_end", "ready", "step", "applied"}
+
+
+def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_path: Path) -> None:
+    """Storm 7000228: the owner asked who had made the copy only once, and then went back to older ones."""
+    parts: list[str] = []
+
+    async def story() -> tuple[str, dict[str, str]]:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(1800):
+            victims: list[str] = []
+
+            def break_off(sender: str, receiver: str, kind: str) -> None:
+                training = storm.mesh.training
+                hands_over = training is not None and training.owner is not None and training.owner.stopped
+                if hands_over and kind == "part" and [sender] == victims and receiver == storm.mesh.agent.peer_id:
+                    parts.append(kind)
+                    if len(parts) == 2:  # the first is of a checkpoint that was under way
+                        raise StreamClosed("the network lost it")
+
+            def hear(report: Report) -> None:
+                if report.step == 2:
+                    name = storm.members()[1]
+                    storm.departures[name].ask()
+                    victims.append(storm.here.agents[name].peer_id)
+
+            with watched_frames(break_off):
+                return await train(storm, hear), storm.names
+
+    with capture_logs() as logged, quick_planning():
+        outcome, names = run(story(), inline=True)
+    assert outcome == "equal"
+    assert len(parts) > 2
+    past = going_back(logged, names)
+    assert [back.again for back in past.backs] == [0]
+    assert past.wrong == []
