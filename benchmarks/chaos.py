@@ -360,8 +360,7 @@ def main() -> None:
             result = asyncio.run(one(seed, options.steps, options.blows, options.augmented, options.kinds))
         print(json.dumps(result), flush=True)
         results.append(result)
-    if not options.virtual:
-        print(table(results))
+    print(json.dumps(virtual_chaos.sums(results)) if options.virtual else table(results))
     sys.exit(any(result["outcome"] != "equal" for result in results))
 
 

@@ -5,6 +5,7 @@ product: election, planning, offers, training, snapshots, recovery; the network 
 jitter on every link, and devices are paced. A blow falls at a random instant of a step or of a recovery, so between any two
 messages. The idea: what must hold is asked of the whole run, not of a part: its losses are the undisturbed run's, each told of
 once; no epoch ever had two plans; and once the network is whole again, all who live soon believe in one coordinator.
+Plans hand over to others meanwhile, peers leave (benchmarks/blows.py), and some blows are aimed at just that (benchmarks/aims.py).
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ __all__ = [
     "play",
     "quick_planning",
     "stormy",
+    "sums",
     "train",
 ]
 
@@ -560,6 +562,14 @@ def play(
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result
+
+
+def sums(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Over seeds: what was played, so that a storm that plays nothing of a kind is seen."""
+    found = {"seeds": len(results), "equal": sum(r["outcome"] == "equal" for r in results)}
+    found |= {what: sum(len(r[what]) for r in results) for what in ("blows", "back")}
+    counted = ("epochs", "hand_overs_begun", "hand_overs", "leaves", "aimed")
+    return found | {what: sum(r[what] for r in results) for what in counted}
 
 
 @contextlib.contextmanager
