@@ -232,7 +232,7 @@ def test_make_explains_every_target() -> None:
 REACHES = {
     "tests/equality/test_checking.py": 1,
     "tests/equality/test_net.py": 1,
-    "tests/peers/state/test_far_copies.py": 19,
+    "tests/peers/state/test_far_copies.py": 18,
     "tests/peers/state/test_fetch.py": 2,
     "tests/peers/state/test_hand_over.py": 3,
     "tests/peers/state/test_keep.py": 13,
