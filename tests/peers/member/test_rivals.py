@@ -25,7 +25,7 @@ def played(world: World, what: list[tuple[float, str, int]], lasts_s: float = 70
     return world
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.integers(0, 1 << 32), st.integers(2, 5), st.integers(2, 4), faults)
 @example(0, 4, 2, [(1.0, *IN_TWO), (40.0, "heal", 0)])
 @example(0, 2, 3, [(1.0, "owners apart", 0), (40.0, "heal", 0)])
@@ -44,16 +44,16 @@ def storm(seed: int) -> World:
 
 
 def test_storms() -> None:
-    worlds = [storm(seed) for seed in range(40)]
-    assert sum(len(world.orders) > 1 for world in worlds) > 30, "most have a second owner"
-    assert sum(len(world.orders) > 2 for world in worlds) > 10, (
+    worlds = [storm(seed) for seed in range(30)]
+    assert sum(len(world.orders) > 1 for world in worlds) > 20, "most have a second owner"
+    assert sum(len(world.orders) > 2 for world in worlds) > 8, (
         "and some a third: two standbys at once, or one that resumes"
     )
 
 
 @pytest.mark.slow
 def test_thousands_of_storms() -> None:
-    for seed in range(40, 3000):
+    for seed in range(30, 3000):
         storm(seed)
 
 

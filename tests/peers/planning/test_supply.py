@@ -150,15 +150,6 @@ async def test_behind_a_thin_uplink_a_plan_takes_what_it_said_and_the_link_is_na
 
 
 @virtual_time
-async def test_without_a_look_at_its_links_a_plan_promises_what_an_owner_cannot_feed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("peers.planning.asking.LEAST_FED_BYTES", 1 << 40)
-    predicted_s, reports = await behind_a_thin_uplink(monkeypatch)
-    assert median(report.step_s for report in reports[1:]) > 2 * predicted_s
-
-
-@virtual_time
 async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_hears_of_them() -> None:
     now = asyncio.get_running_loop().time
     network = MemoryNetwork(impairment=Impairment(0.001, 1e8))
