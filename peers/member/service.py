@@ -86,7 +86,7 @@ class Session:
         self._owner = Outbox(stream)
         self._owner.post(ready)
         self._keeper = keeper
-        self._executor = Executor(
+        self.executor = Executor(
             runner,
             offer.place,
             self._inbox,
@@ -103,16 +103,12 @@ class Session:
             from dht import verify
             from peers.member.audit import StepWitness
 
-            self._executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
-        self._executor.complete.clear()
+            self.executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
+        self.executor.complete.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
         self._linked = False
         self.ending = False  # nothing more is asked for: from here on neighbours may close
-
-    @property
-    def executor(self) -> Executor:
-        return self._executor
 
     async def run(self) -> None:
         """Until the owner closes its stream; raises what went wrong otherwise."""
@@ -120,12 +116,12 @@ class Session:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self._owner.run())
-                group.create_task(self._executor.run())
+                group.create_task(self.executor.run())
                 group.create_task(self._read_owner())
                 group.create_task(self._watch_owner())
                 group.create_task(self._keeper.run(self._owner))
                 group.create_task(self._complete())
-                if (witness := self._executor.links.witness) is not None:
+                if (witness := self.executor.links.witness) is not None:
                     group.create_task(witness.run(self._owner))
         except* _OwnerDone:
             pass
@@ -142,7 +138,7 @@ class Session:
             self._owner.post(Frame(messages.AGAIN))
             return
         await compute.run(runner.load_optimizer_state, by_parameter(state))
-        self._executor.complete.set()
+        self.executor.complete.set()
 
     def leave(self) -> None:
         """Ask the owner to go on without this peer."""
@@ -151,8 +147,8 @@ class Session:
     def close(self) -> None:
         """Drop the links to the other stages, after the owner has heard the cause."""
         self.done.set()
-        self._executor.settlement.close()
-        for outbox in self._executor.links.outboxes.values():
+        self.executor.settlement.close()
+        for outbox in self.executor.links.outboxes.values():
             outbox.stream.abort()
 
     async def _watch_owner(self) -> None:
@@ -162,10 +158,10 @@ class Session:
             raise _OwnerDone from closed
 
     def _doing(self) -> Frame:
-        streams = (self._stream, *(outbox.stream for outbox in self._executor.links.outboxes.values()))
+        streams = (self._stream, *(outbox.stream for outbox in self.executor.links.outboxes.values()))
         moved_bytes = sum(stream.received_payload_bytes for stream in streams)
         busy = self._compute.running > 0 or self._keeper.hashes
-        return Doing(self._compute.done, busy, moved_bytes, self._executor.wants()).frame()
+        return Doing(self._compute.done, busy, moved_bytes, self.executor.wants()).frame()
 
     async def _read_owner(self) -> None:
         while True:
@@ -191,10 +187,10 @@ class Session:
                 self._owner.post(Frame(messages.CLOCK, {"asked_s": asked_s, "there_s": time.perf_counter()}))
             elif frame.kind == messages.KEEP:
                 self._keeper.ask(frame)
-            elif frame.kind == messages.AUDIT and (witness := self._executor.links.witness) is not None:
+            elif frame.kind == messages.AUDIT and (witness := self.executor.links.witness) is not None:
                 self._owner.post(await asyncio.to_thread(witness.show, need(frame.header, "round", int)))
             elif frame.kind == messages.END:
-                self.ending = True
+                self.ending, self._keeper.copies.goes_on = True, frame.header.get("handed") is True
                 await self._inbox.rounds.put(End())
             else:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -266,8 +262,8 @@ class Session:
     def _use(self, peer: str, stream: Stream) -> Outbox:
         assert self._group is not None
         stream.max_payload_bytes = self.offer.max_payload_bytes
-        outbox = Outbox(stream, spans=self._executor.spans)
-        self._executor.links.add(peer, outbox)
+        outbox = Outbox(stream, spans=self.executor.spans)
+        self.executor.links.add(peer, outbox)
         for work in (outbox.run, partial(live, outbox, self._timeouts), partial(self._read_member, peer, stream)):
             self._group.create_task(self._unless_lost(peer, work))
         return outbox
@@ -277,7 +273,7 @@ class Session:
         peer, place = stream.peer_id, self._place
         if self._group is None or peer not in place.neighbours or peer in place.links_to:
             raise ProtocolError(f"peer {peer} has nothing to say to stage {place.label_of(place.peer)} of this epoch")
-        if peer in self._executor.links.outboxes:
+        if peer in self.executor.links.outboxes:
             raise ProtocolError(f"peer {peer} is attached already")
         await self._use(peer, stream).put(Frame(messages.ATTACH))
         await self.done.wait()
@@ -296,11 +292,11 @@ class Session:
                 if frame.kind == messages.PONG:
                     continue  # that it has come is all
                 if frame.kind == messages.RATE:
-                    self._executor.links.hear(peer, frame.header)
+                    self.executor.links.hear(peer, frame.header)
                     continue
                 now_s = time.perf_counter()
-                self._executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
-                await self._executor.take(peer, frame)
+                self.executor.spans.add(f"receive {frame.kind}", micro_of(frame.header), now_s, now_s)
+                await self.executor.take(peer, frame)
             except StreamClosed:
                 raise
             except Exception as error:  # ours, or of who has sent it
@@ -370,6 +366,7 @@ class Member:
 
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
+        await self.lender.until_read()
 
     async def drop(self) -> None:
         """End the running job here, if any: to its owner, this peer is lost."""

@@ -22,7 +22,7 @@ import torch
 
 from meshcee.capture import Capture
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError, UnequalError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, ProtocolError, UnequalError, leaves
 from meshcee.events import Event
 from meshcee.files import large_apart
 from meshcee.job import Job
@@ -64,11 +64,6 @@ __all__ = ["Owner", "Report", "in_doubt"]
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-
-def _leaf(group: BaseExceptionGroup[MeshceeError]) -> MeshceeError:
-    first = group.exceptions[0]
-    return _leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _timed(call: Callable[..., T], *args: Any) -> tuple[T, float]:
@@ -234,7 +229,7 @@ class Owner:
         except* _EpochFailed:
             pass
         except* MeshceeError as group:  # of our own: the user's data or metrics
-            self.failures.add(0, _leaf(group))
+            self.failures.add(0, leaves(group)[0])  # type: ignore[arg-type]
         finally:
             self._users.shutdown(wait=False, cancel_futures=True)
             for link in self._links:
@@ -604,7 +599,7 @@ class Owner:
         if keeping is not None and wanted:
             await self._save(keeping)
         for link in self._links:
-            await link.outbox.put(Frame(messages.END))
+            await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
             await self._until(link.ended)
         if keeping is None or not wanted:

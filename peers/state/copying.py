@@ -39,12 +39,10 @@ class Copying:
         self._asked: dict[int, CopySet] = {}  # by step, until all members have described them
         self._making: CopySet | None = None  # what keepers are to have, or the next plan
         self._last: CopySet | None = None  # of the epoch's last steps: who asked compares its holders
-        self._awaited: dict[
-            tuple[str, str, int], str
-        ] = {}  # kind of frame, whose copy of which step -> who is to send it
-        self._owed: dict[
-            int, tuple[int, float]
-        ] = {}  # copies that are made and not described: since which report, and when
+        # Kind of frame, whose copy of which step -> who is to send it.
+        self._awaited: dict[tuple[str, str, int], str] = {}
+        # Copies that are made and not described: since which report, and when.
+        self._owed: dict[int, tuple[int, float]] = {}
         self._took_s = self._read_s = 0.0
         self.handed_over = asyncio.Event()  # all members have described what they hand over
         self._since = 0 if self._copies.were_handed else start  # what was handed over dies with any of its makers
@@ -105,9 +103,7 @@ class Copying:
         """Who has computed on behind a copy and has not described it for so long, and some steps. Called after each report."""
         owed = {(p, step) for kind, p, step in self._awaited if kind == messages.COPIED and step < self.reported}
         self._owed = {step: self._owed.get(step, (self.reported, _now_s())) for _, step in owed}
-        due = {
-            n for n, (at, at_s) in self._owed.items() if self.reported - at > LATE_STEPS and _now_s() - at_s > limit_s
-        }
+        due = {n for n, (at, s) in self._owed.items() if self.reported - at > LATE_STEPS and _now_s() - s > limit_s}
         return {peer for peer, step in owed if step in due}
 
     @property

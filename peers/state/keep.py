@@ -68,8 +68,10 @@ class Keeper:
     async def _describe(self, next_step: int) -> Frame:
         weights, optimizer = self._offer.layouts
         self.hashes = True
-        digests, took_s = await asyncio.to_thread(self.copies.digest, next_step, weights | optimizer)
-        self.hashes = False
+        try:
+            digests, took_s = await asyncio.to_thread(self.copies.digest, next_step, weights | optimizer)
+        finally:
+            self.hashes = False
         payloads = digests_of({n: digests[n] for n in weights}, {n: d for n, d in digests.items() if n in optimizer})
         return Frame(messages.COPIED, {"next_step": next_step, "took_s": took_s}, payloads)
 

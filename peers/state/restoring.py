@@ -28,6 +28,8 @@ from peers.wire import Offer, StateReceiver, messages, unless_closed, while_movi
 __all__ = ["Arrivals", "Lender", "Moments", "restore"]
 
 log = structlog.get_logger()
+TO_READ = 1 / 3  # of the time that a peer has to leave: for others to begin to read what they go on from
+LOOK_S = 0.1  # between two looks whether they still do
 
 
 class Arrivals:
@@ -149,6 +151,7 @@ class Lender:
         self._keep_s = timeouts.regroup_s  # as the owner of that run says
         self._forgetting: asyncio.TimerHandle | None = None
         self._readers = 0
+        self._read_by_s = 0.0  # by the loop's clock
         transport.serve("copies", self._serve)
 
     def for_epoch(self, offer: Offer) -> CopyStore:
@@ -160,7 +163,7 @@ class Lender:
             offered = self.copies.offered if self.of == offer.run else {}
             self.copies = CopyStore()
             self.copies.offered = offered
-        self.of, self._keep_s = offer.run, offer.terms.regroup_s
+        self.of, self._keep_s, self.copies.goes_on = offer.run, offer.terms.regroup_s, True
         return self.copies
 
     def keep(self, offered: Mapping[str, torch.Tensor]) -> None:
@@ -170,8 +173,15 @@ class Lender:
 
     def over(self) -> None:
         """No epoch is running here; after an offer that was refused nothing changes."""
+        loop = asyncio.get_running_loop()
+        self._read_by_s = loop.time() + TO_READ * self._timeouts.leave_s if self.copies.goes_on else 0.0
         if self._forgetting is None:
-            self._forgetting = asyncio.get_running_loop().call_later(self._keep_s, self._forget)
+            self._forgetting = loop.call_later(self._keep_s, self._forget)
+
+    async def until_read(self) -> None:
+        """Whoever leaves lends what another epoch begins with until that has had the time to begin, and has read it."""
+        while self._readers or asyncio.get_running_loop().time() < self._read_by_s:  # noqa: ASYNC110 - readers are many
+            await asyncio.sleep(LOOK_S)
 
     def _forget(self) -> None:
         self._forgetting = None

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from meshcee.capture import Capture
+from meshcee.errors import leaves
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import byte_view, head_of, nbytes_of
 from peers.state.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
@@ -174,7 +175,7 @@ class Saving:
                 saved = await saving
             except* OSError as errors:
                 self._cadence.refused(_now_s())  # training goes on; the next one is tried before long
-                self._trouble.tell(WHAT, _first(errors), self._bytes)
+                self._trouble.tell(WHAT, leaves(errors)[0], self._bytes)  # type: ignore[arg-type]
             else:
                 if saved:
                     self.done = copied.next_step
@@ -242,11 +243,6 @@ class Saving:
         for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id}), link.peer_id):
             await fetch.run([peer])
         return not fetch.missing
-
-
-def _first(errors: BaseExceptionGroup[OSError]) -> OSError:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _now_s() -> float:

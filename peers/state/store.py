@@ -54,10 +54,9 @@ class CopyStore:
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []  # of our own stage, oldest first
-        self._others: dict[
-            tuple[str, bool], list[_Copy]
-        ] = {}  # (its holder, whether we are its far keeper) -> oldest first
+        self._others: dict[tuple[str, bool], list[_Copy]] = {}  # (holder, whether we keep it far) -> oldest first
         self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
+        self.goes_on = False  # another epoch may begin with all this: the owner has not said that it needs none of it
         self.evidence: dict[str, torch.Tensor] = {}  # by digest: what an audit asks for
         self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
 

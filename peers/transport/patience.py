@@ -106,9 +106,7 @@ class Seldom:
         others = [e for e in leaves(error) if not isinstance(e, StreamClosed | TimeoutError)]
         if not others:  # whoever opened it is gone, or paused, or cut off
             log.debug(Event.STREAM_CLOSED, **about, reason=str(leaves(error)[0]) or "nothing came in time")
-        elif all(
-            isinstance(e, MeshceeError) for e in others
-        ):  # as of an epoch that is over, all at once when a peer wakes
+        elif all(isinstance(e, MeshceeError) for e in others):  # many at once where a peer wakes
             self.log(**about, error=repr(others[0]))
         else:
             log.exception(self._event, **about)

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from benchmarks.aims import Aim
 from benchmarks.going_back import going_back
+from benchmarks.one_seed import decided_by
 from benchmarks.virtual_chaos import (
     STEPS,
     TIMES,
@@ -70,6 +71,15 @@ def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     assert found["aimed"] == 1, found
     assert any(f"in a {moment}, with" in blow for blow in found["blows"]), found
     assert found["hand_overs_begun"] == (moment == "hand-over"), found
+
+
+@pytest.mark.parametrize("seed", [3, 6])
+def test_who_leaves_while_a_plan_hands_over_costs_no_steps(seed: int) -> None:
+    found = play(seed, aims=[Aim("hand-over", 6, "leave")], blows=0)
+    assert found["outcome"] == "equal", found
+    assert any("in a hand-over" in blow and blow.endswith(("leaves", "to leave")) for blow in found["blows"]), found
+    assert found["back"], found
+    assert not any(back["again"] for back in found["back"]), found
 
 
 def test_a_run_hands_over_and_a_seed_is_the_same_storm_each_time() -> None:
@@ -253,7 +263,7 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
             with watched_frames(break_off):
                 return await train(storm, hear), storm.names
 
-    with capture_logs() as logged, quick_planning():
+    with capture_logs() as logged, quick_planning(), decided_by(0):
         outcome, names = run(story(), inline=True)
     assert outcome == "equal"
     assert len(parts) > 2

@@ -205,6 +205,8 @@ async def _tell_state(channel: Channel, member: Member) -> None:
     while True:
         await member.busy_changed.wait()
         member.busy_changed.clear()
+        if member.is_leaving and not member.is_busy:
+            await member.wait_until_idle()
         channel.post(State(member.is_busy))
 
 

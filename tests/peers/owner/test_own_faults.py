@@ -56,6 +56,21 @@ def played(folder: Path, begin: Story, **more: Any) -> tuple[str, list[set[str]]
             raise unwrap(group) from group
 
 
+def offered_again(noted: list[str]) -> Story:
+    """A member dies in the step that is struck; `noted` is told of another, which is offered a stage of the next plan."""
+
+    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
+        def hear(report: Report) -> None:
+            if report.step == STRUCK:
+                members = storm.members()
+                noted.append(storm.here.agents[members[0]].peer_id)
+                storm.kill(members[1])
+
+        return hear
+
+    return begin
+
+
 class Failing:
     """Members that `fails` names by their place raise an error in the step that is struck."""
 
@@ -180,16 +195,7 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
 
     monkeypatch.setattr(Member, "prepare", never)
 
-    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
-        def hear(report: Report) -> None:
-            if report.step == STRUCK:
-                members = storm.members()
-                stuck.append(storm.here.agents[members[0]].peer_id)
-                storm.kill(members[1])
-
-        return hear
-
-    outcome, plans = played(tmp_path, begin)
+    outcome, plans = played(tmp_path, offered_again(stuck))
     assert outcome == "equal"
     assert len(plans) == 3  # the first, one with the peer that does not become ready, one without it
     assert len(plans[1] - plans[2]) == 1
@@ -242,16 +248,7 @@ def test_a_member_that_hangs_up_during_its_offers_is_left_out_though_it_answers(
 
     monkeypatch.setattr(Member, "prepare", hang_up)
 
-    def begin(storm: virtual_chaos.Storm) -> Callable[[Report], None]:
-        def hear(report: Report) -> None:
-            if report.step == STRUCK:
-                members = storm.members()
-                full.append(storm.here.agents[members[0]].peer_id)
-                storm.kill(members[1])
-
-        return hear
-
-    outcome, plans = played(tmp_path, begin)
+    outcome, plans = played(tmp_path, offered_again(full))
     assert outcome == "equal"
     assert len(plans) == 3  # the first, one with the peer that hangs up, one without it
     assert len(plans[1] - plans[2]) == 1

@@ -31,6 +31,7 @@ from peers.state.restoring import Lender
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
+from peers.wire.offer import Offer
 from peers.wire.weights import digest_of
 from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import even_plan, members
@@ -239,3 +240,38 @@ async def test_what_is_left_of_an_epoch_is_not_forgotten_while_somebody_reads() 
         assert remains.copies.find(digest) is not None, "it may read more"
         await asyncio.sleep(times.regroup_s)
         assert remains.copies.find(digest) is None
+
+
+@virtual_time
+async def test_who_leaves_lends_what_the_next_epoch_begins_with_until_it_has_been_read() -> None:
+    network, times = MemoryNetwork(), Timeouts()
+    clock, tensor = asyncio.get_running_loop().time, torch.randn(100_000)
+    digest = digest_of(tensor)
+    async with network.transport("p0") as source, network.transport("p1") as reader:
+        lender = Lender(source, times)
+        began_s = clock()
+        await lender.until_read()
+        assert clock() == began_s, "nothing was lent"
+        offer = mock.Mock(spec=Offer, run="run", terms=times)
+
+        lender.for_epoch(offer).goes_on = False  # its owner said that nothing goes on
+        lender.over()
+        await lender.until_read()
+        assert clock() == began_s
+
+        lender.for_epoch(offer)
+        lender.over()
+        await lender.until_read()
+        assert times.leave_s / 4 < clock() - began_s < times.leave_s / 2, "nobody came"
+
+        network.impair("p0", "p1", Impairment(bandwidth_bytes_per_s=20e3))  # 400 kB take 20 s
+        lender.for_epoch(offer).keep("p2", 3, {"weight": digest}, {digest: tensor})
+        lender.over()
+        wanted = {digest: (tensor.dtype, tuple(tensor.shape))}
+        fetch = Fetch(wanted, Reader(reader, "run", {}, times), gently=True, urgent=True)
+        began_s = clock()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fetch.run(["p0"]))
+            await lender.until_read()
+        assert fetch.missing == set()
+        assert clock() - began_s > times.leave_s / 2

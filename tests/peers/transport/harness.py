@@ -7,6 +7,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from socket import socketpair
 from typing import Any, Self
 
@@ -45,6 +46,7 @@ async def p2pd(**options: Any) -> AsyncIterator[P2P]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(3.0):
                 await p2p.shutdown()
+        Path(p2p.daemon_listen_maddr["unix"]).unlink(missing_ok=True)  # hivemind leaves that of a p2pd that was killed
 
 
 async def nowhere(peer: str) -> tuple[str, ...]:
