@@ -366,6 +366,10 @@ class Member:
 
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
+
+    async def wait_until_unneeded(self) -> None:
+        """Idle, and whatever went on without this peer has read what it needs of it."""
+        await self._idle.wait()
         await self.lender.until_read()
 
     async def drop(self) -> None:

@@ -222,7 +222,7 @@ class Agent(MeshView):
         self.member.leave()
         try:
             async with asyncio.timeout(self.timeouts.leave_s):
-                await self.member.wait_until_idle()
+                await self.member.wait_until_unneeded()
         except TimeoutError:
             await self.member.drop()
             return False

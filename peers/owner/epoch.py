@@ -167,7 +167,7 @@ class Owner:
             await self._report_all(feed, report)
             if self.audit is not None:
                 await self.audit.over()
-            state = await self._collect(wanted=not self.handed_over)
+            state = await self._collect()
 
         await self._run(feed, body, trains=True)
         return state
@@ -183,7 +183,7 @@ class Owner:
             assert answers is not None
             await self._until(answers.complete)
             metrics.update(averaged(feed, answers))
-            await self._collect(wanted=False)
+            await self._collect()
 
         await self._run(feed, body, hear_outputs)
         return metrics
@@ -590,21 +590,24 @@ class Owner:
     async def _save(self, keeping: Keeping) -> None:
         """Until the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
         await self._until(keeping.saving.settled)
+        if self._hands_over:
+            self.handed_over = await keeping.hand_over_instead()
         while not self._hands_over and await keeping.again():
             await self._until(keeping.saving.settled)
 
-    async def _collect(self, *, wanted: bool = True) -> Mapping[str, torch.Tensor]:
-        """The weights, then word from every member that its neighbours may leave."""
+    async def _collect(self) -> Mapping[str, torch.Tensor]:
+        """The weights, unless they were handed over; then word from every member that its neighbours may leave."""
         keeping = self._keeping
-        if keeping is not None and wanted:
+        if keeping is not None and not self.handed_over:
             await self._save(keeping)
         for link in self._links:
             await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
             await self._until(link.ended)
-        if keeping is None or not wanted:
-            if keeping is not None and self.handed_over:
-                await self._until(keeping.copying.handed_over)
+        if keeping is None:
+            return {}
+        if self.handed_over:
+            await self._until(keeping.copying.handed_over)
             return {}
         check_replicas(self._links, self._describe)
         found = await asyncio.to_thread(keeping.weights)

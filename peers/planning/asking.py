@@ -12,7 +12,7 @@ from dataclasses import replace
 import structlog
 
 from meshcee.capture import Capture
-from meshcee.errors import MeshceeError
+from meshcee.errors import JoinError, MeshceeError
 from meshcee.figures import JobCosts, LinkProfile, threads_of
 from meshcee.job import Job
 from peers.mesh_view import MeshView
@@ -29,10 +29,18 @@ FEEDS_WITHIN_S = 10.0
 
 
 async def ask_plan(agent: MeshView, request: PlanRequest) -> Planned:
-    """The coordinator's plan, whose peers are all known here."""
-    planned = await request_plan(agent, request)
-    await agent.wait_for_peers(planned.plan.peers)
-    return planned
+    """The coordinator's plan, whose peers are all known here: whoever leaves meanwhile is planned without."""
+    while True:
+        planned = await request_plan(agent, request)
+        try:
+            await agent.wait_for_peers(planned.plan.peers)
+        except JoinError:
+            gone = {*planned.plan.peers} - agent.directory.peers.keys()
+            if gone <= {*request.without}:  # nothing is new: who plans does not hear of it
+                raise
+            request = replace(request, without=(*request.without, *sorted(gone)))
+        else:
+            return planned
 
 
 async def question(
@@ -67,9 +75,7 @@ async def _feeds(agent: MeshView, costs: JobCosts) -> dict[str, LinkProfile]:
         return found
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FEEDS_WITHIN_S):
-            for peer in [
-                peer for peer in agent.devices() if peer != agent.peer_id
-            ]:  # one at a time: they share its port
+            for peer in [p for p in agent.devices() if p != agent.peer_id]:  # one at a time: they share its port
                 where = agent.transport, peer, agent.addresses_of([peer]).get(peer, ())
                 with contextlib.suppress(MeshceeError, StreamClosed):
                     probed = await probe_link(*where, agent.clock(), clock=agent.monotonic, target_s=LIGHT_S)

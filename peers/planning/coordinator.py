@@ -8,7 +8,6 @@ that they have accepted.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +16,7 @@ import msgpack
 import structlog
 from msgspec import Meta
 
-from meshcee.errors import JoinError, MeshceeError, PlanError, ProtocolError
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
 from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
@@ -60,18 +59,15 @@ class PlanRequest:
     """What an owner asks: its job's costs, what devices measured of it, and how it wants it."""
 
     job: JobCosts
-    times: Annotated[Mapping[str, BlockTimes], _Profiles] = field(
-        default_factory=dict
-    )  # peer -> seconds of the job's blocks
+    # peer -> seconds of the job's blocks
+    times: Annotated[Mapping[str, BlockTimes], _Profiles] = field(default_factory=dict)
     stages: Annotated[int, Meta(ge=1)] | None = None  # exactly so many; None leaves it to the planner
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
     free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
     without: tuple[str, ...] = ()  # peers that the owner has just missed
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
-    feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(
-        default_factory=dict
-    )  # the owner's own links, as it measured
-
+    # The owner's own links, as it measured.
+    feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(default_factory=dict)
     hurried: bool = False  # a member was lost and the run stands still
 
     def frame(self) -> Frame:
@@ -121,14 +117,16 @@ class PlanService:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
             plan, notes = await answer(self._agent, request)
-            log.info(
-                Event.PLANNED, stages=[len(p.stages) for p in plan.pipelines], owner=stream.peer_id, term=lease.term
-            )
+            stages = [len(p.stages) for p in plan.pipelines]
+            log.info(Event.PLANNED, stages=stages, owner=stream.peer_id, term=lease.term)
             # Every peer that is left out is named with the reason: too much for a header in a mesh of hundreds.
             body = msgpack.packb({"plan": plan.to_json(), "notes": list(notes[:MAX_NOTES])})
             await stream.send(Frame(messages.PLAN, {"term": list(lease.term)}, [body]))
-        except MeshceeError as error:
-            log.warning("no plan", owner=stream.peer_id, error=str(error))
+        except (StreamClosed, TimeoutError):
+            raise
+        except Exception as error:
+            tell = log.warning if isinstance(error, MeshceeError) else log.exception
+            tell("no plan", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
 
 
@@ -149,11 +147,12 @@ async def plan_here(agent: MeshView, request: PlanRequest, term: Term) -> Planne
 
 
 async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
-    """Ask whoever holds the lease, waiting for an election if need be; plan here where that peer sees no way and this one does.
+    """Ask whoever holds the lease, waiting for an election if need be. Where that peer sees no way, fails or hangs, plan here.
 
-    Raises PlanError or JoinError.
+    Raises PlanError or JoinError; NotPermittedError where that peer does not plan for this one.
     """
-    last = "nobody holds the coordinator's lease"
+    failed: MeshceeError
+    last, lease = "nobody holds the coordinator's lease", None
     try:
         async with asyncio.timeout(agent.timeouts.join_s + PLANNING_S):
             while True:
@@ -163,17 +162,21 @@ async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
                     return await plan_here(agent, request, lease.term)
                 try:
                     return await _ask(agent, lease.peer_id, request)
-                except PlanError:  # of the mesh as the coordinator sees it, whose clock or links may be bad
-                    with contextlib.suppress(PlanError, JoinError):
-                        planned = await plan_here(agent, request, lease.term)
-                        log.warning(Event.PLANNED_HERE, coordinator=lease.peer_id)
-                        return planned
-                    raise
                 except (JoinError, StreamClosed) as error:
                     last = str(error)
                     await asyncio.sleep(agent.timeouts.directory_poll_s)
-    except TimeoutError as error:
-        raise JoinError(f"no coordinator answered in time: {last}; try again, or look at `meshcee status`") from error
+    except TimeoutError:
+        failed = JoinError(f"no coordinator answered in time: {last}; try again, or look at `meshcee status`")
+    except MeshceeError as error:  # of the mesh as that peer sees it, whose clock or links may be bad, or of its own
+        failed = error
+    if lease is None or lease.peer_id == agent.peer_id or isinstance(failed, NotPermittedError):
+        raise failed
+    try:
+        planned = await plan_here(agent, request, lease.term)
+    except (PlanError, JoinError) as error:
+        raise (failed if isinstance(failed, PlanError | JoinError) else error) from error
+    log.warning(Event.PLANNED_HERE, coordinator=lease.peer_id, error=str(failed))
+    return planned
 
 
 async def _ask(agent: MeshView, peer_id: str, request: PlanRequest) -> Planned:

@@ -268,10 +268,8 @@ class Draft:
         return Checkpoint(place)
 
     def discard(self) -> None:
-        with (
-            self._lock,
-            contextlib.suppress(OSError),
-        ):  # a disk that cannot be written; who resumes the run clears it away
+        # A disk that cannot be written; who resumes the run clears it away.
+        with self._lock, contextlib.suppress(OSError):
             for writer in self._writers:
                 writer.abort()
             disk.remove_tree(self.folder)

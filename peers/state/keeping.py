@@ -104,6 +104,13 @@ class Keeping:
         await self.ask(self._end, save=True, last=True)
         return True
 
+    async def hand_over_instead(self) -> bool:
+        """Behind `end`: what the disk has refused, if anything, members hold for the next plan; as `end`'s `hand_over`."""
+        if self._end <= self.saving.done or not self.copying.can_hand_over:
+            return False
+        await self.ask(self._end, hand_over=True)
+        return True
+
     async def ask(
         self, next_step: int, *, keep: bool = False, save: bool = False, hand_over: bool = False, last: bool = False
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from benchmarks.virtual_chaos import (
     train,
 )
 from meshcee.events import Event
+from meshcee.files import disk
 from peers.owner.epoch import Report
 from peers.transport import StreamClosed
 from tests.rig.frames import watched_frames
@@ -267,6 +269,34 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
         outcome, names = run(story(), inline=True)
     assert outcome == "equal"
     assert len(parts) > 2
+    past = going_back(logged, names)
+    assert [back.again for back in past.backs] == [0]
+    assert past.wrong == []
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_who_leaves_while_the_owners_disk_refuses_the_state_costs_no_steps(tmp_path: Path, kind: str) -> None:
+    """Storm 8001009: the state that a leaver's owner reads went to the disk or nowhere. Members hand it over now."""
+
+    async def story() -> tuple[str, dict[str, str]]:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(1800):
+
+            def hear(report: Report) -> None:
+                if report.step == 2:
+                    storm.disk.folder = storm.home_of("owner")
+                    storm.disk.error = errno.ENOSPC if kind == "full" else errno.EROFS
+                    storm.departures[storm.members()[1]].ask()
+                elif report.step == 11:
+                    storm.disk.error = None
+
+            with disk.using(storm.disk):
+                outcome = await train(storm, hear)
+            assert storm.disk.refused
+            return outcome, storm.names
+
+    with capture_logs() as logged, quick_planning(), decided_by(0):
+        outcome, names = run(story(), inline=True)
+    assert outcome == "equal"
     past = going_back(logged, names)
     assert [back.again for back in past.backs] == [0]
     assert past.wrong == []

@@ -285,9 +285,8 @@ def _needed(graph: Any) -> set[Any]:
         target, name = node.target, operator_name(node.target) if node.op == "call_function" else None
         effect = name is None  # a sub-graph, an input, the output
         if isinstance(target, torch._ops.OpOverload):
-            statistics = any(
-                a.name == "running_mean" for a in target._schema.arguments
-            )  # written, its schema does not say
+            # Written, its schema does not say.
+            statistics = any(a.name == "running_mean" for a in target._schema.arguments)
             effect = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or statistics
         if node in needed or (effect and not _DROPPED.fullmatch(name or str(target))):
             needed.add(node)

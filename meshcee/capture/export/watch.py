@@ -101,9 +101,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if (
-            isinstance(kwargs.get("out"), torch.Tensor) and (twin := without_out(func)) is not None
-        ):  # as export writes it
+        # As export writes it.
+        if isinstance(kwargs.get("out"), torch.Tensor) and (twin := without_out(func)) is not None:
             into = kwargs.pop("out")
             made = self.__torch_dispatch__(twin, types, args, kwargs)
             return self.__torch_dispatch__(torch.ops.aten.copy_.default, types, (into, made))

@@ -29,9 +29,8 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
         analysis = analyse(inputs, nodes)
     for number, position in analysis.written.items():
         entry = inputs[number]
-        if (
-            entry.kind == "parameter" and not entry.trainable
-        ):  # a teacher that follows its student: state, like a buffer
+        # A teacher that follows its student: state, like a buffer.
+        if entry.kind == "parameter" and not entry.trainable:
             entry = dataclasses.replace(entry, kind="buffer")
         if entry.kind != "buffer":
             what = f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer"

@@ -192,9 +192,8 @@ def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Nod
     packed = {number for number, value in held.items() if value.dtype in PACKED}
     calls = dict(nodes)
     sources: dict[int, frozenset[int]] = {number: frozenset({number}) for number in held}
-    sizes = {
-        number: value.nbytes(1) for number, value in held.items()
-    }  # of what a value is made of: a slice of a weight is less
+    # Of what a value is made of: a slice of a weight is less.
+    sizes = {number: value.nbytes(1) for number, value in held.items()}
     made: dict[int, frozenset[int]] = {number: frozenset() for number in held}
     found: dict[int, tuple[int, ...]] = {}
     for number, node in calls.items():

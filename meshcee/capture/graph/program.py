@@ -131,9 +131,7 @@ class Input:
     mutated: bool = False  # a buffer that the forward pass changes (batch norm)
     persistent: bool = True  # part of the model's state_dict
     data: torch.Tensor | None = None  # of a constant
-    strides: tuple[
-        int, ...
-    ] = ()  # in memory, where they are not those of a contiguous tensor (meshcee/capture/graph/strides.py)
+    strides: tuple[int, ...] = ()  # in memory, where they are not a contiguous tensor's (strides.py)
 
     @property
     def name(self) -> str:

@@ -28,9 +28,8 @@ MAX_ELEMENTS = 1 << 40  # of one tensor, at the hint below or for the real micro
 MAX_CALLS = 20_000  # of kernels, by one node: recurrent layers walk their steps
 MAX_RANK = 64  # dimensions on the way to a value; torch itself counts no further
 _HINT = 2  # samples
-_FUSED = frozenset(
-    {"aten.scaled_dot_product_attention.default"}
-)  # a device makes no table of all pairs, meta tensors do
+# A device makes no table of all pairs, meta tensors do.
+_FUSED = frozenset({"aten.scaled_dot_product_attention.default"})
 _META = torch.device("meta")
 
 

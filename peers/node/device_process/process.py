@@ -331,7 +331,7 @@ class DeviceProcess:
             async with asyncio.timeout(self._begin.timeouts.shutdown_s):
                 await self._idle.wait()
 
-    async def wait_until_idle(self) -> None:
+    async def wait_until_unneeded(self) -> None:
         await self._idle.wait()
 
 

@@ -206,7 +206,7 @@ async def _tell_state(channel: Channel, member: Member) -> None:
         await member.busy_changed.wait()
         member.busy_changed.clear()
         if member.is_leaving and not member.is_busy:
-            await member.wait_until_idle()
+            await member.wait_until_unneeded()
         channel.post(State(member.is_busy))
 
 

@@ -114,7 +114,7 @@ async def test_the_owner_hears_how_a_process_has_ended_and_the_next_one_trains(
                 make_job(steps=500), 1, 6, network=network, here=here, after_step=(2, lambda: os.kill(pid, number))
             )
         assert device.is_busy
-        await asyncio.wait_for(device.wait_until_idle(), WAIT_S)
+        await asyncio.wait_for(device.wait_until_unneeded(), WAIT_S)
         async with asyncio.timeout(WAIT_S):
             while device.is_busy:
                 device.busy_changed.clear()

@@ -22,6 +22,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.owner.recovery import Recovery
+from peers.planning import asking
 from peers.transport import Frame, StreamClosed
 from peers.wire import messages
 from peers.wire.offer import Offer
@@ -276,9 +277,9 @@ def test_a_device_that_hung_is_not_tried_again_while_others_are_there(
     assert not plans[2] & {*hung}
 
 
-@pytest.mark.parametrize("planning", [(Training, "_plan"), (Recovery, "see")])
+@pytest.mark.parametrize("planning", [(Training, "_plan"), (asking, "request_plan"), (Recovery, "see")])
 def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[type, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[Any, str]
 ) -> None:
     plan, storms, gone = getattr(*planning), list[virtual_chaos.Storm](), list[str]()
 
@@ -286,7 +287,7 @@ def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
         planned = await plan(asked, *members)
         if not gone:
             (storm,) = storms
-            gone.append((members[0] if members else planned.plan.peers)[-1])
+            gone.append((members[0] if planning[0] is Recovery else planned.plan.peers)[-1])
             storm.kill(storm.names[gone[0]])
             await storm.mesh.agent.directory.wait_for(lambda: gone[0] not in storm.mesh.agent.directory.peers)
         return planned
@@ -305,7 +306,7 @@ def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
     outcome, plans = played(tmp_path, begin)
     assert outcome == "equal"
     assert len(gone) == 1
-    assert len(plans) == (1 if planning[0] is Training else 2)
+    assert len(plans) == (2 if planning[0] is Recovery else 1)
 
 
 async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_longer() -> None:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
 from meshcee.eager import plain
 from meshcee.epochs.course import REPLANS
-from meshcee.errors import PlanError
+from meshcee.errors import PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.plan import Plan
 from peers.device.compute import Pace
@@ -56,24 +56,42 @@ def goes_on_with_peers(logged: list[Mapping[str, Any]]) -> bool:
     return bool(backs) and all(back["with_peers"] and back["next_step"] > 0 for back in backs)
 
 
-def test_a_coordinator_that_sees_no_way_does_not_end_a_run_for_which_the_owner_sees_one(tmp_path: Path) -> None:
-    """To one whose clock has leapt ahead the others' records have expired: it sees one device."""
+FIRST = [(how, False) for how in ("sees no way", "is of another version", "has no memory", "hangs")]
+
+
+@pytest.mark.parametrize(("how", "hurried"), [*FIRST, ("is of another version", True), ("hangs", True)])
+def test_a_sick_coordinator_does_not_end_a_run_for_which_the_owner_sees_a_way(
+    tmp_path: Path, how: str, hurried: bool
+) -> None:
+    """To one whose clock has leapt ahead the others' records have expired: it sees one device. The first plan, or the next."""
     usual = coordinator.answer
+    errors = {
+        "sees no way": PlanError("2 stages were asked for and there are 1 devices"),
+        "is of another version": ProtocolError("codec 'new' is unknown to this coordinator; upgrade it"),
+        "has no memory": MemoryError(),
+    }
 
     async def befall(storm: Storm) -> None:
-        blind = storm.here.agents[storm.coordinator() or ""].peer_id
+        sick = storm.coordinator()
 
         async def answer(agent: MeshView, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
-            if agent.peer_id == blind:
-                raise PlanError("2 stages were asked for and there are 1 devices")
+            if agent.peer_id == storm.here.agents[sick or ""].peer_id and request.hurried == hurried:
+                if how == "hangs":
+                    await asyncio.Event().wait()
+                raise errors[how]
             return await usual(agent, request)
 
+        def hear(report: Report) -> None:
+            if hurried and report.step == 4:
+                storm.kill(next(name for name in storm.members() if name != sick))
+
         with mock.patch("peers.planning.coordinator.answer", answer):
-            assert await train(storm, lambda report: None, job_of()) == "equal"
+            assert await train(storm, hear, job_of()) == "equal"
 
     activations, logged = played(tmp_path, befall)
-    assert len(activations.plans) == 1
-    assert any(entry["event"] == Event.PLANNED_HERE for entry in logged)
+    assert len(activations.plans) == 1 + hurried
+    if not (hurried and how == "hangs"):  # then the owner does not wait for its word
+        assert any(entry["event"] == Event.PLANNED_HERE for entry in logged)
 
 
 def test_the_running_step_needs_no_coordinator_and_the_next_plan_a_new_one(tmp_path: Path) -> None:
