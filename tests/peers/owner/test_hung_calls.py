@@ -139,11 +139,11 @@ def test_who_hangs_in_an_evaluation_is_blamed_in_time(
 def test_who_hangs_in_an_evaluation_is_left_out_and_the_run_is_as_if_nothing_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hang, job = Hang("Executor._evaluated", 1), evaluating(storm_job.job_of())
+    hang, job = Hang("Executor._evaluated", 1), evaluating(storm_job.job_of(steps=2 * STRUCK))
     expected = plain(job, job.steps, storm_job.MICRO).losses
 
     async def story() -> None:
-        async with stormy(0, tmp_path) as storm, asyncio.timeout(1800):
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(20 * TIMES.hung_s):
             hung = ""
             async for report in storm.mesh.train(job, stages=len(ALONE)):
                 if report.step == 0:
