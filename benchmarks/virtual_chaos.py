@@ -535,6 +535,7 @@ async def one(
         "hand_overs_begun": moments.begun,
         "leaves": len(storm.left) if storm is not None else 0,
         "aimed": aimed,
+        "refused": sum("checkpoints" in path.parts for path in storm.disk.refusals) if storm is not None else 0,
         "back": [back.to_json() for back in past.backs],
         "copies_every": past.every,
         "virtual_s": round(now() - 1000, 1),

@@ -30,8 +30,12 @@ class RefusingDisk(Disk):
     def __init__(self, folder: Path, error: int | None = None) -> None:
         self.folder = folder
         self.error = error
-        self.refused = 0
+        self.refusals: list[Path] = []
         self._opened: dict[int, Path] = {}
+
+    @property
+    def refused(self) -> int:
+        return len(self.refusals)
 
     def _refuses(self, path: Path, *, grows: bool) -> bool:
         return self.error is not None and path.is_relative_to(self.folder) and (self.error != errno.ENOSPC or grows)
@@ -39,7 +43,7 @@ class RefusingDisk(Disk):
     def _check(self, path: Path, *, grows: bool) -> None:
         if self.error is None or not self._refuses(path, grows=grows):
             return
-        self.refused += 1
+        self.refusals.append(path)
         raise OSError(self.error, os.strerror(self.error), str(path))
 
     def mkdir(self, path: Path) -> None:

@@ -33,6 +33,7 @@ from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.owner.epoch import Owner, Report
+from peers.owner.evaluation import EvaluationFeed
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore
 from peers.state.keeping import Supplies
@@ -85,8 +86,8 @@ def job_of(clip_norm: float | None = 0.5, direct_sums: bool = False) -> Job:
 
 
 @functools.cache
-def captured_job() -> Capture:
-    return capture(job_of())
+def captured_job(evaluates: bool = False) -> Capture:
+    return capture(job_of(), evaluate=evaluates)
 
 
 def plan_of(*shares: tuple[int, ...]) -> Plan:
@@ -161,7 +162,8 @@ class World:
         self.computes: dict[str, Compute] = {}
         self.told = Told()
         self._stack, self._epochs = stack, 0
-        self._store = CheckpointStore.of(folder, job, captured_job(), MICRO)
+        self._captured = captured_job(job.eval_data is not None)
+        self._store = CheckpointStore.of(folder, job, self._captured, MICRO)
 
     async def start(self, name: str) -> None:
         """A new process under this name."""
@@ -188,20 +190,28 @@ class World:
         async def hear(report: Report) -> None:
             found[report.step] = report.loss
 
-        epoch = Owner(
+        epoch = self._owner(owner, Supplies(base, self._store, Cadence(1), start))
+        self.told.state = dict(await epoch.train(Feed(self.job, self._captured, MICRO, start), hear))
+
+    async def evaluate(self, owner: Any) -> dict[str, float]:
+        """The metrics of the first weights."""
+        self._epochs += 1
+        return await self._owner(owner).evaluate(EvaluationFeed(self.job, self._captured, MICRO))
+
+    def _owner(self, transport: Any, kept: Supplies | None = None) -> Owner:
+        return Owner(
             self.job,
-            captured_job(),
+            self._captured,
             self.plan,
             (1, "p0"),
             (1, self._epochs),
-            owner,
+            transport,
             addresses={},
             names={},
             timeouts=TIMES,
             limits=LIMITS,
-            kept=Supplies(base, self._store, Cadence(1), start),
+            kept=kept,
         )
-        self.told.state = dict(await epoch.train(Feed(self.job, captured_job(), MICRO, start), hear))
 
     async def idle(self) -> None:
         for member in self.members.values():

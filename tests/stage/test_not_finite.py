@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,9 @@ from torch import nn
 from meshcee.capture.graph import Input, Value
 from meshcee.errors import NonFiniteLossError
 from meshcee.job import Job, Optimizer
+from meshcee.stage.runner import StageRunner
 from meshcee.stage.weights import Weights
+from peers.transport.memory import Impairment, MemoryNetwork
 from tests.peers.member.test_training import Pairs, make_job
 from tests.rig.mesh_fixture import train
 
@@ -68,6 +73,25 @@ async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int,
     with pytest.raises(NonFiniteLossError, match=rf"{what} step {BAD_FROM + 1} .*though its loss is"):
         await train(job_of(place, clip_norm), 3, 6, after_step=(BAD_FROM, lambda: told.append("reported")))
     assert told == []
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+async def test_a_step_whose_norm_is_not_finite_is_applied_nowhere(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by those below the head either, which hear of it from the head and, later, from the owner."""
+    applied: Counter[int] = Counter()
+    apply = StageRunner.apply
+
+    def noted(runner: StageRunner, *args: Any) -> None:
+        applied[runner.step] += 1
+        apply(runner, *args)
+
+    monkeypatch.setattr(StageRunner, "apply", noted)
+    network = MemoryNetwork()
+    for member in ("p0", "p1", "p2"):
+        network.impair(member, "owner", Impairment(latency_s=0.1))
+    with pytest.raises(NonFiniteLossError, match="the norm of the gradients of"):
+        await train(job_of(place, 1e6), 3, 6, network=network)
+    assert applied == dict.fromkeys(range(BAD_FROM), 3)
 
 
 def test_large_numbers_whose_sum_overflows_are_finite() -> None:

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.aims import Aim
+from benchmarks.blows import REFUSALS
 from benchmarks.going_back import going_back
 from benchmarks.one_seed import decided_by
 from benchmarks.virtual_chaos import (
@@ -73,6 +74,14 @@ def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     assert found["aimed"] == 1, found
     assert any(f"in a {moment}, with" in blow for blow in found["blows"]), found
     assert found["hand_overs_begun"] == (moment == "hand-over"), found
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_the_owners_disk_refuses_a_checkpoint_that_is_under_way(kind: str) -> None:
+    found = play(3, aims=[Aim("checkpoint", 5, kind)], blows=0)
+    assert found["outcome"] == "equal", found
+    assert any("in a checkpoint, with" in blow and f"{kind} at owner" in blow for blow in found["blows"]), found
+    assert found["refused"] > 0, found
 
 
 @pytest.mark.parametrize("seed", [3, 6])

@@ -12,15 +12,22 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import storm_job
+from benchmarks.virtual_chaos import quick_planning, stormy
+from meshcee.eager import plain
 from meshcee.errors import PeerLostError
 from meshcee.job import Job
-from peers.member.service import Member
 from peers.transport.memory import Impairment
 from tests.rig.faults import ALONE, SHARED, STEPS, STRUCK, TIMES, job_of, plan_of, world
 from tests.rig.virtual_time import quiet, run
 
 NOT_READY = r"^peer {who} \(stage \d\) was lost before the first step: it has not got on with its offer for 120 s$"
 STUCK = r"^{who} \(stage \d\) has not got on with step {step} for \d+ s: it has all that it needs$"
+
+
+def evaluating(job: Job) -> Job:
+    """Three micro-batches, after every other step."""
+    return replace(job, eval_data=job.data[:12], eval_every=STRUCK)
 
 
 def name_of(call: Any) -> str:
@@ -42,7 +49,7 @@ class Hang:
             self.began_s = asyncio.get_running_loop().time()
         return self._left < 0
 
-    def strike(self, member: Member, compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(self, member: Any, compute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its device, and the threads that hash for it."""
         run, run_aside, in_thread = compute.run, compute.run_aside, asyncio.to_thread
         loop = asyncio.get_running_loop()
@@ -79,13 +86,14 @@ async def ended(
     job: Job | None = None,
     link: Impairment = Impairment(),  # noqa: B008
     shares: tuple[tuple[int, ...], ...] = ALONE,
+    trains: bool = True,
 ) -> tuple[str, float]:
-    """What ends the epoch, and how long after its device hung."""
+    """What ends the epoch, or an evaluation by itself, and how long after its device hung."""
     async with world(job or job_of(), plan_of(*shares), folder, link) as here, here.network.transport("owner") as owner:
         hang.strike(here.members[who], here.computes[who], monkeypatch)
         async with asyncio.timeout(3600):
             with pytest.raises(PeerLostError) as lost:
-                await here.epoch(owner)
+                await (here.epoch(owner) if trains else here.evaluate(owner))
         assert hang.began_s is not None
         return str(lost.value), asyncio.get_running_loop().time() - hang.began_s
 
@@ -113,6 +121,43 @@ def test_who_hangs_is_blamed_in_time(
         said, after_s = run(ended(tmp_path, who, hang, monkeypatch))
     assert re.match(told.format(who=who, step=step), said), said
     assert within_s < after_s <= within_s + 3 * TIMES.beat_s
+
+
+@pytest.mark.parametrize("who", ["p0", "p1", "p2"])
+@pytest.mark.parametrize(("trains", "step", "within_s"), [(True, STRUCK, TIMES.hung_s), (False, 1, TIMES.idle_step_s)])
+def test_who_hangs_in_an_evaluation_is_blamed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str, trains: bool, step: int, within_s: float
+) -> None:
+    """Some outputs have come by then."""
+    job = evaluating(job_of())
+    with quiet():
+        said, after_s = run(ended(tmp_path, who, Hang("Executor._evaluated", 1), monkeypatch, job, trains=trains))
+    assert re.match(STUCK.format(who=who, step=step), said), said
+    assert within_s < after_s <= within_s + 3 * TIMES.beat_s
+
+
+def test_who_hangs_in_an_evaluation_is_left_out_and_the_run_is_as_if_nothing_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang, job = Hang("Executor._evaluated", 1), evaluating(storm_job.job_of(steps=2 * STRUCK))
+    expected = plain(job, job.steps, storm_job.MICRO).losses
+
+    async def story() -> None:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(20 * TIMES.hung_s):
+            hung = ""
+            async for report in storm.mesh.train(job, stages=len(ALONE)):
+                if report.step == 0:
+                    hung = storm.members()[1]
+                    agent = storm.here.agents[hung]
+                    hang.strike(agent.member, agent.compute, monkeypatch)
+            assert storm.mesh.result.losses == expected
+            assert [step + 1 for step, _ in storm.mesh.result.metrics] == [*range(STRUCK, job.steps + 1, STRUCK)]
+            assert storm.mesh.result.plan is not None
+            assert storm.here.agents[hung].peer_id not in storm.mesh.result.plan.peers
+
+    with quiet(), quick_planning():
+        run(story(), inline=True)
+    assert hang.began_s is not None
 
 
 def test_who_computes_on_and_hangs_beside_ends_no_runs_checkpoints_for_ever(

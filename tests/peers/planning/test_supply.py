@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.senses import LASTING_STEPS, Feeds, Reads, Shift
 from meshcee.capture import capture
 from meshcee.config import Timeouts
+from meshcee.eager import plain
 from meshcee.errors import ProtocolError
 from meshcee.figures.measured import JobCosts
 from meshcee.figures.profile import BlockCost, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
+from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer
 from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions
@@ -147,6 +150,33 @@ async def test_behind_a_thin_uplink_a_plan_takes_what_it_said_and_the_link_is_na
     assert took_s == pytest.approx(predicted_s, rel=0.1)
     for report in reports:
         assert re.match(r"the owner's link to (ann|ben): 1 MB of inputs a step take 1(\.1)? s", report.limit)
+
+
+@virtual_time
+async def test_a_run_goes_over_to_who_is_fed_faster_when_the_owners_uplink_sags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = replace(job_of(0.0), steps=36)
+    captured, expected = capture(job), plain(job, micro_batch=MICRO).losses
+    loop, real = asyncio.get_running_loop(), time.perf_counter
+    network = MemoryNetwork(impairment=Impairment(0.001, 5e7))
+    peers = JoinOptions(pace=Pace(4e8))
+    async with InProcess(peers, network, Timeouts(), clock=loop.time, monotonic=loop.time) as here:
+        both = {(await here.start(name)).peer_id for name in ("ann", "ben")}
+        mesh = await here.own("owner", Home(tmp_path))
+        monkeypatch.setattr(time, "perf_counter", lambda: loop.time() + real() / 100)
+        first: set[str] = set()
+        async for report in mesh.train(job, captured=captured, stages=1):
+            assert mesh.result.plan is not None
+            if report.step == 3:
+                first = set(mesh.result.plan.peers)
+                for peer in first:
+                    network.impair(mesh.agent.peer_id, peer, Impairment(0.001, UPLINK))
+    (change,) = mesh.result.changes
+    assert all(re.match(r"the owner's link to (ann|ben) has 0\.\d+ times its bandwidth", why) for why in change.cause)
+    assert len(first) == 1
+    assert set(mesh.result.plan.peers) == both - first
+    assert mesh.result.losses == expected
 
 
 @virtual_time
