@@ -44,9 +44,7 @@ class About:
 
     job: Mapping[str, Any] | None = None
     micro_batch: Ordinal = 1
-    devices: tuple[
-        tuple[str, str, int | None], ...
-    ] = ()  # kinds that have computed it: processor, model and torch, threads
+    devices: tuple[tuple[str, str, int | None], ...] = ()  # kinds that computed it: processor, model and torch, threads
     rounds: tuple[bool, bool] = (False, False)  # whether its numbers were rounded, by groups and by codecs
     key: str | None = None
     incarnation: Count = 0
