@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["check", "join", "train"]
 
 T = TypeVar("T")
+
+
+class _Said:
+    """Where a script's log lines go: to standard output, or nowhere while its disk is full."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
 
 
 @asynccontextmanager
@@ -56,7 +69,10 @@ async def join(
     from peers.node import join as joined
 
     if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Said())),
+        )
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)

@@ -147,8 +147,7 @@ def under_way() -> str:
     threads = sys._current_frames()
     for thread, what in list(_under_way.items()):  # the first of them has waited longest
         stack = traceback.extract_stack(threads[thread]) if thread in threads else ()
-        # What is before is the program's own.
-        inside = itertools.dropwhile(lambda f: not f.filename.startswith(_OURS), stack)
+        inside = itertools.dropwhile(lambda f: not f.filename.startswith(_OURS), stack)  # before is the program's own
         place = place_in([(f.filename, f.lineno or 0, f.line or "") for f in inside])
         return (what if isinstance(what, str) else what()) + str(place)
     return ""

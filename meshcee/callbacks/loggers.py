@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.callbacks.spans import Spans
 from meshcee.errors import UsageError
+from meshcee.files import Trouble, disk
 
 __all__ = ["logger"]
 
 FIGURES = ("loss", "lr", "norm", "samples_per_s", "step_s")
+MOST_ROWS = 10_000  # that wait for a disk
 
 
 class _Logger(Callback, ABC):
-    """`open` comes first, with what a run that is resumed has reported; then `log` for each step, and `close`."""
+    """`open` comes first, with what a run that is resumed has reported; then `log` for each step, and `close`.
+
+    A disk that refuses what comes behind `open` ends nothing.
+    """
 
     waits = "never"
+    what: str  # as people name it
+    needs_bytes = 0
     _is_open = False
+    _trouble = Trouble()
 
     @abstractmethod
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None: ...
@@ -47,11 +58,22 @@ class _Logger(Callback, ABC):
             self.on_resume(run, ())
 
     def on_step(self, run: Control, report: Any) -> None:
-        self.log(report.step, _figures(vars(report)))
+        with self._going_on():
+            self.log(report.step, _figures(vars(report)))
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
         if self._is_open:
-            self.close(error)
+            with self._going_on():
+                self.close(error)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._trouble.tell(f"the log {self.what}", error, self.needs_bytes)
+        else:
+            self._trouble.over(f"the log {self.what}")
 
 
 def _figures(report: Mapping[str, Any]) -> dict[str, float]:
@@ -62,28 +84,42 @@ def _figures(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Csv(_Logger):
-    """A line a step. A run that is resumed writes the file anew from what it has reported."""
+    """A line a step. A run that is resumed writes the file anew from what it has reported.
+
+    Rows that a disk refuses wait until it takes them.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path, self.what = Path(path), f"csv:{path}"
+        self._waiting: deque[bytes] = deque(maxlen=MOST_ROWS)
         if not path or not self._path.parent.is_dir():
             raise UsageError(f"csv:FILE wants a file in a folder that is there, not {path!r:.200}")
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        self._columns = ["step", *FIGURES, *(f"eval/{name}" for name in run.metrics)]
+        rows = [dict(zip(self._columns, self._columns)), *({"step": r["step"], **_figures(r)} for r in reports)]
         try:
-            self._file: TextIO = self._path.open("w", newline="", buffering=1, encoding="utf-8")
+            self._path = self._path.absolute()
+            disk.File(self._path).abort()
+            disk.append(self._path, b"".join(map(self._line, rows)))
         except OSError as error:
-            raise UsageError(f"csv:{self._path}: the file cannot be written: {error.strerror}") from error
-        self._rows = csv.DictWriter(self._file, ["step", *FIGURES, *(f"eval/{name}" for name in run.metrics)])
-        self._rows.writeheader()
-        for report in reports:
-            self.log(report["step"], _figures(report))
+            raise UsageError(f"{self.what}: the file cannot be written: {error.strerror}") from error
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self._columns).writerow(row)
+        return text.getvalue().encode()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._rows.writerow({"step": step, **figures})
+        self._waiting.append(self._line({"step": step, **figures}))
+        self.close(None)
 
     def close(self, error: str | None) -> None:
-        self._file.close()
+        if self._waiting:
+            rows = b"".join(self._waiting)
+            self.needs_bytes = len(rows)
+            disk.append(self._path, rows)
+            self._waiting.clear()
 
 
 class _TensorBoard(_Logger):
@@ -91,7 +127,7 @@ class _TensorBoard(_Logger):
         if not folder:
             raise UsageError("tensorboard:DIR wants a folder")
         _library("tensorboard")
-        self._folder = folder
+        self._folder, self.what = folder, f"tensorboard:{folder}"
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
@@ -110,7 +146,7 @@ class _Init(_Logger):
     """wandb, and trackio, which is used alike."""
 
     def __init__(self, name: str, project: str) -> None:
-        self._library, self._project = _library(name), project
+        self._library, self._project, self.what = _library(name), project, name
         self._ends = {True: {"exit_code": 1}, False: {"exit_code": 0}} if name == "wandb" else {True: {}, False: {}}
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -127,7 +163,7 @@ class _Mlflow(_Logger):
     """By its client: the short functions remember a run by thread."""
 
     def __init__(self, experiment: str) -> None:
-        self._library, self._experiment = _library("mlflow"), experiment
+        self._library, self._experiment, self.what = _library("mlflow"), experiment, "mlflow"
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         experiment = self._library.set_experiment(self._experiment or "meshcee")

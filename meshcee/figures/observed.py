@@ -14,10 +14,8 @@ class Observed:
 
     compute_s: Mapping[str, float] = field(default_factory=dict)  # peer -> seconds of its F, B and W together
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # (from, to) -> bytes per second
-    # -> bytes on their way when more came, at most
-    depths: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    # peer -> inputs' bytes, and as how many a second they came
-    fed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    depths: Mapping[tuple[str, str], float] = field(default_factory=dict)  # -> most bytes on their way when more came
+    fed: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # peer -> inputs' bytes, and how many a second
     # peer -> what its time went into: f, b, w, wait, apply, encode, decode, and their total
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     data_s: float | None = None  # that its samples took the owner; None where others read, or read ahead

@@ -147,6 +147,9 @@ class _Begin:
         self._threads = torch.get_num_threads()
 
     def __call__(self, number: int) -> None:
+        from meshcee.files.steady import steady_output
+
+        steady_output()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         torch.set_num_threads(self._threads)
         Finalize(None, _end, exitpriority=LAST)

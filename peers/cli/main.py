@@ -23,6 +23,7 @@ import typer
 from meshcee import __version__
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk, dumps
+from meshcee.files.steady import steady_output
 from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
@@ -617,6 +618,7 @@ def run_logs(run: RunName = "last", as_json: Json = False) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
     spin_briefly(os.environ)
+    steady_output()
     try:
         app(arguments, default_map=_defaults(sys.argv[1:] if arguments is None else arguments))
     except MeshceeError as error:

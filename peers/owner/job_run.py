@@ -570,8 +570,7 @@ class Training:
         if self._on_plan is not None:
             self._on_plan(plan, names)
         await self._listen(self._steering.listeners.plan(plan))
-        # From the first plan on.
-        self._job = replace(self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None)
+        self._job = replace(self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None)  # from now on
         self._numbers.begin(plan, devices)
         self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
         epoch = Epoch(self._incarnation, number)

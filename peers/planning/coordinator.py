@@ -59,15 +59,14 @@ class PlanRequest:
     """What an owner asks: its job's costs, what devices measured of it, and how it wants it."""
 
     job: JobCosts
-    # peer -> seconds of the job's blocks
-    times: Annotated[Mapping[str, BlockTimes], _Profiles] = field(default_factory=dict)
+    times: Annotated[Mapping[str, BlockTimes], _Profiles] = field(default_factory=dict)  # peer -> seconds of its blocks
     stages: Annotated[int, Meta(ge=1)] | None = None  # exactly so many; None leaves it to the planner
     wanted: tuple[str, ...] = ()  # peers that have just joined for this job: the coordinator waits until it sees them
     free: tuple[str, ...] = ()  # the owner's own members, to be used whatever their records still say
     without: tuple[str, ...] = ()  # peers that the owner has just missed
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
-    # The owner's own links, as it measured.
-    feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(default_factory=dict)
+    feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(default_factory=dict)  # the owner's, as measured
+
     hurried: bool = False  # a member was lost and the run stands still
 
     def frame(self) -> Frame:

@@ -6,6 +6,7 @@ The services' libraries are stood in for by modules that write down their calls;
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import subprocess
 import sys
@@ -16,12 +17,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from meshcee.callbacks import Callback, Control, Listeners, called
 from meshcee.errors import UsageError
+from meshcee.files import disk
 from meshcee.files.home import Home
 from peers.owner.epoch import Report
 from peers.state.checkpoint import CheckpointStore
+from tests.rig.disks import RefusingDisk
 
 REPORTS = [
     Report(0, 3, 2.5, 0.1, 80.0, 1.0, "", lr=0.01),
@@ -87,6 +91,38 @@ def test_csv_has_a_line_for_each_step(tmp_path: Path, resumed: int) -> None:
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert list(rows[0]) == ["step", "loss", "lr", "norm", "samples_per_s", "step_s", "eval/loss", "eval/accuracy"]
     assert [{k: float(v) for k, v in row.items() if v and k != "step"} for row in rows[:2]] == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_rows_of_csv_wait_for_a_disk_that_is_full(tmp_path: Path, mended: bool) -> None:
+    full, file = RefusingDisk(tmp_path), tmp_path / "run.csv"
+    listeners = Listeners(called([f"csv:{file}"]), Control("tune", metrics=("loss", "accuracy")))
+    with disk.using(full), capture_logs() as logged:
+        elsewhere(listeners.plan(None))
+        for report in REPORTS:
+            elsewhere(listeners.step(report))
+            full.error = errno.ENOSPC
+        before = file.read_text().splitlines()
+        full.error = None if mended else errno.EROFS
+        elsewhere(listeners.end(None, None))
+    assert [row.split(",")[0] for row in before] == ["step", "0"]
+    steps = [row.split(",")[0] for row in file.read_text().splitlines()]
+    assert steps == (["step", "0", "1", "2"] if mended else ["step", "0"])
+    told = [line["event"] for line in logged]
+    assert told[0] == f"the log csv:{file} cannot be written, and will be tried again"
+    assert told[1:] == ([f"the log csv:{file} can be written again"] if mended else [])
+    assert "bytes are needed" in logged[0]["disk"]
+
+
+def test_a_csv_file_that_no_disk_takes_is_told_of_before_the_first_step(tmp_path: Path) -> None:
+    listeners = Listeners(called([f"csv:{tmp_path / 'run.csv'}"]), Control("tune"))
+    begins = listeners.plan(None)
+    assert begins is not None
+    with (
+        disk.using(RefusingDisk(tmp_path, errno.ENOSPC)),
+        pytest.raises(UsageError, match="cannot be written: No space"),
+    ):
+        begins()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
+from meshcee.files.steady import steady_output
 from meshcee.sampling import batch_of, inputs_of
 from meshcee.stage import tensors
 from meshcee.user_code import calling, import_job_file
@@ -113,6 +114,7 @@ def main() -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    steady_output()
     with socket.socket(fileno=handle) as channel:
         serve(channel, *sys.argv[4:7])
     sys.stdout.flush()

@@ -423,7 +423,7 @@ class FakeMember:
     def __init__(self, *ours: Any, **given: Any) -> None:
         FakeMember.made = self
         self.given, self.asked = given, list[str]()
-        self.is_busy, self.busy_changed = False, asyncio.Event()
+        self.is_busy, self.is_leaving, self.busy_changed = False, False, asyncio.Event()
 
     def leave(self) -> None:
         self.asked.append("leave")
