@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["check", "join", "train"]
 
 T = TypeVar("T")
-
-
-class _Said:
-    """Where a script's log lines go: to standard output, or nowhere while its disk is full."""
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            sys.stdout.write(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
 
 
 @asynccontextmanager
@@ -69,10 +56,9 @@ async def join(
     from peers.node import join as joined
 
     if not structlog.is_configured():  # a script that has not asked for logs gets warnings only
-        structlog.configure(
-            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Said())),
-        )
+        told = structlog.make_filtering_bound_logger(logging.WARNING)
+        # Python's own, on standard error unless the script says otherwise: a line that its disk refuses ends nothing.
+        structlog.configure(wrapper_class=told, logger_factory=structlog.stdlib.LoggerFactory())
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)

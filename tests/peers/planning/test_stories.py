@@ -26,6 +26,7 @@ from benchmarks.virtual_chaos import (
     train,
 )
 from meshcee.epochs.course import Course
+from meshcee.errors import PlanError
 from meshcee.plan import LeftOut, Plan
 from peers.member.service import Session
 from peers.owner.epoch import Owner
@@ -164,7 +165,8 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
     async def story() -> Planned:
         async with stormy(2, tmp_path) as storm:
             await storm.agreed()
-            with mock.patch("peers.planning.coordinator.answer", answered):
+            here = mock.patch("peers.planning.coordinator.plan_here", side_effect=PlanError("the owner sees no device"))
+            with mock.patch("peers.planning.coordinator.answer", answered), here:
                 return await request_plan(storm.mesh.agent, PlanRequest(costs_of(job_of(), captured_job())))
 
     with quiet():
