@@ -587,27 +587,27 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _save(self, keeping: Keeping) -> None:
-        """Until the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
+    async def _save(self, keeping: Keeping) -> bool:
+        """Whether the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
         await self._until(keeping.saving.settled)
-        if self._hands_over:
+        goes_on = self._hands_over and self._step + 1 < self._job.steps
+        if goes_on:
             self.handed_over = await keeping.hand_over_instead()
-        while not self._hands_over and await keeping.again():
+        while not goes_on and await keeping.again():
             await self._until(keeping.saving.settled)
+        return keeping.is_saved
 
     async def _collect(self) -> Mapping[str, torch.Tensor]:
         """The weights, unless they were handed over; then word from every member that its neighbours may leave."""
         keeping = self._keeping
-        if keeping is not None and not self.handed_over:
-            await self._save(keeping)
+        saved = keeping is not None and not self.handed_over and await self._save(keeping)
         for link in self._links:
             await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
             await self._until(link.ended)
-        if keeping is None:
-            return {}
-        if self.handed_over:
+        if keeping is not None and self.handed_over:
             await self._until(keeping.copying.handed_over)
+        if keeping is None or not saved:
             return {}
         check_replicas(self._links, self._describe)
         found = await asyncio.to_thread(keeping.weights)

@@ -74,10 +74,9 @@ class Keeping:
     async def at(self, next_step: int, *, asked: bool = False) -> bool:
         """Before this step is fed: ask for what is due, or `asked` for by the user. False if members have no room for that now."""
         keep = self.copying.is_due(next_step)
-        save = self.saving.is_due(next_step) or (asked and self.saving.can_save)
-        wanted = save
-        if self.copying.is_first_to_copy:
-            save = save and keep  # members have room for one copy beside those that they may go back to
+        wanted = self.saving.is_due(next_step) or (asked and self.saving.can_save)
+        # Members have room for one copy beside those that they may go back to.
+        save = wanted and (keep or not self.copying.is_first_to_copy)
         await self.ask(next_step, keep=keep, save=save)
         return save or not (wanted and asked)
 
@@ -96,9 +95,14 @@ class Keeping:
             await self.ask(next_step, save=True, last=True)
         return False
 
+    @property
+    def is_saved(self) -> bool:
+        """Behind `end`: whether the owner has what was asked for there."""
+        return self._end <= self.saving.done
+
     async def again(self) -> bool:
         """Behind `end`: what the disk has refused is asked for once more; False when it has everything."""
-        if self._end <= self.saving.done:
+        if self.is_saved:
             return False
         await asyncio.sleep(RETRY_S)
         await self.ask(self._end, save=True, last=True)
@@ -106,10 +110,9 @@ class Keeping:
 
     async def hand_over_instead(self) -> bool:
         """Behind `end`: what the disk has refused, if anything, members hold for the next plan; as `end`'s `hand_over`."""
-        if self._end <= self.saving.done or not self.copying.can_hand_over:
-            return False
-        await self.ask(self._end, hand_over=True)
-        return True
+        if can := not self.is_saved and self.copying.can_hand_over:
+            await self.ask(self._end, hand_over=True)
+        return can
 
     async def ask(
         self, next_step: int, *, keep: bool = False, save: bool = False, hand_over: bool = False, last: bool = False
