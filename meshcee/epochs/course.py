@@ -22,7 +22,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     planning      NoPlan    the first: wait for our turn; a later one: fail                          turn, over
     planning      Changed   the newer term is known: ask for a plan; look around where some miss  planning, searching
     meeting       Met       offer the next epoch                                                     offered
-    meeting       Failed    a member has gone since: call the roll; the sixth in vain is the end     calling, over
+    meeting       Failed    a member has gone since: call the roll; the ninth in vain is the end     calling, over
     epoch         Stepped   compare a step that was told of, count it, consider another plan         running, collecting
     epoch         Stepped   plan without members that want to leave                                  parting
     handing over  Stepped   compare, count, tell                                                     handing over
@@ -38,7 +38,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     epoch         Failed    lost, or one member's own: call the roll, after a pause if in vain       calling
     epoch         Failed    a member has lied: take back what was told since its first step, then as for lost  calling
     epoch         Failed    taken: wait for our turn; after a recovery, as for lost                  turn, calling
-    epoch         Failed    the sixth in vain, or a fault that peers share, or any other: the end    over
+    epoch         Failed    the ninth in vain, or a fault that peers share, or any other: the end    over
     calling       Called    leave out who is missed or got no copies, shun who failed, part who lost each other  finding
     finding       Changed   the newer term is known: find the newest state                           finding
     finding       States    go on from copies where they are newer than the disk                     searching, meeting
@@ -123,7 +123,7 @@ from meshcee.epochs.moves import (
 from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, StaleTermError
 
 REPLANS = 3  # when the coordinator changes between planning and offering
-FRUITLESS = 6  # recoveries in a row after which no new step was done
+FRUITLESS = 9  # recoveries in a row after which no new step was done: a poor link may last a minute
 LONGEST_PAUSE_S = 8.0
 
 
@@ -536,8 +536,7 @@ class Course:
         self.missing.gone.update(dict.fromkeys(missed | aside | silent, event.at))
         self.missing.free = left = tuple(sorted(members - missed - aside))
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
-        gone = tuple(sorted((missed | silent) - failed))
-        told = TellLost(self._setback.lost, gone, tuple(sorted(failed)), left, ways)
+        told = TellLost(self._setback.lost, tuple(sorted(missed | silent)), tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]
 
     def _find_states(self) -> list[Command]:

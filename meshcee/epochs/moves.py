@@ -353,7 +353,7 @@ class Shun:
 
 @dataclass(frozen=True)
 class TellLost:
-    """In the log: who is gone, who has failed, who is left, and who lost each other."""
+    """In the log: who is gone, who has failed (and may be gone, too), who is left, and who lost each other."""
 
     error: MeshceeError
     gone: tuple[str, ...]

@@ -395,7 +395,8 @@ class Training:
                 agent.shun(peers)
             case moves.TellLost():
                 recovery.tell_lost(command)
-                names = tuple(self.result.names.get(peer) or peer for peer in command.gone + command.failed)
+                missed = dict.fromkeys(command.gone + command.failed)
+                names = tuple(self.result.names.get(peer) or peer for peer in missed)
                 await self._listen(self._steering.listeners.event("on_loss", str(command.error), names))
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
