@@ -395,8 +395,8 @@ class Training:
                 agent.shun(peers)
             case moves.TellLost():
                 recovery.tell_lost(command)
-                missed = dict.fromkeys(command.gone + command.failed)
-                names = tuple(self.result.names.get(peer) or peer for peer in missed)
+                who = dict.fromkeys(command.gone + command.failed)
+                names = tuple(self.result.names.get(peer) or peer for peer in who)
                 await self._listen(self._steering.listeners.event("on_loss", str(command.error), names))
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
