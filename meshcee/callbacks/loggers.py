@@ -84,10 +84,7 @@ def _figures(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Csv(_Logger):
-    """A line a step. A run that is resumed writes the file anew from what it has reported.
-
-    Rows that a disk refuses wait until it takes them.
-    """
+    """A line a step. A run that is resumed writes the file anew from what it has reported. Rows that a disk refuses wait."""
 
     def __init__(self, path: str) -> None:
         self._path, self.what = Path(path), f"csv:{path}"
@@ -100,7 +97,7 @@ class _Csv(_Logger):
         rows = [dict(zip(self._columns, self._columns)), *({"step": r["step"], **_figures(r)} for r in reports)]
         try:
             self._path = self._path.absolute()
-            disk.File(self._path).abort()
+            disk.File(self._path).abort()  # what stood there is gone
             disk.append(self._path, b"".join(map(self._line, rows)))
         except OSError as error:
             raise UsageError(f"{self.what}: the file cannot be written: {error.strerror}") from error
@@ -112,14 +109,17 @@ class _Csv(_Logger):
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._waiting.append(self._line({"step": step, **figures}))
-        self.close(None)
+        self._write()
 
     def close(self, error: str | None) -> None:
         if self._waiting:
-            rows = b"".join(self._waiting)
-            self.needs_bytes = len(rows)
-            disk.append(self._path, rows)
-            self._waiting.clear()
+            self._write()
+
+    def _write(self) -> None:
+        rows = b"".join(self._waiting)
+        self.needs_bytes = len(rows)
+        disk.append(self._path, rows)
+        self._waiting.clear()
 
 
 class _TensorBoard(_Logger):

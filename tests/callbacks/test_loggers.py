@@ -26,6 +26,7 @@ from meshcee.files.home import Home
 from peers.owner.epoch import Report
 from peers.state.checkpoint import CheckpointStore
 from tests.rig.disks import RefusingDisk
+from tests.rig.job_file import JOB
 
 REPORTS = [
     Report(0, 3, 2.5, 0.1, 80.0, 1.0, "", lr=0.01),
@@ -190,23 +191,6 @@ def test_a_library_that_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPat
 def test_what_is_no_logger_is_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         called([name])
-
-
-JOB = """
-import torch
-import meshcee
-
-torch.manual_seed(0)
-x = torch.randn(64, 4)
-job = meshcee.Job(
-    model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-    loss=torch.nn.functional.mse_loss,
-    data=[(row, row.sum(0, keepdim=True)) for row in x],
-    optimizer=meshcee.Optimizer("SGD", lr=0.05),
-    batch_size=16,
-    steps=3,
-)
-"""
 
 
 def test_a_local_run_logs_and_keeps_a_folder_with_checkpoints(tmp_path: Path) -> None:

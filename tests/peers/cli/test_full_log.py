@@ -23,23 +23,9 @@ from meshcee.files import Trouble
 from meshcee.files.steady import steady_output
 from peers.cli.session import configure_logging
 from peers.cli.view import view_for
+from tests.rig.job_file import JOB
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a")
-JOB = """
-import torch
-import meshcee
-
-print("a word of the user's")
-x = torch.randn(64, 4)
-job = meshcee.Job(
-    model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-    loss=torch.nn.functional.mse_loss,
-    data=[(row, row.sum(0, keepdim=True)) for row in x],
-    optimizer=meshcee.Optimizer("SGD", lr=0.05),
-    batch_size=16,
-    steps=3,
-)
-"""
 
 
 class SmallDisk(io.RawIOBase):
@@ -145,7 +131,7 @@ def test_a_closed_pipe_ends_a_command_as_ever(buffered: bool) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_training_outlives_full_disks_under_its_log_and_its_output(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(f'print("a word of the user\'s")\n{JOB}')
     command = [sys.executable, "-m", "meshcee", "train", "job.py", "--local", "2", "--out", "out.safetensors"]
     environment = {**os.environ, "MESHCEE_HOME": str(tmp_path / "home"), "MESHCEE_LOG": "info"}
     with open("/dev/full", "wb") as full:
