@@ -39,7 +39,6 @@ _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
 
-
 JOB_FILE = "job_file"  # the name under which the command line imports a job's file
 
 

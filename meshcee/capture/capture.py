@@ -533,6 +533,7 @@ def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:
                 boundary_bytes=sum(v.nbytes(1, usual=True) for v in spec.sent),
                 boundary_grad_bytes=sum(v.nbytes(1, usual=True) for v in spec.sent if v.requires_grad),
                 parameters=tuple(spec.parameters),
+                full_bytes=sum(p.value.nbytes(1) for p in own if p.trainable and p.value.dtype == torch.float32),
             )
         )
     return tuple(costs)

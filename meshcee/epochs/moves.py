@@ -447,7 +447,6 @@ Doing = (
 )
 Command = Asking | Doing
 
-
 # What may come of a question. In an epoch its end is an answer to every question, and an end is all that `Offer` waits for.
 ANSWERS: Mapping[type, frozenset[type]] = {
     TakeTurn: frozenset({Turned}),

@@ -23,7 +23,6 @@ NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed la
 MAX_BLOCKS = 4096
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 
-
 _Message = Annotated[int, Meta(ge=0, lt=1 << 30)]
 _Parameter = Annotated[int, Meta(ge=0, lt=1 << 50)]
 _Sample = Annotated[int, Meta(ge=0, lt=1 << 40)]

@@ -20,7 +20,6 @@ from meshcee.figures.versions import Versions
 
 __all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
 
-
 Cores = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
@@ -102,6 +101,7 @@ class BlockCost:
     boundary_bytes: Count
     boundary_grad_bytes: Count
     parameters: tuple[str, ...] = field(default=())  # original names
+    full_bytes: Count = 0  # of `trainable_bytes`, those in fp32: in a bf16 job such weights are their own masters
 
 
 @dataclass(frozen=True)

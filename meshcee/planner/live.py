@@ -345,9 +345,12 @@ def workload_of(
         names=tuple(c.name for c in costs),
         global_batch=batch_size,
         times=found,
-        # 16 bytes a trainable parameter, whatever it computes in; 4 more for an average
+        # 16 bytes a trainable parameter, whatever it computes in; 4 more for an average. What a bf16 job keeps in fp32 has no
+        # master of its own, so 16 bytes are four times its weight, and not eight times.
         state_bytes=tuple(
-            (STATE_FACTOR + averages) * 4 // element_bytes * c.trainable_bytes + (c.parameter_bytes - c.trainable_bytes)
+            (STATE_FACTOR + averages)
+            * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes))
+            + (c.parameter_bytes - c.trainable_bytes)
             for c in costs
         ),
         gradient_bytes=tuple(c.trainable_bytes for c in costs),

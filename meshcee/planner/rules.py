@@ -3,7 +3,7 @@
 The idea: the planner can think of more than an executor does today, and of more than memory holds. One file says what may be
 proposed and why something was not; everything that proposes asks it. Memory is 16 bytes a trainable parameter, whatever
 the precision. In fp32 these are weight, gradient and two moments; in bf16 weight and gradient at two bytes, master and
-moments at four. To this comes what every live micro-batch keeps from its F to its W.
+moments at four. What `keep_fp32` leaves in fp32 is its own master. To this comes what every live micro-batch keeps from F to W.
 """
 
 from __future__ import annotations

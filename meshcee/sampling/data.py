@@ -17,7 +17,6 @@ from meshcee.sampling.order import NO_STEP, collated, read
 
 __all__ = ["batch_of", "batched", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
 
-
 Collate = Callable[[list[Any]], Any]
 
 

@@ -18,7 +18,6 @@ from peers.wire import Round, besides_in, need
 
 __all__ = ["End", "Inbox", "TakeCopy", "named_tensors", "norms_of", "tensors_of"]
 
-
 Key = tuple[int, int]  # (round, micro)
 
 

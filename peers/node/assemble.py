@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
 
-
 log = structlog.get_logger()
 
 LASTING_S = 10 * 365 * 86400.0  # of a mesh inside one process, whose clock may be any

@@ -27,7 +27,6 @@ __all__ = ["Diary", "Losses", "Numbers", "next_incarnation"]
 
 log = structlog.get_logger()
 
-
 _incarnations = itertools.count(1)
 
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 
-
 MOST_FED = 2  # steps that are under way before the one that is read
 
 
@@ -177,7 +176,6 @@ class Feed:
 
     def _read_once(self, step: int) -> list[tuple[Any, Any]]:
         """All micro-batches of a step, by other processes or here; of samples that must not be read twice, what was fed."""
-
         readers, source, size = self.steering.readers, self.steering.source, self._micro_batch
 
         def read_now() -> list[tuple[Any, Any]]:

@@ -66,7 +66,6 @@ class PlanRequest:
     without: tuple[str, ...] = ()  # peers that the owner has just missed
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
     feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(default_factory=dict)  # the owner's, as measured
-
     hurried: bool = False  # a member was lost and the run stands still
 
     def frame(self) -> Frame:

@@ -35,7 +35,6 @@ __all__ = ["Fetch", "Reader", "Shape", "serve"]
 
 log = structlog.get_logger()
 
-
 MOST = 1 << 16  # tensors that one stream may ask for
 MOST_RANGES = 1024  # in one PULL, for its header
 

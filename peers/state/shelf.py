@@ -39,7 +39,6 @@ KEPT_S = 3600.0  # after the owner's last word
 REMEMBERED_S = 2 * KEPT_S  # longer than anybody keeps the journal of a run that is over
 _ABOUT = "a journal's seal"
 
-
 _File = tuple[
     Literal["run.json", "reports.jsonl", "copies.json"],
     Annotated[int, Meta(ge=0, le=MOST_FILE_BYTES)],

@@ -16,7 +16,9 @@ from torch import nn
 
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import ProtocolError
+from meshcee.figures import DeviceProfile
 from meshcee.job import Schedule
+from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
 from tests.rig import zoo
@@ -189,6 +191,35 @@ def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...])
         assert_equal(chain, chain.run(job.steps), want)
     rounded = reference(zoo.make(model, "adamw", precision="bf16", steps=2))
     assert not all(torch.equal(tensor, rounded.state[name]) for name, tensor in want.state.items())
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("kept", [(), ("blocks.*.mlp.?",), ("*",)])
+def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
+    kept: tuple[str, ...], ema: float | None
+) -> None:
+    job = zoo.make("char_gpt", "adamw", precision="bf16", keep_fp32=kept, steps=2, ema=ema)
+    found = capture(job)
+    chain = Chain(job, found, 1)
+    weights = chain.runners[0].weights
+    held: list[int] = []
+
+    def measure(optimizer: Any, *_: Any) -> None:
+        """Just before an optimizer's step, when all gradients are here; in the second one moments are here, too."""
+        trained = [*weights.trainable.values(), *weights.masters.values()]
+        state = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+        grads = [p.grad for p in weights.trainable.values() if p.grad is not None]
+        held.append(sum(t.nbytes for t in {id(t): t for t in (*trained, *grads, *state)}.values()))
+        held[-1] += sum(t.nbytes for t in weights.averages.values())
+
+    weights.optimizer.register_step_pre_hook(measure)
+    chain.run(job.steps)
+    device = DeviceProfile("cpu", "", 1 << 30, 1e9)
+    counted = workload_of(
+        {"a": device}, {"a": "k"}, found.costs, 8, 2, element_bytes=2, averages=ema is not None
+    ).state_sum_bytes(0, len(found.costs))
+    frozen = sum(c.parameter_bytes - c.trainable_bytes for c in found.costs)
+    assert counted - frozen == held[-1]
 
 
 @pytest.mark.parametrize("stages", [1, 3])

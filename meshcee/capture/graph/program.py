@@ -208,7 +208,6 @@ class Program:
 
     def slice(self, first: int, end: int) -> StageSpec:
         """Blocks [first, end) as a stage."""
-
         return slice_program(self, first, end)
 
 
