@@ -24,6 +24,8 @@ class Event(StrEnum):
     STATE_FOUND = "the state to go on from"
     RUN_GOES_ON = "the run goes on"
     MEMBERS_NEEDED = "members want to leave and the job cannot go on without them: start more peers"
+    DATA_NEEDED = "this peer leaves once another one has the data that it supplies: give that to another with --dataset"
+    DATA_AWAITED = "data is awaited"
     SHARES = "micro-batches go to other pipelines: no plan changes"
     COPIES_MADE = "copies"
     FAR_COPIES_MADE = "far copies"

@@ -22,7 +22,7 @@ UNKNOWN = LinkProfile(0.0, FAST)  # nobody has measured it: few bytes cross it
 
 
 class Feeding:
-    """One job's. `links`: peer -> the owner's link to it, as it measured it before the plan, or as steps have shown since.
+    """One job's. `links`: peer -> the link that feeds it, as measured before the plan, or as steps have shown since.
     `data_s`: what reading the samples of a step takes, likewise.
     """
 

@@ -65,13 +65,13 @@ class Carries:
 
 @dataclass(frozen=True)
 class Feeds:
-    """The same of the owner's link to a peer that it feeds."""
+    """The same of the owner's or the supplier's link to a peer that is fed."""
 
     peer: str
     times: float
 
     def text(self, names: Mapping[str, str]) -> str:
-        return f"the owner's link to {names.get(self.peer, self.peer)} has {self.times:.2f} times its bandwidth"
+        return f"the link that feeds {names.get(self.peer, self.peer)} has {self.times:.2f} times its bandwidth"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
 from peers.cli.local import die_with_parent
 from peers.cli.meters import Meters, address_of, metered
-from peers.cli.session import Screen, configure_logging, parse_bytes, run_async
+from peers.cli.session import Screen, configure_logging, parse_bytes, printable, run_async
 from peers.cli.settings.options import Lent
 from peers.device import resolve_device, versions
 from peers.device.emulation import paced
@@ -32,6 +32,15 @@ from peers.node.assemble import Node
 __all__ = ["PeerOptions", "asks_people", "lent_peer", "parse_duration_s", "run_drain", "run_peer"]
 
 log = structlog.get_logger()
+
+SUPPLIES = (
+    "supplies {dataset!r} to a running job, and leaves once another peer of its name or region does so: start one with "
+    "`meshcee peer --dataset {dataset}=FILE.py:make`, or end the job with `meshcee run stop`"
+)
+NO_SUPPLIER = (
+    "has gone, and its job has found no other peer with dataset {dataset!r}: start one with `meshcee peer --dataset "
+    "{dataset}=FILE.py:make`; the job waits a minute for that, and then ends with the command that resumes it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +149,9 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
             raise
         raise type(error)(f"{error}; where the mesh of the last code is no more, remove {line_file(Home())}") from error
     if not in_time:
-        raise PeerLostError("this peer has left with a stage of a job: the owner goes on from its newest checkpoint")
+        raise PeerLostError(
+            "this peer has left with a stage of a job, or with its data: the owner goes on from its newest checkpoint"
+        )
 
 
 @asynccontextmanager
@@ -208,10 +219,15 @@ async def _drain(wanted: str, token: str, *, as_json: bool) -> None:
         def hear(within_s: float) -> None:
             if not as_json:
                 print(f"{peer.name} leaves, within {within_s:.0f} s", flush=True)
+                for dataset in supplied[:1]:
+                    print(f"{peer.name} {SUPPLIES.format(dataset=printable(dataset))}", flush=True)
 
+        supplied: list[str] = []
         start_s = time.perf_counter()
-        in_time = await ask_to_leave(mesh.agent, peer.peer_id, hear)
+        in_time = await ask_to_leave(mesh.agent, peer.peer_id, hear, supplied)
         took_s = time.perf_counter() - start_s
+    if not in_time and supplied:
+        raise PeerLostError(f"{peer.name} {NO_SUPPLIER.format(dataset=printable(supplied[0]))}")
     if not in_time:
         raise PeerLostError(
             f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest checkpoint"

@@ -60,7 +60,7 @@ class Executor:
         self.place = place
         self._inbox = inbox
         self._compute = compute
-        self._owner = owner
+        self._owner, self.feeder = owner, owner.stream  # inputs may come from a supplier
         self._flops = flops
         self.spans = Spans()
         self.coding = Coding(
@@ -191,7 +191,7 @@ class Executor:
             "seconds": seconds,
             "codecs": codecs,
             "links": self.links.seen(),
-            "fed": self._owner.stream.rates()[1],  # bytes per second, of what the owner has sent
+            "fed": self.feeder.rates()[1],  # bytes per second, of inputs
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))
 

@@ -216,7 +216,7 @@ class Session:
         if self._group is None or stream.peer_id != self.offer.supplier:
             raise ProtocolError(f"peer {stream.peer_id} has no data for this epoch")
         stream.max_payload_bytes = self.offer.max_fed_bytes
-        outbox = Outbox(stream)
+        self.executor.feeder, outbox = stream, Outbox(stream)
         outbox.post(Frame(messages.ATTACH))
 
         async def take() -> None:

@@ -31,7 +31,7 @@ from peers.wire import Offer
 
 if TYPE_CHECKING:
     from peers.measure import Measuring
-    from peers.node.datasets.service import Source
+    from peers.node.datasets.service import DataService, Source
     from peers.node.device_process import DeviceProcess
     from peers.node.lent import Lent
 
@@ -106,10 +106,11 @@ class Agent(MeshView):
         self.gossip = GossipService(self)
         self.shelf = Shelf(transport, timeouts, monotonic)
         transport.serve("join", _greeted)
+        self.data: DataService | None = None
         if options.datasets:
             from peers.node.datasets import DataService
 
-            DataService(self, options.name, options.datasets, lambda: self.member)
+            self.data = DataService(self, options.name, options.datasets, lambda: self.member)
 
     @property
     def lends(self) -> bool:
@@ -213,18 +214,21 @@ class Agent(MeshView):
         )
 
     async def leave(self) -> bool:
-        """Take no further part in jobs, and hold a stage until its job goes on without this peer, at most leave_s.
+        """Take no further part in jobs; hold a stage, and supply data, until their jobs go on without this peer, at most leave_s.
 
         Returns whether it did; then, or after that time, end the agent.
         """
         if self.member is None:
             return True
         self.member.leave()
+        parts = [part for part in (self.member, self.data) if part is not None]
         try:
             async with asyncio.timeout(self.timeouts.leave_s):
-                await self.member.wait_until_unneeded()
+                for part in parts:
+                    await part.wait_until_unneeded()
         except TimeoutError:
-            await self.member.drop()
+            for part in parts:
+                await part.drop()
             return False
         return True
 

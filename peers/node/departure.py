@@ -61,7 +61,8 @@ class Departure:
             frame = await stream.recv()
         _expected(messages.LEAVE, frame)
         log.info("asked to leave", by=stream.peer_id)
-        await stream.send(Frame(messages.LEAVING, {"within_s": self._agent.timeouts.leave_s}))
+        supplies = sorted(self._agent.data.supplies) if self._agent.data is not None else []
+        await stream.send(Frame(messages.LEAVING, {"within_s": self._agent.timeouts.leave_s, "supplies": supplies}))
         self._asking.append(stream)
         self.ask()
         await self._over.wait()
@@ -93,10 +94,13 @@ def find_peer(known: Mapping[str, PeerRecord], wanted: str) -> PeerRecord:
     return found[0]
 
 
-async def ask_to_leave(agent: Agent, peer_id: str, hear: Callable[[float], None]) -> bool:
+async def ask_to_leave(
+    agent: Agent, peer_id: str, hear: Callable[[float], None], supplied: list[str] | None = None
+) -> bool:
     """Ask; return when the peer has gone: whether it left without a job losing a stage.
 
-    `hear` is told once how many seconds it may take. Raises JoinError when it does not answer, or stays.
+    `hear` is told once how many seconds it may take; `supplied` gets before that the names of its sets that jobs are fed from.
+    Raises JoinError when it does not answer, or stays.
     """
     name = agent.names().get(peer_id, peer_id)
     stream = await agent.transport.open(peer_id, "leave", agent.addresses_of([peer_id]).get(peer_id, ()))
@@ -105,9 +109,12 @@ async def ask_to_leave(agent: Agent, peer_id: str, hear: Callable[[float], None]
     try:
         async with asyncio.timeout(agent.timeouts.join_s) as limit:
             await stream.send(Frame(messages.LEAVE))
-            within_s = need(_expected(messages.LEAVING, await stream.recv()), "within_s", float)
+            header = _expected(messages.LEAVING, await stream.recv())
+            within_s = need(header, "within_s", float)
             if not 0 <= within_s <= LONGEST_S or math.isnan(within_s):
                 raise ProtocolError(f"peer {name} wants to leave within {within_s} s")
+            if supplied is not None:
+                supplied += need({"supplies": [], **header}, "supplies", list[str])
             hear(within_s)
             limit.reschedule(asyncio.get_running_loop().time() + within_s + agent.timeouts.join_s)
             in_time = need(_expected(messages.LEFT, await stream.recv()), "in_time", bool)

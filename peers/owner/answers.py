@@ -67,7 +67,9 @@ class Answers:
     codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
     outputs: dict[int, Mapping[str, float]] = field(default_factory=dict)  # of an evaluation, as metrics already
     data_s: float = 0.0  # that the user's data took
-    fed_bytes: dict[str, int] = field(default_factory=dict)  # by peer: inputs that the owner sent it
+    fed_bytes: dict[str, int] = field(default_factory=dict)  # by peer: inputs that the owner or the supplier sent it
+    feeder: str = "the owner"  # or the name of the supplier
+    read_at: str = ""  # " at NAME (FILE:FUNCTION)" where a supplier reads
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -173,20 +175,20 @@ class Answers:
         return f"{told}; up to {depths[fullest] / 1e6:.1f} MB queue from {a} to {b}"
 
     def feeds_s(self) -> dict[str, float]:
-        """What the inputs of this step were on the way from the owner to each member, as those saw them come."""
+        """What the inputs of this step were on the way from the feeder to each member, as those saw them come."""
         return {peer: size / rate for peer, (size, rate) in self.observed().fed.items()}
 
     def _fed(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str | None:
-        """That the owner was busy for most of the step: reading the user's data, or sending it."""
+        """That the feeder was busy for most of the step: reading the user's data, or sending it."""
         feeds_s = self.feeds_s()
         peer = max(feeds_s, key=feeds_s.__getitem__, default="")
         sent_s = feeds_s.get(peer, 0.0)
         if max(sent_s, self.data_s) < BUSY * step_s:
             return None
         if self.data_s >= sent_s:
-            return f"data: {plan.micro_batch * self.round.num_micro} samples take {self.data_s:.2g} s"
+            return f"data: {plan.micro_batch * self.round.num_micro} samples take {self.data_s:.2g} s{self.read_at}"
         sent = f"{self.fed_bytes[peer] / 1e6:.2g} MB of inputs a step take {sent_s:.2g} s"
-        return f"the owner's link to {names.get(peer) or peer[-6:]}: {sent}"
+        return f"{self.feeder}'s link to {names.get(peer) or peer[-6:]}: {sent}"
 
 
 class CodecNews:

@@ -208,7 +208,8 @@ class Owner:
                 if supplier is not None:
                     from peers.owner.supplier import Supply
 
-                    feed.supply = Supply(supplier, self._job, self.failures, self._data_was_read, self._timeouts)
+                    told = self._data_was_read, self._stalls.tell
+                    feed.supply = Supply(supplier, self._job, self.failures, *told, self._timeouts)
                     await feed.supply.begin(self._links, self._transport, self.plan.micro_batch)
                     beside.append(group.create_task(feed.supply.run()))
                 self.ready_s = asyncio.get_running_loop().time()
@@ -416,7 +417,7 @@ class Owner:
             micro = portion.round.first + own
             if feed.supply is not None and not round.forward_only:
                 indices = await self.in_users_thread(feed.indices, round, micro)
-                await feed.supply.ask(round.number, round.step, own, indices, feed.size(round, micro), links)
+                await feed.supply.ask(answers, own, indices, feed.size(round, micro), links)
                 continue
             inputs, took_s = await self.in_users_thread(_timed, feed.inputs, round, micro)
             answers.data_s += took_s

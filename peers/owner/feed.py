@@ -269,7 +269,7 @@ class Stalls:
     """Of one run. `tell` hears of a call that takes longer than `EVERY_S`, once in that time, however many wait for it."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+        self.tell = tell
         self._quiet_until_s = 0.0  # by the loop's clock
 
     async def watch(self, future: asyncio.Future[T]) -> T:
@@ -280,7 +280,7 @@ class Stalls:
             while not (await asyncio.wait({future}, timeout=EVERY_S))[0]:
                 if loop.time() >= self._quiet_until_s:
                     self._quiet_until_s = loop.time() + EVERY_S / 2
-                    self._tell(
+                    self.tell(
                         f"training waits for {under_way() or 'code of the job'}, which has not returned for "
                         f"{loop.time() - began_s:.0f} s; Ctrl-C twice ends the run"
                     )

@@ -546,6 +546,8 @@ class Training:
 
     def _asking(self, going: course.Course) -> PlanRequest:
         """For another plan than the one there is, with the same micro-batches."""
+        if (supplier := self._steering.supplier) is not None:
+            self._request = supplier.priced(self._agent, self._request)
         if going.plan is None:
             return self._request
         micro_batch = going.plan.what.plan.micro_batch
@@ -694,6 +696,8 @@ class Training:
         self._reported_s = self._agent.monotonic()
         self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self.owner.ready_s)
         self._turn.report(self._key, epoch, report.step, report.loss, plan)
-        event: moves.Event | None = moves.Stepped(report.step, report.loss, frozenset(self.owner.leaving))
+        supplier, leaving = self._steering.supplier, frozenset(self.owner.leaving)
+        leaving = supplier.leaving(self._agent, leaving) if supplier is not None else leaving
+        event: moves.Event | None = moves.Stepped(report.step, report.loss, leaving)
         while event is not None:
             event = await self._do(going, going.handle(event), report)

@@ -14,7 +14,7 @@ import structlog
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, MeshceeError
 from meshcee.figures import JobCosts, LinkProfile, threads_of
-from meshcee.job import Job
+from meshcee.job import At, Job
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned, PlanRequest, request_plan
 from peers.planning.job_costs import costs_of, look, profile
@@ -62,17 +62,21 @@ async def question(
     costs = replace(costs, data_s=data_s / max(1, job.workers))
     async with asyncio.TaskGroup() as group:
         profiling = group.create_task(profile(agent, job, captured, costs, most))
-        feeding = group.create_task(_feeds(agent, costs))
+        feeding = group.create_task(_feeds(agent, job, costs))
     return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
 
 
-async def _feeds(agent: MeshView, costs: JobCosts) -> dict[str, LinkProfile]:
-    """This peer's own links to idle devices, where a step's inputs are so many bytes that these may matter."""
+async def _feeds(agent: MeshView, job: Job, costs: JobCosts) -> dict[str, LinkProfile]:
+    """Links to idle devices, this peer's or the supplier's, where a step's inputs are so many bytes that these may matter."""
     from peers.measure import LIGHT_S, probe_link
 
     found: dict[str, LinkProfile] = {}
     if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:
         return found
+    if isinstance(job.data, At):
+        from peers.planning.supplied import supplied_over
+
+        return await supplied_over(agent, job.data, FEEDS_WITHIN_S)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FEEDS_WITHIN_S):
             for peer in [p for p in agent.devices() if p != agent.peer_id]:  # one at a time: they share its port

@@ -7,12 +7,4 @@ from peers.transport.base import Buffer, Frame, Stream, StreamClosed, Transport
 from peers.transport.handshake import PROTOCOL_VERSION
 from peers.transport.memory import MemoryNetwork
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "Buffer",
-    "Frame",
-    "MemoryNetwork",
-    "Stream",
-    "StreamClosed",
-    "Transport",
-]
+__all__ = ["PROTOCOL_VERSION", "Buffer", "Frame", "MemoryNetwork", "Stream", "StreamClosed", "Transport"]

@@ -26,7 +26,8 @@ Purposes of streams, and the frames on them:
                                                                        says what it does, and whom it waits for
                                         END  ->  END when all before it is applied
                                         FAILED, LEAVING or, when what the optimizer has kept was not found, AGAIN at any time
-    data    (owner -> supplier)         DATASET, OPENED | REFUSED, then READ  ->  GIVEN; PING; PONG unasked; FAILED at any time
+    data    (owner -> supplier)         DATASET, OPENED | REFUSED, then READ  ->  GIVEN; PING; PONG unasked; FAILED at any time,
+                                        and AWAITED where reading takes long
     inputs  (supplier -> member)        ATTACH both ways, then INPUT*; PONG both ways; FAILED at any time
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
@@ -51,18 +52,7 @@ from meshcee.fields import Finite, read
 from meshcee.plan import Epoch, Term
 from meshcee.role import B, F
 
-__all__ = [
-    "B",
-    "F",
-    "Round",
-    "besides_in",
-    "epoch_of",
-    "error_from",
-    "error_header",
-    "need",
-    "run_of",
-    "term_of",
-]
+__all__ = ["B", "F", "Round", "besides_in", "epoch_of", "error_from", "error_header", "need", "run_of", "term_of"]
 
 T = TypeVar("T")
 
@@ -83,7 +73,7 @@ CLOCK = "clock"
 PROOF, AUDIT, EVIDENCE = "step proof", "audit", "evidence"
 COPY, COPIED, KEEP, KEPT = "copy", "copied", "keep", "kept"
 SEEK, FOUND, PULL = "seek", "found", "pull"
-DATASET, OPENED, READ, GIVEN = "dataset?", "opened", "read", "given"
+DATASET, OPENED, READ, AWAITED, GIVEN = "dataset?", "opened", "read", "awaited", "given"
 ATTACH, SHARED, TOTAL, NORMS, COMMIT = "attach", "shared", "total", "norms", "commit"
 RATE = "rate"
 FOLLOW, FILE, SEALED, FOLLOWED = "follow", "file", "sealed", "followed"

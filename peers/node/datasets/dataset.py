@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -26,20 +27,44 @@ import torch
 
 from dht import MAX_DATASETS
 from meshcee.errors import PeerLostError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.stage import tensors
 from peers.device.worker.workers import launch
 from peers.node.datasets.packets import Answer, Ask, payloads_of, receive, send
 
-__all__ = ["Dataset", "Datasets", "Layout"]
+__all__ = ["Dataset", "Datasets", "Layout", "Patience"]
 
 log = structlog.get_logger()
 
 ANSWER_S = 300.0  # for a micro-batch, or until the set is open
+LONG_S = 5.0  # after which somebody is told that it takes long
+AGAIN_S = 60.0  # between two times that somebody is told so, at least
 ENDS_S = 0.5  # a process that has heard so has ended, or is about to
 LOOK_S = 0.01
 STANDARD_ERROR = 2
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of one sample: type and shape of each input
+T = TypeVar("T")
+
+
+class Patience:
+    """Of who waits for a set. `tell` hears for how many seconds, after LONG_S and then every AGAIN_S, whatever is waited for."""
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell = tell
+        self._quiet_until_s = 0.0  # by the loop's clock
+
+    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it gives or raises; it is cancelled with whoever waits."""
+        loop = asyncio.get_running_loop()
+        began_s, task = loop.time(), asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=max(LONG_S, self._quiet_until_s - loop.time())))[0]:
+                self._quiet_until_s = loop.time() + AGAIN_S
+                self._tell(loop.time() - began_s)
+            return task.result()
+        finally:
+            task.cancel()
 
 
 class Dataset:
@@ -47,6 +72,7 @@ class Dataset:
 
     def __init__(self, name: str, file: str, make: str) -> None:
         self.name, self._file, self._make = name, file, make
+        self.source = f"{Path(file).name}:{make}"[:64]  # as others may know it
         self.samples = 0
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
@@ -122,7 +148,7 @@ class Datasets(dict[str, Dataset]):
     async def __aenter__(self) -> Datasets:
         try:
             for one in self.values():
-                await one.start()
+                await Patience(partial(self._opens, one)).wait(one.start())
         except BaseException:
             await self._end()
             raise
@@ -132,6 +158,10 @@ class Datasets(dict[str, Dataset]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._end()
+
+    @staticmethod
+    def _opens(one: Dataset, seconds: float) -> None:
+        log.warning(Event.DATA_AWAITED, dataset=one.name, source=one.source, seconds=round(seconds))
 
     async def _end(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -22,12 +22,13 @@ import torch
 from msgspec import Meta
 
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.fields import Count, Name, ShortText, read
 from meshcee.stage import tensors
 from peers.member import Member
 from peers.member.service import Session
 from peers.mesh_view import MeshView
-from peers.node.datasets.dataset import Layout
+from peers.node.datasets.dataset import Layout, Patience
 from peers.node.datasets.packets import INDEX_BYTES
 from peers.node.lent import Lent
 from peers.transport import Frame, Stream, StreamClosed
@@ -45,6 +46,7 @@ class Source(Protocol):
     """A set that is open, as `Dataset` is."""
 
     samples: int
+    source: str  # its file and function, for people
 
     async def batch(self, seed: int, step: int, indices: list[int], layout: Layout) -> dict[str, torch.Tensor]: ...
 
@@ -106,7 +108,41 @@ class DataService:
     ) -> None:
         self._agent, self._name = agent, name
         self._datasets, self._lent = datasets, lent
+        self._supplies: set[_Supply] = set()  # of epochs that run
+        self._changed = asyncio.Condition()
+        self._has_left = False
         agent.transport.serve("data", self._serve)
+
+    @property
+    def supplies(self) -> set[str]:
+        """Names of the sets from which jobs are fed now."""
+        return {supply.asked.dataset for supply in self._supplies}
+
+    async def wait_until_unneeded(self) -> None:
+        """Until no job has been fed from here for a moment, in which its next epoch may begin. Owners hear from our record that we
+        want to leave: who finds another peer with the set goes over to that one."""
+        if self._supplies:
+            log.warning(Event.DATA_NEEDED, datasets=sorted(self.supplies), within_s=self._agent.timeouts.leave_s)
+        async with self._changed:
+            while self._supplies:
+                await self._changed.wait_for(lambda: not self._supplies)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._agent.timeouts.announce_every_s):
+                        await self._changed.wait_for(lambda: bool(self._supplies))
+
+    async def drop(self) -> None:
+        """Supply nobody any more, and say so to who still takes samples. Bounded in time."""
+        self._has_left = True
+        for supply in self._supplies:
+            supply.leave()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._agent.timeouts.shutdown_s), self._changed:
+                await self._changed.wait_for(lambda: not self._supplies)
+
+    async def _note(self, supply: _Supply, *, runs: bool) -> None:
+        (self._supplies.add if runs else self._supplies.discard)(supply)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _serve(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0
@@ -114,19 +150,23 @@ class DataService:
             frame = await stream.recv()
         lent = self._lent()
         supply = _Supply(self._agent, self._name, stream, lent if isinstance(lent, Member) else None)
+        if self._has_left:
+            supply.leave()
         try:
             try:
                 await while_alive(partial(supply.open, frame, self._datasets), stream, self._agent.timeouts)
             except (MeshceeError, StreamClosed) as error:
                 log.warning("an owner gets no data", owner=stream.peer_id, error=str(error))
                 with contextlib.suppress(StreamClosed):
-                    about = {"lost": getattr(error, "__notes__", [None])[0]}
+                    about = {"lost": getattr(error, "__notes__", [None])[0], "left": self._has_left}
                     await stream.send(Frame(messages.REFUSED, messages.error_header(error, **about)))
                 return
             log.info("data for a job", dataset=supply.asked.dataset, owner=stream.peer_id)
+            await self._note(supply, runs=True)
             await supply.run()
         finally:
             supply.close()
+            await self._note(supply, runs=False)
 
 
 class _Supply:
@@ -139,6 +179,9 @@ class _Supply:
         self._owner = Outbox(stream)
         self._wanted = asyncio.Queue[tuple[Wanted, list[int]]](maxsize=MOST_WAITING)
         self._targets: list[_Target] = []
+        self._leaves = asyncio.Event()
+        self._patience = Patience(self._tell_awaited)
+        self._step = 0  # for which samples are being read
         self.asked: Asked
 
     async def open(self, frame: Frame, datasets: Mapping[str, Source]) -> None:
@@ -146,6 +189,8 @@ class _Supply:
         if frame.kind != messages.DATASET:
             raise ProtocolError(f"expected a question for data, got a frame of kind {frame.kind!r}")
         asked = self.asked = read(frame.header, Asked, "a question for data")
+        if self._leaves.is_set():
+            raise PeerLostError("it was asked to leave the mesh, and leaves")
         if (found := datasets.get(asked.dataset)) is None:
             raise UsageError(
                 f"peer {self._name} has no dataset {asked.dataset!r} any more: see `meshcee status --json`"
@@ -166,7 +211,7 @@ class _Supply:
                 raise ProtocolError("a member is to be sent inputs that samples do not have")
             await self._reach(peer, names, attach | {"owner": self._stream.peer_id})
         self._stream.max_payload_bytes = INDEX_BYTES * asked.size
-        await self._stream.send(Frame(messages.OPENED))
+        await self._stream.send(Frame(messages.OPENED, {"source": found.source}))
 
     async def _reach(self, peer: str, names: tuple[str, ...], attach: dict[str, Any]) -> None:
         agent = self._agent
@@ -193,7 +238,7 @@ class _Supply:
         timeouts = self._agent.timeouts
         try:
             async with asyncio.TaskGroup() as group:
-                for work in (self._unless_gone(), self._hear(), self._work()):
+                for work in (self._unless_gone(), self._hear(), self._work(), self._unless_left()):
                     group.create_task(work)
                 for target in self._targets:
                     if (outbox := target.outbox) is not None:
@@ -204,10 +249,18 @@ class _Supply:
         except* Exception as failures:
             error = most_telling(failures)
             log.warning("an owner gets no more data", owner=self._stream.peer_id, error=str(error))
-            about = {"lost": getattr(error, "__notes__", [None])[0]}
+            about = {"lost": getattr(error, "__notes__", [None])[0], "left": self._leaves.is_set()}
             with contextlib.suppress(StreamClosed, TimeoutError):
                 async with asyncio.timeout(timeouts.shutdown_s):
                     await self._stream.send(Frame(messages.FAILED, messages.error_header(error, **about)))
+
+    def leave(self) -> None:
+        """The peer goes: `run` ends, and the owner hears why."""
+        self._leaves.set()
+
+    async def _unless_left(self) -> None:
+        await self._leaves.wait()
+        raise PeerLostError("it was asked to leave the mesh, and has left")
 
     def close(self) -> None:
         for target in self._targets:
@@ -239,11 +292,19 @@ class _Supply:
             elif frame.kind != messages.PING:
                 raise ProtocolError(f"an owner sent a frame of kind {frame.kind!r}, which has no meaning here")
 
+    def _tell_awaited(self, seconds: float) -> None:
+        """In this peer's log, and to the owner."""
+        about = {"step": self._step, "seconds": round(seconds, 1)}
+        owner, dataset = self._stream.peer_id, self.asked.dataset
+        log.warning(Event.DATA_AWAITED, owner=owner, dataset=dataset, source=self._source.source, **about)
+        self._owner.post(Frame(messages.AWAITED, about))
+
     async def _work(self) -> None:
         while True:
             wanted, indices = await self._wanted.get()
             began_s = time.perf_counter()
-            inputs = await self._source.batch(self.asked.seed, wanted.step, indices, self._layout)
+            self._step = wanted.step
+            inputs = await self._patience.wait(self._source.batch(self.asked.seed, wanted.step, indices, self._layout))
             took_s = time.perf_counter() - began_s
             for k, first, end in wanted.to:
                 target = self._targets[k]

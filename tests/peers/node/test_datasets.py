@@ -15,8 +15,10 @@ from structlog.testing import capture_logs
 from meshcee.errors import PeerLostError, UsageError
 from meshcee.sampling import batch_of, inputs_of
 from peers.node.datasets import Dataset, Datasets, dataset, reader
+from peers.node.datasets.dataset import Patience
 from peers.node.datasets.packets import Ask
 from peers.node.datasets.reader import Reads
+from tests.rig.virtual_time import virtual_time
 
 SCANS = """
 import os, pathlib, subprocess, time, torch
@@ -125,6 +127,27 @@ async def test_a_late_answer_to_who_has_gone_is_never_another_ones_samples(
         async with asyncio.timeout(5.0):  # whoever is now its parent waits for it, or not
             while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@virtual_time
+async def test_who_waits_for_a_set_is_told_after_seconds_and_then_once_a_minute() -> None:
+    told: list[float] = []
+    patience = Patience(told.append)
+
+    async def read(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    assert await patience.wait(read(4.0)) == 4.0
+    assert told == []
+    assert await patience.wait(read(130.0)) == 130.0
+    assert told == pytest.approx([5.0, 65.0, 125.0])
+    for _ in range(4):  # each of them takes long, and a minute has one line
+        await patience.wait(read(20.0))
+    assert told[3:] == pytest.approx([15.0])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await patience.wait(read(20.0))
 
 
 @pytest.fixture

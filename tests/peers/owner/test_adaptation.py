@@ -93,7 +93,7 @@ def test_a_shift_is_told_with_the_names_of_peers() -> None:
     assert told == [
         "ann takes 1.50 times as long to compute",
         "the link from ann to ben has 0.25 times its bandwidth",
-        "the owner's link to ben has 2.00 times its bandwidth",
+        "the link that feeds ben has 2.00 times its bandwidth",
         "data: the samples of a step take 0.17 s",
         "c has joined",
     ]
@@ -486,7 +486,7 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     assert step < 12 + 2 * LASTING_STEPS, "before long"
     assert found.peers[0] != first
     (entry,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
-    assert entry["cause"] == (f"the owner's link to {first} has 0.10 times its bandwidth",)
+    assert entry["cause"] == (f"the link that feeds {first} has 0.10 times its bandwidth",)
     assert entry["gain"] > 3
 
 

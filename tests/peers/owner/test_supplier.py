@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -21,14 +22,18 @@ from meshcee.capture import Capture, capture
 from meshcee.config import Limits
 from meshcee.eager import plain
 from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
+from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import At, Job
 from meshcee.sampling import batch_of, inputs_of
 from peers.device import Graphs
 from peers.member import Member
 from peers.node.assemble import InProcess, JoinOptions
+from peers.node.datasets import dataset
+from peers.node.departure import Departure, ask_to_leave
 from peers.node.device_process import DeviceProcess
 from peers.node.mesh import Mesh
+from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.job_run import Result
@@ -53,14 +58,19 @@ class Noisy(Pairs):
 
 
 class Here:
-    """A set that is open in this process, as `Dataset` has it in one of its own."""
+    """A set that is open in this process, as `Dataset` has it in one of its own. Steps of `waits` are read once that is set."""
+
+    source = "pairs.py:make"
 
     def __init__(self, data: Any, fails: Callable[[int], None] = lambda step: None) -> None:
         self.samples, self._data, self._fails = len(data), data, fails
         self.read: list[int] = []  # steps
+        self.waits: dict[int, asyncio.Event] = {}
 
     async def batch(self, seed: int, step: int, indices: Sequence[int], layout: Any) -> dict[str, torch.Tensor]:
         self._fails(step)
+        if step in self.waits:
+            await self.waits[step].wait()
         self.read.append(step)
         return inputs_of(batch_of(self._data, indices, seed, step))
 
@@ -252,6 +262,101 @@ async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_
     async with a_mesh(home, 2) as (_, mesh, source):
         assert_equal(await train(mesh, resume=run))
         assert min(source.read) > 0
+
+
+async def test_a_supplier_that_leaves_is_replaced_at_a_steps_end_and_no_step_is_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again: list[int] = []
+    monkeypatch.setattr(Numbers, "compare", lambda self, step, loss: again.append(step))
+    sources = {name: Here(Noisy(96)) for name in ("hospital", "clinic")}
+    in_time: list[bool] = []
+    seen = asyncio.Event()
+    with structlog.testing.capture_logs() as logs:
+        async with InProcess(JoinOptions(), timeouts=FAST) as here, asyncio.TaskGroup() as group:
+            for name in ("p0", "p1"):
+                await here.start(name)
+            for name, source in sources.items():
+                await here.start(name, datasets={"pairs": source}, region="north")
+                source.waits[8] = seen
+            mesh = await here.own("owner", Home(tmp_path))
+
+            async def leave(name: str) -> None:
+                departure = Departure(here.agents[name])
+                departure.ask()
+                leaving = group.create_task(departure.run())
+                known, peer = mesh.agent.directory, here.agents[name].peer_id
+                await known.wait_for(lambda: known.peers[peer].leaving)
+                seen.set()
+                in_time.append(await leaving)
+                here.crash(name)
+
+            def hear(report: Report) -> None:
+                if report.step == 3:
+                    group.create_task(leave(next(name for name in sources if sources[name].read)))
+
+            assert_equal(await train(mesh, hear, job=job_of("north"), stages=2))
+    assert in_time == [True]
+    assert again == []
+    assert all(source.read for source in sources.values())
+    assert Event.MEMBER_LOST not in [line["event"] for line in logs]
+
+
+async def test_the_only_supplier_is_asked_for_and_the_run_goes_on_when_another_comes(tmp_path: Path) -> None:
+    source, new = Here(Noisy(96)), Here(Noisy(96))
+    source.waits = {8: asyncio.Event(), 10: asyncio.Event()}
+    supplied: list[str] = []
+    with structlog.testing.capture_logs() as logs:
+        async with InProcess(JoinOptions(), timeouts=replace(FAST, leave_s=1.0)) as here, asyncio.TaskGroup() as group:
+            await here.start("p0")
+            hospital = await here.start("hospital", datasets={"pairs": source})
+            mesh = await here.own("owner", Home(tmp_path))
+            other = await here.start("other", lends=False)
+
+            async def leave() -> None:
+                departure = Departure(hospital)
+                leaving = group.create_task(departure.run())
+                asking = group.create_task(ask_to_leave(other, hospital.peer_id, lambda s: None, supplied))
+                known = mesh.agent.directory
+                await known.wait_for(lambda: known.peers[hospital.peer_id].leaving)
+                source.waits[8].set()
+                assert not await leaving
+                here.crash("hospital")
+                assert not await asking
+                await here.start("hospital", datasets={"pairs": new})
+
+            def hear(report: Report) -> None:
+                if report.step == 3:
+                    group.create_task(leave())
+
+            assert_equal(await train(mesh, hear, stages=1))
+    assert supplied == ["pairs"]
+    assert new.read
+    (line,) = [line for line in logs if line["event"] == Event.MEMBERS_NEEDED]
+    assert line["who"] == ["hospital"]
+    assert [line["datasets"] for line in logs if line["event"] == Event.DATA_NEEDED] == [["pairs"]]
+
+
+async def test_a_set_that_is_long_in_coming_is_told_of_with_its_peer_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "LONG_S", 0.1)
+    heard: list[str] = []
+    with structlog.testing.capture_logs() as logs:
+        async with a_mesh(None, 2) as (_, mesh, source):
+            source.waits[4] = told = asyncio.Event()
+
+            def hear(text: str) -> None:
+                if "dataset" in text:
+                    heard.append(text)
+                    told.set()
+
+            async with asyncio.timeout(60.0):
+                assert_equal(await train(mesh, on_wait=hear))
+            owner = mesh.agent.peer_id
+    (sentence,) = heard
+    assert "hospital has been reading dataset 'pairs' (pairs.py:make) for" in sentence
+    at_hospital, at_owner = [line for line in logs if line["event"] == Event.DATA_AWAITED]
+    assert (at_hospital["owner"], at_hospital["source"], at_hospital["step"]) == (owner, "pairs.py:make", 4)
+    assert (at_owner["peer"], at_owner["source"], at_owner["step"]) == ("hospital", "pairs.py:make", 4)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from dht import Identity
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.senses import LASTING_STEPS, Feeds, Reads, Shift
 from meshcee.capture import capture
@@ -26,7 +27,8 @@ from meshcee.figures.profile import BlockCost, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import At, Job, Optimizer
+from meshcee.plan import Plan
 from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Answers, Report
@@ -37,6 +39,7 @@ from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
 from tests.peers.measure.test_depths import MICRO, MICROS, Wide, about, answers_of
+from tests.peers.owner.test_supplier import Here
 from tests.rig.mesh_fixture import train
 from tests.rig.mutations import check_every_field
 from tests.rig.virtual_time import virtual_time
@@ -173,7 +176,7 @@ async def test_a_run_goes_over_to_who_is_fed_faster_when_the_owners_uplink_sags(
                 for peer in first:
                     network.impair(mesh.agent.peer_id, peer, Impairment(0.001, UPLINK))
     (change,) = mesh.result.changes
-    assert all(re.match(r"the owner's link to (ann|ben) has 0\.\d+ times its bandwidth", why) for why in change.cause)
+    assert all(re.match(r"the link that feeds (ann|ben) has 0\.\d+ times its bandwidth", why) for why in change.cause)
     assert len(first) == 1
     assert set(mesh.result.plan.peers) == both - first
     assert mesh.result.losses == expected
@@ -198,6 +201,45 @@ async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_he
     assert (heard.job.feeds, heard.job.data_s) == (asked.job.feeds, asked.job.data_s)
     for peer in peers:
         assert heard.feeds[peer].bandwidth_bytes_per_s == asked.feeds[peer].bandwidth_bytes_per_s
+
+
+@virtual_time
+async def test_where_data_is_elsewhere_the_suppliers_links_are_priced_and_not_the_owners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two devices are alike. The owner reaches one of them well, and the supplier the other one."""
+    now, real = asyncio.get_running_loop().time, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + real() / 100)
+    network = MemoryNetwork(impairment=Impairment(0.001, 1e8))
+    like = torch.zeros(64, 64)
+    job = replace(job_of(0.0), data=At("hospital", "pairs", like=(like, like), samples=40))
+    captured = capture(job)
+    here_is_the_data = Here([(like, like)] * 40)
+    async with InProcess(JoinOptions(pace=Pace(4e8)), network, Timeouts(), clock=now, monotonic=now) as here:
+        who = {name: Identity.generate() for name in ("near", "far", "hospital")}
+        for name, rate in (("near", 5e7), ("far", UPLINK)):
+            network.impair(who["hospital"].peer_id, who[name].peer_id, Impairment(0.001, rate))
+        for name in ("near", "far"):
+            await here.start(name, identity=who[name])
+        await here.start("hospital", identity=who["hospital"], pace=Pace(1e7), datasets={"pairs": here_is_the_data})
+        mesh = await here.own("owner", None)
+        network.impair(mesh.agent.peer_id, who["near"].peer_id, Impairment(0.001, UPLINK))
+        asked = await question(mesh.agent, job, captured, 1)
+        planned = await mesh.plan(job, captured, 1)
+        assert [asked.feeds[who[name].peer_id].bandwidth_bytes_per_s for name in ("near", "far")] == [
+            pytest.approx(rate, rel=0.2) for rate in (5e7, UPLINK)
+        ]
+        assert planned.plan.peers == (who["near"].peer_id,)
+        reports = [report async for report in mesh.train(job, captured=captured, plan=on(planned.plan, who["far"]))]
+    assert all(report.limit.startswith("hospital's link to far: 1 MB of inputs") for report in reports[1:])
+
+
+def on(plan: Plan, who: Identity) -> Plan:
+    """The same plan of one stage, on this peer."""
+    (pipeline,) = plan.pipelines
+    (stage,) = pipeline.stages
+    stage = replace(stage, members=(replace(stage.members[0], peer=who.peer_id),))
+    return replace(plan, pipelines=(replace(pipeline, stages=(stage,)),))
 
 
 @pytest.mark.parametrize(
