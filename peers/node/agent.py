@@ -223,9 +223,9 @@ class Agent(MeshView):
         self.member.leave()
         parts = [part for part in (self.member, self.data) if part is not None]
         try:
-            async with asyncio.timeout(self.timeouts.leave_s):
+            async with asyncio.timeout(self.timeouts.leave_s), asyncio.TaskGroup() as group:
                 for part in parts:
-                    await part.wait_until_unneeded()
+                    group.create_task(part.wait_until_unneeded())
         except TimeoutError:
             for part in parts:
                 await part.drop()

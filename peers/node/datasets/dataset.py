@@ -65,6 +65,7 @@ class Patience:
             return task.result()
         finally:
             task.cancel()
+            await asyncio.wait({task})
 
 
 class Dataset:

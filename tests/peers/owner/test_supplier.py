@@ -19,7 +19,7 @@ from torch import nn
 import meshcee
 from dht.records import PeerRecord
 from meshcee.capture import Capture, capture
-from meshcee.config import Limits
+from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
 from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
 from meshcee.events import Event
@@ -29,7 +29,6 @@ from meshcee.sampling import batch_of, inputs_of
 from peers.device import Graphs
 from peers.member import Member
 from peers.node.assemble import InProcess, JoinOptions
-from peers.node.datasets import dataset
 from peers.node.departure import Departure, ask_to_leave
 from peers.node.device_process import DeviceProcess
 from peers.node.mesh import Mesh
@@ -44,6 +43,7 @@ from peers.wire.messages import Round
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import FAST
 from tests.rig.mesh_fixture import beside, even_plan, grouped
+from tests.rig.virtual_time import virtual_time
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
@@ -109,6 +109,11 @@ async def a_mesh(home: Home | None, peers: int, **more: Any) -> AsyncIterator[tu
             yield here, await here.own("owner", home), source
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
+
+
+def virtual_mesh(timeouts: Timeouts) -> InProcess:
+    now = asyncio.get_running_loop().time
+    return InProcess(JoinOptions(), timeouts=timeouts, clock=now, monotonic=now)
 
 
 async def train(mesh: Mesh, hear: Callable[[Report], None] = lambda report: None, **more: Any) -> Result:
@@ -264,6 +269,7 @@ async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_
         assert min(source.read) > 0
 
 
+@virtual_time
 async def test_a_supplier_that_leaves_is_replaced_at_a_steps_end_and_no_step_is_computed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,12 +279,12 @@ async def test_a_supplier_that_leaves_is_replaced_at_a_steps_end_and_no_step_is_
     in_time: list[bool] = []
     seen = asyncio.Event()
     with structlog.testing.capture_logs() as logs:
-        async with InProcess(JoinOptions(), timeouts=FAST) as here, asyncio.TaskGroup() as group:
+        async with virtual_mesh(FAST) as here, asyncio.TaskGroup() as group:
             for name in ("p0", "p1"):
                 await here.start(name)
             for name, source in sources.items():
                 await here.start(name, datasets={"pairs": source}, region="north")
-                source.waits[8] = seen
+                source.waits[4] = seen
             mesh = await here.own("owner", Home(tmp_path))
 
             async def leave(name: str) -> None:
@@ -302,12 +308,13 @@ async def test_a_supplier_that_leaves_is_replaced_at_a_steps_end_and_no_step_is_
     assert Event.MEMBER_LOST not in [line["event"] for line in logs]
 
 
+@virtual_time
 async def test_the_only_supplier_is_asked_for_and_the_run_goes_on_when_another_comes(tmp_path: Path) -> None:
     source, new = Here(Noisy(96)), Here(Noisy(96))
-    source.waits = {8: asyncio.Event(), 10: asyncio.Event()}
+    source.waits = {4: asyncio.Event(), 7: asyncio.Event()}
     supplied: list[str] = []
     with structlog.testing.capture_logs() as logs:
-        async with InProcess(JoinOptions(), timeouts=replace(FAST, leave_s=1.0)) as here, asyncio.TaskGroup() as group:
+        async with virtual_mesh(replace(FAST, leave_s=1.0)) as here, asyncio.TaskGroup() as group:
             await here.start("p0")
             hospital = await here.start("hospital", datasets={"pairs": source})
             mesh = await here.own("owner", Home(tmp_path))
@@ -319,7 +326,7 @@ async def test_the_only_supplier_is_asked_for_and_the_run_goes_on_when_another_c
                 asking = group.create_task(ask_to_leave(other, hospital.peer_id, lambda s: None, supplied))
                 known = mesh.agent.directory
                 await known.wait_for(lambda: known.peers[hospital.peer_id].leaving)
-                source.waits[8].set()
+                source.waits[4].set()
                 assert not await leaving
                 here.crash("hospital")
                 assert not await asking
@@ -337,26 +344,29 @@ async def test_the_only_supplier_is_asked_for_and_the_run_goes_on_when_another_c
     assert [line["datasets"] for line in logs if line["event"] == Event.DATA_NEEDED] == [["pairs"]]
 
 
-async def test_a_set_that_is_long_in_coming_is_told_of_with_its_peer_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "LONG_S", 0.1)
+@virtual_time
+async def test_a_set_that_is_long_in_coming_is_told_of_with_its_peer_and_file() -> None:
     heard: list[str] = []
     with structlog.testing.capture_logs() as logs:
-        async with a_mesh(None, 2) as (_, mesh, source):
+        async with virtual_mesh(FAST) as here:
+            source = Here(Noisy(96))
             source.waits[4] = told = asyncio.Event()
+            await here.start("p0")
+            await here.start("hospital", lends=False, datasets={"pairs": source})
+            mesh = await here.own("owner", None)
 
             def hear(text: str) -> None:
                 if "dataset" in text:
                     heard.append(text)
                     told.set()
 
-            async with asyncio.timeout(60.0):
-                assert_equal(await train(mesh, on_wait=hear))
+            assert_equal(await train(mesh, on_wait=hear))
             owner = mesh.agent.peer_id
     (sentence,) = heard
     assert "hospital has been reading dataset 'pairs' (pairs.py:make) for" in sentence
     at_hospital, at_owner = [line for line in logs if line["event"] == Event.DATA_AWAITED]
-    assert (at_hospital["owner"], at_hospital["source"], at_hospital["step"]) == (owner, "pairs.py:make", 4)
-    assert (at_owner["peer"], at_owner["source"], at_owner["step"]) == ("hospital", "pairs.py:make", 4)
+    assert (at_hospital["owner"], at_hospital["source"]) == (owner, "pairs.py:make")
+    assert (at_owner["peer"], at_owner["source"]) == ("hospital", "pairs.py:make")
 
 
 @pytest.mark.slow
