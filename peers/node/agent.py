@@ -221,7 +221,7 @@ class Agent(MeshView):
         if self.member is None:
             return True
         self.member.leave()
-        parts = [part for part in (self.member, self.data) if part is not None]
+        parts: list[Lent | DataService] = [self.member] if self.data is None else [self.member, self.data]
         try:
             async with asyncio.timeout(self.timeouts.leave_s), asyncio.TaskGroup() as group:
                 for part in parts:
