@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -18,10 +19,9 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, UsageError
 from meshcee.events import Event
 from meshcee.fields import Count, NotNegative, ShortText
 from meshcee.job import Job
-from peers.owner.answers import Answers
 from peers.owner.supplier.supplier import Supplier
 from peers.transport import Frame, Stream, StreamClosed, Transport
-from peers.wire import LOST_HERE, SILENT, Failures, Link, Outbox, beat, messages, need, unless_silent
+from peers.wire import LOST_HERE, SILENT, Failures, Link, Outbox, Round, beat, messages, need, unless_silent
 
 __all__ = ["Supply"]
 
@@ -29,6 +29,15 @@ log = structlog.get_logger()
 
 FEW_FRAMES = 64
 QUIET_S = 50.0  # after a supplier has said that it has been reading for long
+
+
+class Fed(Protocol):
+    """A step's answers, which say who has fed it."""
+
+    round: Round
+    fed_bytes: dict[str, int]
+    feeder: str
+    read_at: str
 
 
 class Supply:
@@ -85,7 +94,7 @@ class Supply:
         self._source = need({"source": "", **reply.header}, "source", ShortText)
         self._outbox = Outbox(stream, limit_frames=FEW_FRAMES)
 
-    async def ask(self, answers: Answers, micro: int, indices: Sequence[int], size: int, links: Sequence[Link]) -> None:
+    async def ask(self, answers: Fed, micro: int, indices: Sequence[int], size: int, links: Sequence[Link]) -> None:
         """For a micro-batch of one pipeline, `micro` in its own count. What is sent for it counts as fed, by the supplier."""
         rows = [(link.peer_id, *link.place.rows(size)) for link in links if link.peer_id in self._places]
         to = [(self._places[peer], first, end) for peer, first, end in rows if first < end]
