@@ -73,7 +73,7 @@ class Crowd:
     def start(self, name: str, *, warm: bool = True) -> None:
         command = ["peer", "--json", "--name", name, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
         command += ["--metrics", f"127.0.0.1:{self._ports[name]}"]
-        env = environment(self.home, MESHCEE_CONFIG=os.devnull, MESHCEE_PARENT=str(os.getpid()))
+        env = environment(self.home, MESHCEE_CONFIG=os.devnull)
         if self.token:
             env["MESHCEE_JOIN"] = self.token
         with self._file(name, "out").open("w") as out, (self.home / f"{name}.log").open("w") as log:
@@ -253,7 +253,7 @@ def train(crowd: Crowd) -> dict[str, Any]:
     """A job over some of them; its losses are held against the plain loop's."""
     began_s = time.monotonic()
     job = str(Path(crowd_job.__file__))
-    flags = ("--join", crowd.token, "--stages", str(STAGES), "--json")
+    flags = ("--join", crowd.token, "--stages", str(min(STAGES, len(crowd.living))), "--json")
     done = meshcee("train", job, *flags, home=crowd.home / "owner", timeout_s=JOB_S)
     if done.code:
         return {"exit": done.code, "said": done.err[-500:]}
