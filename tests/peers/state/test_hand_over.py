@@ -160,14 +160,17 @@ async def test_a_plan_whose_beginning_nobody_could_keep_waits(
         if report.step != LAST and (not moved or len(moved) == 2 or report.step < moved[0] + 3):
             return None
         (moved if can_move else waited).append(report.step)
-        return shifted(self._plan) if can_move else None
+        return shifted(running[-1]) if can_move else None
 
     def hear(here: Any, mesh: Mesh, report: Report) -> None:
+        assert mesh.result.plan is not None
+        running.append(mesh.result.plan)
         if report.step == LAST - 2:
             broken.error = errno.EROFS
         elif report.step == STEPS - 1:
             broken.error = None
 
+    running: list[Plan] = []
     monkeypatch.setattr(Adaptation, "hear", choose)
     with disk.using(broken):
         result, told = await run(home, hear)
