@@ -374,9 +374,9 @@ class Restless(Adaptation):
         super().__init__(*how)
         self._blows = blows
 
-    async def hear(self, report: Report) -> Plan | None:
-        found = await super().hear(report)
-        if found is None and self._blows.tempted and report.step < report.steps - 2:
+    async def hear(self, report: Report, can_move: bool = True) -> Plan | None:
+        found = await super().hear(report, can_move)
+        if found is None and can_move and self._blows.tempted and report.step < report.steps - 2:
             self._blows.tempted -= 1
             found = self._blows.another_plan(self._plan)
         return found

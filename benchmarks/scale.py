@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from benchmarks import crowd
 from benchmarks.measure import machine, row
 from dht.gossip import FANOUT, MORE_TURNS
 from dht.records import LinkRecord, PeerRecord, open_sealed
@@ -428,7 +429,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--real", type=int, nargs="+", metavar="PEERS", help="processes in place of virtual time")
     options = parser.parse_args()
+    if options.real:
+        print(json.dumps(crowd.measure(options.real), indent=1))
+        return
     found = measure(options.peers)
     print("\n".join(table(found)) if options.table else json.dumps(found, indent=1))
 

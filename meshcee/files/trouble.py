@@ -24,14 +24,14 @@ class Trouble:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
-        self._told_s: dict[str, float] = {}
+        self.refused: dict[str, float] = {}  # by what is refused now: when it was told
 
     def tell(self, what: str, error: OSError, needed_bytes: int = 0) -> None:
         now_s = self.monotonic()
-        if now_s - self._told_s.get(what, -EVERY_S) >= EVERY_S:
-            self._told_s[what] = now_s
+        if now_s - self.refused.get(what, -EVERY_S) >= EVERY_S:
+            self.refused[what] = now_s
             log.warning(f"{what} cannot be written, and will be tried again", disk=disk.refusal(error, needed_bytes))
 
     def over(self, what: str) -> None:
-        if self._told_s.pop(what, None) is not None:
+        if self.refused.pop(what, None) is not None:
             log.warning(f"{what} can be written again")

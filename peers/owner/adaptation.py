@@ -185,8 +185,8 @@ class Adaptation:
         """That a step has taken lately."""
         return median([*self._steps_s][-LASTING_STEPS:])
 
-    async def hear(self, report: Report) -> Plan | None:
-        """A plan to go over to at the end of the next step, if that pays before the job ends; None: stay."""
+    async def hear(self, report: Report, can_move: bool = True) -> Plan | None:
+        """A plan to go over to at the end of the next step, if that pays before the job ends, and state can move; None: stay."""
         if not self._steps_s:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)
         self._steps_s.append(report.step_s)
@@ -204,7 +204,7 @@ class Adaptation:
         except MeshceeError as error:  # the job runs; a mesh that cannot be judged is no reason to end it
             log.warning("no other plan was looked for", error=str(error))
             return None
-        if decision is None:
+        if decision is None or not can_move:
             return None
         if left_s * (1 - 1 / decision.gain) <= decision.moving_s:
             if decision.plan is not self._vetoed:

@@ -76,8 +76,7 @@ def in_doubt(owner: Owner | None) -> set[str]:
     """Members whose steps are not to be believed: who has lied, and who was lost while an audit of it was open."""
     if owner is None or owner.audit is None:
         return set()
-    failures = owner.failures
-    return failures.liars | failures.doubted | (failures.lost & owner.audit.open)
+    return owner.failures.liars | owner.failures.doubted | (owner.failures.lost & owner.audit.open)
 
 
 class _EpochFailed(Exception):
@@ -150,6 +149,11 @@ class Owner:
     def saved(self) -> Iterable[Checkpoint]:
         """The newest checkpoints that this epoch has brought to the disk, in order."""
         return self._keeping.saving.made if self._keeping is not None else ()
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether another plan could go on from here: members would hold the state, or the disk takes it, as far as is known."""
+        return self._keeping is None or self._keeping.copying.can_hand_over or not self._kept.trouble.refused
 
     def stop(self, *, hand_over: bool = False) -> None:
         """Finish the steps that are fed, then collect and end: the first Ctrl-C. `hand_over`: another plan goes on from here."""
@@ -467,12 +471,8 @@ class Owner:
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self.failures.missed.add(link.peer_id)
-        self.failures.add(
-            LOST_HERE,
-            PeerLostError(
-                f"peer {self._describe(link.peer_id)} was lost in step {self._step + 1}, before it was applied: {closed}"
-            ),
-        )
+        told = f"peer {self._describe(link.peer_id)} was lost in step {self._step + 1}, before it was applied: {closed}"
+        self.failures.add(LOST_HERE, PeerLostError(told))
 
     async def _take(self, link: Link, frame: Frame) -> None:
         header = frame.header

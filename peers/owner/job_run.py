@@ -395,8 +395,7 @@ class Training:
                 agent.shun(peers)
             case moves.TellLost():
                 recovery.tell_lost(command)
-                who = dict.fromkeys(command.gone + command.failed)
-                names = tuple(self.result.names.get(peer) or peer for peer in who)
+                names = tuple(self.result.names.get(p) or p for p in dict.fromkeys(command.gone + command.failed))
                 await self._listen(self._steering.listeners.event("on_loss", str(command.error), names))
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
@@ -423,7 +422,8 @@ class Training:
                 if report.metrics:
                     self.result.metrics.append((report.step, dict(report.metrics)))
             case moves.Consider():
-                faster = await self._adaptation.hear(report) if self._adaptation is not None else None
+                adaptation, can_move = self._adaptation, self.owner is None or self.owner.can_be_followed
+                faster = await adaptation.hear(report, can_move) if adaptation is not None else None
                 if faster is None:
                     return moves.Better(None)
                 return moves.Better(proposed(Planned(faster, self._agent.newest_term, self.result.notes)))

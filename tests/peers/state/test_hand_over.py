@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from structlog.testing import capture_logs
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError
 from meshcee.events import Event
+from meshcee.files import disk
 from meshcee.files.home import Home
 from meshcee.plan import Plan
 from peers.node.mesh import Mesh
@@ -26,8 +28,9 @@ from peers.state.copying import Copying
 from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest
 from peers.state.policy import Keepers
-from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
+from tests.peers.owner.test_recovery import STEPS, a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
 from tests.peers.state.test_keep import Epoch, answered, described, offers
+from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import virtual_time
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
@@ -68,7 +71,7 @@ def moving(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Another plan is chosen at the end of LAST: the running one and that."""
     plans: list[Plan] = []
 
-    async def choose(self: Adaptation, report: Report) -> Plan | None:
+    async def choose(self: Adaptation, report: Report, can_move: bool) -> Plan | None:
         if report.step != LAST:
             return None
         plans.extend((self._plan, shifted(self._plan)))
@@ -145,6 +148,37 @@ async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_c
     assert result.plan is not None
     assert len(result.plan.peers) == 2
     assert_undisturbed(result, told, home)
+
+
+async def test_a_plan_whose_beginning_nobody_could_keep_waits(
+    tmp_path: Path, again: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses, and members hold no second state beside what was just handed over. Else the run would go back to that."""
+    home, broken, moved, waited = Home(tmp_path), RefusingDisk(tmp_path / "runs"), list[int](), list[int]()
+
+    async def choose(self: Adaptation, report: Report, can_move: bool) -> Plan | None:
+        if report.step != LAST and (not moved or len(moved) == 2 or report.step < moved[0] + 3):
+            return None
+        (moved if can_move else waited).append(report.step)
+        return shifted(running[-1]) if can_move else None
+
+    def hear(here: Any, mesh: Mesh, report: Report) -> None:
+        assert mesh.result.plan is not None
+        running.append(mesh.result.plan)
+        if report.step == LAST - 2:
+            broken.error = errno.EROFS
+        elif report.step == STEPS - 1:
+            broken.error = None
+
+    running: list[Plan] = []
+    monkeypatch.setattr(Adaptation, "hear", choose)
+    with disk.using(broken):
+        result, told = await run(home, hear)
+    assert_undisturbed(result, told, home)
+    assert broken.refused
+    assert moved[0] == LAST
+    assert waited
+    assert again == []
 
 
 async def test_a_user_who_stops_while_plans_change_has_the_weights(
