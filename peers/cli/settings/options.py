@@ -34,6 +34,7 @@ __all__ = [
     "Memory",
     "Metrics",
     "Name",
+    "PassesOn",
     "PeerName",
     "Port",
     "Profiles",
@@ -147,6 +148,14 @@ DirectPort = Annotated[
         help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
     ),
 ]
+PassesOn = Annotated[
+    bool,
+    typer.Option(
+        "--relay/--no-relay",
+        envvar="MESHCEE_RELAY",
+        help="Pass on the sealed bytes of two members that cannot reach each other, as behind two routers.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +171,7 @@ class Lent:
     listen: Listen = "0.0.0.0:0"
     announce: Announce = None
     direct_port: DirectPort = 0
+    relay: PassesOn = True
     leave_within: LeaveWithin = None
     yield_to_owner: Yield = False
     when: When = None
