@@ -151,8 +151,13 @@ class Relayed(Endpoint):
     async def _connect(self, stream: FramedStream, addresses: Sequence[str]) -> None:
         if self.signer is None:
             return await super()._connect(stream, addresses)  # type: ignore[safe-super]
-        self._afar[stream.peer_id] = asyncio.get_running_loop().time() + FORGET_S
-        await super()._connect(stream, addresses)  # type: ignore[safe-super]
+        try:
+            await super()._connect(stream, addresses)  # type: ignore[safe-super]
+        except BaseException:
+            now = asyncio.get_running_loop().time()
+            self._afar = {peer: until for peer, until in self._afar.items() if until > now}
+            self._afar[stream.peer_id] = now + FORGET_S
+            raise
         self._afar.pop(stream.peer_id, None)
 
     def _accepted(self, stream: FramedStream) -> None:
