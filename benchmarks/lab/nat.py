@@ -23,7 +23,8 @@ class Nat:
         self.address = bytes(map(int, address.split(".")))
         self._outside: dict[tuple[int, bytes, bytes], bytes] = {}  # protocol, address and port inside -> port outside
         self._inside: dict[tuple[int, bytes], tuple[bytes, bytes]] = {}
-        self._asked: set[tuple[int, bytes, bytes, bytes]] = set()  # protocol, port outside, address and port of the other
+        # protocol, port outside, address and port of the other
+        self._asked: set[tuple[int, bytes, bytes, bytes]] = set()
 
     def out(self, packet: bytes) -> bytes | None:
         """The packet of somebody inside as it goes on; None when it does not."""

@@ -39,6 +39,7 @@ class Endpoint(ABC):
     """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
 
     makes = FramedStream
+
     def __init__(
         self,
         peer_id: str,
@@ -158,9 +159,7 @@ class Endpoint(ABC):
     def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
         for over in [s for s in self.streams if s.closed]:
             self._forget(over)
-        stream = self.makes(
-            peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check
-        )
+        stream = self.makes(peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check)
         self.streams.add(stream)
         return stream
 

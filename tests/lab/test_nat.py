@@ -60,9 +60,12 @@ def test_what_goes_out_and_its_answer_are_whole_packets_of_other_addresses(proto
 def test_a_port_inside_keeps_one_outside_and_only_who_was_asked_comes_in() -> None:
     nat = Nat(OUTSIDE)
     first, again, other = (
-        nat.out(packet(TCP, (INSIDE, port), (server, 80))) for port, server in ((5000, SERVER), (5000, OTHER), (5001, SERVER))
+        nat.out(packet(TCP, (INSIDE, port), (server, 80)))
+        for port, server in ((5000, SERVER), (5000, OTHER), (5001, SERVER))
     )
-    assert first and again and other
+    assert first
+    assert again
+    assert other
     assert ends(first)[0] == ends(again)[0] != ends(other)[0]
     port = ends(first)[0][1]
     assert nat.into(packet(TCP, (OTHER, 80), (OUTSIDE, port)))

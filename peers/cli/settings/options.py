@@ -34,7 +34,7 @@ __all__ = [
     "Memory",
     "Metrics",
     "Name",
-    "PassesOn",
+    "NoRelay",
     "PeerName",
     "Port",
     "Profiles",
@@ -148,12 +148,12 @@ DirectPort = Annotated[
         help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
     ),
 ]
-PassesOn = Annotated[
+NoRelay = Annotated[
     bool,
     typer.Option(
-        "--relay/--no-relay",
-        envvar="MESHCEE_RELAY",
-        help="Pass on the sealed bytes of two members that cannot reach each other, as behind two routers.",
+        "--no-relay",
+        envvar="MESHCEE_NO_RELAY",
+        help="Do not pass on the sealed bytes of two members that cannot reach each other.",
     ),
 ]
 
@@ -171,7 +171,7 @@ class Lent:
     listen: Listen = "0.0.0.0:0"
     announce: Announce = None
     direct_port: DirectPort = 0
-    relay: PassesOn = True
+    no_relay: NoRelay = False
     leave_within: LeaveWithin = None
     yield_to_owner: Yield = False
     when: When = None

@@ -138,8 +138,8 @@ class Relayed(Endpoint):
         self._afar.pop(peer_id, None)  # the next one tries everything again
         ports = dict.fromkeys(re.findall(r"/tcp/([0-9]+)", " ".join(addresses)))
         raise JoinError(
-            f"peer {short(peer_id)} cannot be reached from {short(self.peer_id)}, nor through {', '.join(said)}: check that it runs; "
-            f"else let TCP port {' or '.join(ports) or 'PORT'} in at its router, and start it with "
+            f"peer {short(peer_id)} cannot be reached from {short(self.peer_id)}, nor through {', '.join(said)}: "
+            f"check that it runs; else let TCP port {' or '.join(ports) or 'PORT'} in at its router, and start it with "
             "`--listen 0.0.0.0:PORT --announce ITS-PUBLIC-ADDRESS:PORT`; either of the two peers will do"
         ) from problem
 
