@@ -41,8 +41,16 @@ class Peer:
 
     async def hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        found: dict[str, Any] = json.loads(await self._process.stdout.readline())
+        line = b" "
+        while line and not line.startswith(b"{"):  # what it logs is there too
+            line = await self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line)
         return found
+
+    async def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
 
     async def measures(self, other: Peer) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -68,3 +76,4 @@ async def test_peers_behind_two_routers_reach_each_other_through_the_third(tmp_p
             else:
                 assert "TCP port 4001 in at its router" in found["error"]
                 assert far.said["peer"][-8:] in found["error"]
+        await asyncio.gather(*(peer.end() for peer in (ann, ben, cloud)))

@@ -369,7 +369,8 @@ class Tunnel(asyncio.Transport):
 
     def _next(self) -> bytes:
         """As much of what was written as goes into a record."""
-        parts, room = [], RECORD_BYTES
+        parts: list[memoryview] = []
+        room = RECORD_BYTES
         while self._queue and room:
             part, rest = self._queue[0][:room], self._queue[0][room:]
             parts.append(part)
