@@ -3,8 +3,8 @@
 The idea: who cannot reach a peer asks a member, the relay, for a stream to it; the relay opens one, over the connection which that
 peer has made itself. On these two carriers runs a third stream, from end to end, with a handshake of its own, so all above sees a
 stream like any other. Both ends sign fresh X25519 keys with their identities, and every byte between them is sealed under these.
-So a relay sees who talks, when and how much, and can do nothing but stop. It holds a few megabytes of a stream and direction at most.
-Only members ask, as carriers are streams: their handshake takes a certificate.
+So a relay sees who talks, when and how much, and can do nothing but stop. It holds a few megabytes of a stream and direction at
+most. Only members ask, as carriers are streams: their handshake takes a certificate.
 
     dialer -> relay        to       {peer, key}
     relay -> acceptor      from     {peer, key}              or, to the dialer: refused {reason}
