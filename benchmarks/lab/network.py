@@ -15,7 +15,7 @@ from typing import Any
 from meshcee.errors import UsageError
 from meshcee.figures.scenario import Scenario
 
-__all__ = ["PREFIX", "Change", "Host", "Link", "Network", "address_of", "pair_of_hosts"]
+__all__ = ["PREFIX", "Change", "Host", "Link", "Network", "address_of", "nat_address", "pair_of_hosts"]
 
 PREFIX = 16  # all hosts are on one network; there is no route to anything else
 MIN_QUEUE_BYTES = 48 * 1024
@@ -23,11 +23,15 @@ MIN_QUEUE_BYTES = 48 * 1024
 
 @dataclass(frozen=True)
 class Host:
-    """One network namespace. Its port has a bandwidth in each direction; None is no limit."""
+    """One network namespace. Its port has a bandwidth in each direction; None is no limit.
+
+    Hosts that are `behind` a router of the same name reach all others by that one's address, and only one another are reached.
+    """
 
     name: str
     region: str
     port_bytes_per_s: float | None = None
+    behind: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,11 @@ class Network:
 def address_of(place: int) -> str:
     """The IPv4 address of the host at this place in the network's list."""
     return f"10.77.0.{place + 1}"
+
+
+def nat_address(place: int) -> str:
+    """The IPv4 address outside of the router at this place among the names of those that hosts are behind."""
+    return f"10.77.255.{place + 1}"
 
 
 def pair_of_hosts(bandwidth_bytes_per_s: float, rtt_s: float, *, loss: float = 0.0) -> Network:

@@ -17,7 +17,8 @@ import time
 from typing import Any
 
 from benchmarks.lab.namespaces import congestion_control, enter, inside, new_namespace, own_namespace, tun
-from benchmarks.lab.network import PREFIX, Link, Network, address_of
+from benchmarks.lab.nat import Nat
+from benchmarks.lab.network import PREFIX, Link, Network, address_of, nat_address
 from benchmarks.lab.queues import Queues
 
 _BURST = 32  # packets from one device before the others have their turn
@@ -39,6 +40,10 @@ class Router:
         enter(home)
         os.close(home)
         self._places = {bytes(map(int, address_of(place).split("."))): place for place in range(len(network.hosts))}
+        names = list(dict.fromkeys(host.behind for host in network.hosts if host.behind))
+        self._nats = {name: Nat(nat_address(place)) for place, name in enumerate(names)}
+        self._nat_at = {nat.address: nat for nat in self._nats.values()}
+        self._behind = [host.behind for host in network.hosts]
         self.refused = 0  # packets that a device did not take
 
     def run(self) -> None:
@@ -74,9 +79,25 @@ class Router:
                 packet = os.read(device, size)
             except BlockingIOError:
                 return
+            if packet[0] >> 4 != _IPV4:
+                continue
+            if self._nats and (packet := self._translated(source, packet) or b"") == b"":
+                continue
             target = places.get(packet[16:20])
-            if target is not None and packet[0] >> 4 == _IPV4:
+            if target is not None:
                 queues.put(now, source, target, packet)
+
+    def _translated(self, source: int, packet: bytes) -> bytes | None:
+        """What the routers with translation on the way make of it; None when they do not let it pass."""
+        target, behind = self._places.get(packet[16:20]), self._behind[source]
+        if target is not None and self._behind[target]:  # an address that means nothing elsewhere
+            return packet if self._behind[target] == behind else None
+        if behind and (went := self._nats[behind].out(packet)) is not None:
+            packet = went
+        elif behind:
+            return None
+        nat = self._nat_at.get(packet[16:20])
+        return packet if nat is None else nat.into(packet)
 
     def _answer(self, request: dict[str, Any]) -> None:
         what = request["do"]

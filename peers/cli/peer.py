@@ -112,6 +112,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         listen=options.listen,
         announce=options.announce,
         direct_port=options.direct_port,
+        relay=not options.no_relay,
         identity=options.identity,
         open=options.open,
         valid_s=parse_duration_s(options.valid),

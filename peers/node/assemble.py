@@ -73,6 +73,7 @@ class JoinOptions:
     listen: str = "0.0.0.0:0"
     announce: str | None = None
     direct_port: int = 0  # -1: none
+    relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
     identity: Path | None = None
     open: bool = False
     valid_s: float = 7 * 86400
@@ -253,7 +254,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     from peers.node.authority import authority_of
     from peers.node.device_process import DeviceProcess
     from peers.node.founding import Founding
-    from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon
+    from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon, RelayedTransport
 
     timeouts, limits = options.over(Timeouts()), Limits()
     token = Token.parse(options.token) if options.token else None
@@ -283,15 +284,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             listen, chosen = founding.listen(listen), founding.identity
         file = stack.enter_context(home.identity_file(chosen))
         identity = Identity.load_or_create(file)
-        daemon = await stack.enter_async_context(
-            P2PDaemon(
-                identity,
-                listen=[listen],
-                announce=[options.announce] if options.announce else [],
-                seeds=seeds,
-                timeouts=timeouts,
-            )
-        )
+        announce = [options.announce] if options.announce else []
+        daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=seeds, timeouts=timeouts)
+        await stack.enter_async_context(daemon)
         kept, admin = None, None
         if founding is not None and founding.root is not None:
             root = founding.root
@@ -325,7 +320,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
 
             emulated = emulate(options.shape, options.shape_device, jitter_s=options.jitter_s)
             pace, shape = emulated.pace, emulated.shape
-        real = Libp2pTransport(
+        real = RelayedTransport(
             daemon.p2p,
             key.secret,
             direct=Direct(daemon.listening, options.direct_port, timeouts) if options.direct_port >= 0 else None,
@@ -333,6 +328,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             limits=limits,
             members=members,
         )
+        real.allow(identity, seeds, passes_on=options.relay and options.compute)
         if shape is None:
             transport = await stack.enter_async_context(real)
         else:

@@ -38,6 +38,8 @@ MAX_STRANGERS = 256  # handshakes under way with peers that never proved the key
 class Endpoint(ABC):
     """Base of the transports. `mesh_key` is the mesh's shared secret; b"" means an open mesh."""
 
+    makes = FramedStream
+
     def __init__(
         self,
         peer_id: str,
@@ -157,9 +159,7 @@ class Endpoint(ABC):
     def make_stream(self, peer_id: str, purpose: str = "", check: bool = True) -> FramedStream:
         for over in [s for s in self.streams if s.closed]:
             self._forget(over)
-        stream = FramedStream(
-            peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check
-        )
+        stream = self.makes(peer_id, purpose=purpose, limits=self.limits, close_s=self.timeouts.shutdown_s, check=check)
         self.streams.add(stream)
         return stream
 
@@ -214,8 +214,7 @@ class Endpoint(ABC):
 
     async def _handle(self, stream: FramedStream) -> None:
         try:
-            welcome = await self._welcome(stream)
-            if welcome is None:
+            if (welcome := await self._welcome(stream)) is None:
                 return
             stream = welcome
             await self._handlers[stream.purpose](stream)

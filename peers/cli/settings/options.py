@@ -34,6 +34,7 @@ __all__ = [
     "Memory",
     "Metrics",
     "Name",
+    "NoRelay",
     "PeerName",
     "Port",
     "Profiles",
@@ -147,6 +148,14 @@ DirectPort = Annotated[
         help="TCP port for tensors; 0 takes a free one, -1 leaves them to libp2p, as a firewall does.",
     ),
 ]
+NoRelay = Annotated[
+    bool,
+    typer.Option(
+        "--no-relay",
+        envvar="MESHCEE_NO_RELAY",
+        help="Do not pass on the sealed bytes of two members that cannot reach each other.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +171,7 @@ class Lent:
     listen: Listen = "0.0.0.0:0"
     announce: Announce = None
     direct_port: DirectPort = 0
+    no_relay: NoRelay = False
     leave_within: LeaveWithin = None
     yield_to_owner: Yield = False
     when: When = None

@@ -2,7 +2,7 @@
 
 from peers.transport.direct import Direct
 from peers.transport.p2p.interfaces import reserve
-from peers.transport.p2p.libp2p import Libp2pTransport
+from peers.transport.p2p.libp2p import Libp2pTransport, RelayedTransport
 from peers.transport.p2p.p2pd import P2PDaemon
 
-__all__ = ["Direct", "Libp2pTransport", "P2PDaemon", "reserve"]
+__all__ = ["Direct", "Libp2pTransport", "P2PDaemon", "RelayedTransport", "reserve"]

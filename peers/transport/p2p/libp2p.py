@@ -24,6 +24,7 @@ from meshcee.errors import JoinError, UsageError
 from peers.transport.direct import Direct
 from peers.transport.endpoint import Endpoint
 from peers.transport.frame import FRAME_VERSION
+from peers.transport.p2p.relay import Relayed
 from peers.transport.stream import FramedStream, short
 
 with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
@@ -33,7 +34,7 @@ with warnings.catch_warnings():  # hivemind imports much of torch that warns of 
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["PROTOCOL", "Libp2pTransport"]
+__all__ = ["PROTOCOL", "Libp2pTransport", "RelayedTransport"]
 
 PROTOCOL = f"meshcee/{FRAME_VERSION}"
 
@@ -137,6 +138,10 @@ class Libp2pTransport(Endpoint):
             writer.transport.abort()
             raise
         return response, reader, writer
+
+
+class RelayedTransport(Relayed, Libp2pTransport):
+    """The same, and where no connection can be made to a peer, another member passes on."""
 
 
 async def _take_over(stream: FramedStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
