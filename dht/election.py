@@ -24,7 +24,7 @@ import structlog
 from dht.directory import Directory
 from dht.records import LeaseRecord
 from dht.roster import Roster
-from dht.terms import Term, TermFile, Terms
+from dht.terms import NONE, Term, TermFile, Terms
 from meshcee import events
 from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.files import Trouble
@@ -166,12 +166,14 @@ class Election:
         claims = dict(event.claims)
         own = claims.pop(self.peer_id, None)  # possibly of an earlier life: only its number counts
         claims = self._without_leaps(claims)
-        others = {p: c for p, c in self._others.absorb(claims, event.wall, event.mono_s).items() if not c.released}
-        seen = max((c.counter for c in (*others.values(), *([own] if own else []))), default=0)
+        living = self._others.absorb(claims, event.wall, event.mono_s)
+        others = {p: c for p, c in living.items() if not c.released}
+        over = max((c.term for c in living.values() if c.released and c.confirmed), default=NONE)
+        seen = max((over[0], *(c.counter for c in (*others.values(), *([own] if own else [])))))
         if seen > self.terms.counter:
             self.terms = replace(self.terms, counter=seen)  # saved with the next claim
         if self.own_claim is not None:
-            return self._defend(self.own_claim, event.mono_s, others)
+            return self._defend(self.own_claim, event.mono_s, others, over)
         return self._follow(event.mono_s, others)
 
     def _without_leaps(self, claims: Mapping[str, LeaseRecord]) -> dict[str, LeaseRecord]:
@@ -188,9 +190,14 @@ class Election:
         self._is_anchored = self._is_anchored or self.holds or any(c.confirmed for c in likely.values())
         return likely
 
-    def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord]) -> list[Command]:
-        """We hold or claim: give way to who is before us, else confirm or renew."""
+    def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
+        """We hold or claim: give way to who is before us, else confirm or renew.
+
+        `over` is the highest term that was held and given up: who has followed that follows no lower one, so ours is of no use.
+        """
         claim, holding = mine.claim, mine.state == "holding"
+        if over > claim.term:
+            return self._give_up(others)
         for other in others.values():
             # Of two unconfirmed claims the higher goes on; one that is confirmed is not challenged with its own number.
             if holding:
@@ -222,13 +229,20 @@ class Election:
         return commands + self._believe(self._best(others or {}))
 
     def _follow(self, now_s: float, others: Mapping[str, LeaseRecord]) -> list[Command]:
-        """Believe the highest confirmed claim; when nobody claims, claim, each peer after a while of its own."""
+        """Believe the highest confirmed claim; when nobody claims, claim, each peer after a while of its own.
+
+        Who may not claim, and finds only claims older than what it has followed, says so in the end by a term that is over.
+        """
         best = self._best(others)
         commands = self._believe(best)
-        if best is not None or any(not c.confirmed for c in others.values()) or not self._eligible:
+        if best is not None or any(not c.confirmed for c in others.values()) or not (self._eligible or others):
             self._claim_at_s = None
         elif self._claim_at_s is None:
-            self._claim_at_s = now_s + self._chance() * self._confirm_s
+            self._claim_at_s = now_s + (self._chance() * self._confirm_s if self._eligible else self._ttl_s)
+        elif now_s >= self._claim_at_s and not self._eligible:
+            over = LeaseRecord(self.peer_id, 0.0, self.terms.accepted[0] + 1, confirmed=True, released=True)
+            self._claim_at_s = None
+            commands.append(Write(over))
         elif now_s >= self._claim_at_s:
             self._claim_at_s = None
             counter = max(self.terms.counter, self.terms.accepted[0]) + 1

@@ -109,7 +109,7 @@ def test_whatever_happens_terms_are_safe_and_a_whole_mesh_has_one_coordinator(
 def storm(seed: int) -> None:
     """Faults of all kinds for two minutes, and delays longer than a claim waits for others."""
     chance = random.Random(f"storm {seed}")
-    world = World(chance.randrange(2, 9), seed, delay_s=chance.choice((0.1, 1.0, 6.0)))
+    world = World(chance.randrange(2, 9), seed, delay_s=chance.choice((0.1, 1.0, 6.0)), watch=seed % 3)
     world.loss = chance.choice((0.0, 0.2, 0.6))
     for name in world.peers:
         world.start(name)
@@ -319,7 +319,9 @@ def test_the_way_to_a_lease_and_its_renewal() -> None:
         (claim("z", 3, 2.0), True),  # higher, as a pair
         (claim("z", 3, 2.0, confirmed=False), False),  # one who had not seen us
         (claim("a", 4, 2.0, confirmed=False), True),
-        (claim("z", 9, 2.0, released=True), False),
+        (claim("z", 9, 2.0, confirmed=False, released=True), False),  # it was never held
+        (claim("z", 3, 2.0, released=True), True),  # some may have followed it, and follow us no more
+        (claim("a", 3, 2.0, released=True), False),
         (claim("z", 9, -9.0), False),  # dead
     ],
 )
@@ -349,6 +351,42 @@ def test_a_claimant_gives_way_before_it_is_confirmed(other: LeaseRecord, gives_w
     assert (Write(claim("m", 3, 0.0, confirmed=False, released=True)) in commands) == gives_way
     election.handle(looked(1.9, other))
     assert election.holds != gives_way
+
+
+def test_who_may_not_claim_says_that_a_later_term_was_held_than_the_one_that_holds() -> None:
+    watcher = core(eligible=False)
+    watcher.handle(looked(0.0, claim("z", 3, 0.0)))
+    assert watcher.lease is not None
+    old = claim("b", 3, 2.0)
+    assert watcher.handle(looked(2.0, old, claim("z", 3, 1.0, released=True))) == [Believe(None)]
+    assert watcher.handle(looked(9.0, claim("b", 3, 9.0))) == []  # it may be about to give way
+    assert watcher.handle(looked(10.5, claim("b", 3, 10.0))) == [Write(claim("m", 4, 0.0, released=True))]
+
+
+def test_a_claimant_takes_a_number_beyond_terms_that_are_over() -> None:
+    election = core()
+    for now in (0.0, 0.6):
+        election.handle(looked(now, claim("z", 7, 0.0, released=True)))
+    assert election.own_claim is not None
+    assert election.own_claim.claim.counter == 8
+
+
+@given(st.integers(1, 5), st.integers(1, 2), st.integers(0, 1 << 32))
+def test_halves_with_leases_of_one_number_agree_though_the_higher_one_was_given_up(
+    count: int, watch: int, seed: int
+) -> None:
+    """An owner has followed a coordinator that left while the mesh was in halves; on the other side another has the same number."""
+    world = World(count + 2, seed, watch=watch)
+    for name in world.peers:
+        world.start(name)
+    world.split({"p0", *world.watchers})
+    world.run(world.now + 2 * REPLACED_S)
+    assert "p0" in world.holders()
+    (world.leave if seed % 2 else world.crash)("p0")
+    world.run(world.now + (seed % 7) * TTL_S / 2)
+    world.heal()
+    world.run(world.now + 3 * TTL_S + 2 * REPLACED_S)
+    assert world.agreed()
 
 
 def test_a_holder_whom_nobody_hears_steps_down() -> None:

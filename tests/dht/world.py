@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dht.election import Believe, Election, Looked, Save, Saved, Unsaved, Write, Wrote
+from dht.election import Believe, Election, Looked, Resigned, Save, Saved, Unsaved, Write, Wrote
 from dht.records import CLOCK_SKEW_S, LeaseRecord, dated, is_ahead
 from dht.terms import Term, Terms
 
@@ -23,7 +23,7 @@ __all__ = ["CONFIRM_S", "EVERY_S", "FAULTS", "REPLACED_S", "TTL_S", "Entry", "Pe
 TTL_S, CONFIRM_S, EVERY_S = 8.0, 1.0, 1.0
 # A lost lease is noticed after ttl; then come the turn, the confirmation, and a look before and after each.
 REPLACED_S = TTL_S + 2 * CONFIRM_S + 4 * EVERY_S
-FAULTS = ("crash", "restart", "forget", "split", "heal", "lossy", "slow", "full", "ahead", "behind", "well")
+FAULTS = ("crash", "leave", "restart", "forget", "split", "heal", "lossy", "slow", "full", "ahead", "behind", "well")
 STEP_S = 2.0, 3600.0  # of a clock
 
 
@@ -51,12 +51,13 @@ class Entry:
 class World:
     """Peers, the claims in the store, and the clock; `delay_s` bounds how long a claim takes to be seen."""
 
-    def __init__(self, count: int, seed: int, *, delay_s: float = 0.1) -> None:
+    def __init__(self, count: int, seed: int, *, delay_s: float = 0.1, watch: int = 0) -> None:
         self.now = 1000.0
         self.random = random.Random(seed)
         self.delay_s = delay_s
         self.loss = 0.0
-        self.peers = {f"p{i}": Peer(f"p{i}") for i in range(count)}
+        self.watchers = {f"w{i}" for i in range(watch)}  # who never claims: owners
+        self.peers = {name: Peer(name) for name in (*(f"p{i}" for i in range(count)), *sorted(self.watchers))}
         self.entries: dict[int, dict[str, list[Entry]]] = {0: {}, 1: {}}
         self.claimed: dict[Term, tuple[str, int]] = {}  # term -> the life that claimed it
         self.claimed_twice: list[Term] = []
@@ -98,13 +99,24 @@ class World:
         peer.life += 1
         peer.sent_at = 0.0
         peer.core = Election(
-            name, eligible=True, ttl_s=TTL_S, confirm_s=CONFIRM_S, terms=peer.disk, chance=self.random.random
+            name,
+            eligible=name not in self.watchers,
+            ttl_s=TTL_S,
+            confirm_s=CONFIRM_S,
+            terms=peer.disk,
+            chance=self.random.random,
         )
         self.at(self.now + self.random.random() * EVERY_S, partial(self._look, peer, peer.life))
 
     def crash(self, name: str) -> None:
         self.peers[name].core = None
         self.peers[name].believed.append((self.now, None))
+
+    def leave(self, name: str) -> None:
+        """In order: it gives up what it holds, and then ends."""
+        peer = self.peers[name]
+        if peer.core is not None:
+            self.do(peer, peer.life, list(peer.core.handle(Resigned())), partial(self.crash, name))
 
     def split(self, names: set[str]) -> None:
         for peer in self.peers.values():
@@ -126,6 +138,8 @@ class World:
         name = names[number % len(names)]
         if kind == "crash":
             self.crash(name)
+        elif kind == "leave":
+            self.leave(name)
         elif kind == "restart":
             self.start(name)
         elif kind == "forget":
@@ -234,7 +248,7 @@ class World:
         then()
 
     def write(self, peer: Peer, claim: LeaseRecord) -> None:
-        assert claim.counter <= peer.disk.counter, "claimed before it was on disk"
+        assert claim.released or claim.counter <= peer.disk.counter, "claimed before it was on disk"
         if not claim.released:
             who = self.claimed.setdefault(claim.term, (peer.name, peer.life))
             if who != (peer.name, peer.life):
