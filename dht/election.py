@@ -191,10 +191,8 @@ class Election:
         return likely
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
-        """We hold or claim: give way to who is before us, else confirm or renew.
-
-        `over` is the highest term that was held and given up: who has followed that follows no lower one, so ours is of no use.
-        """
+        """We hold or claim: give way to who is before us, else confirm or renew. `over` is the highest term that was held and given
+        up: who has followed that follows no lower one, so ours would be of no use."""
         claim, holding = mine.claim, mine.state == "holding"
         if over > claim.term:
             return self._give_up(others)
@@ -239,13 +237,11 @@ class Election:
             self._claim_at_s = None
         elif self._claim_at_s is None:
             self._claim_at_s = now_s + (self._chance() * self._confirm_s if self._eligible else self._ttl_s)
-        elif now_s >= self._claim_at_s and not self._eligible:
-            over = LeaseRecord(self.peer_id, 0.0, self.terms.accepted[0] + 1, confirmed=True, released=True)
-            self._claim_at_s = None
-            commands.append(Write(over))
         elif now_s >= self._claim_at_s:
             self._claim_at_s = None
-            counter = max(self.terms.counter, self.terms.accepted[0]) + 1
+            counter = max(self.terms.counter if self._eligible else 0, self.terms.accepted[0]) + 1
+            if not self._eligible:
+                return [*commands, Write(LeaseRecord(self.peer_id, 0.0, counter, confirmed=True, released=True))]
             self.terms = replace(self.terms, counter=counter)
             self.own_claim = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
             commands.append(Save(self.terms))
