@@ -94,6 +94,7 @@ class FakeOwner:
         self.leaving: set[str] = set()
         self.stopped = self.handed_over = False
         self.saved = ()  # of its checkpoints nobody is told
+        self.can_be_followed = True
         self.ready_s = now()
         self._job = job
         self._captured = captured

@@ -19,7 +19,7 @@ OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a 
     "peers/transport/stream.py:FramedStream": (23, 0),
     "meshcee/stage/runner.py:StageRunner": (23, 0),
     "dht/directory.py:Directory": (24, 0),
-    "peers/member/executor.py:Executor": (21, 0),
+    "peers/member/executor.py:Executor": (22, 0),
     "peers/member/service.py:Member": (19, 0),
     "peers/groups/direct_sum.py:DirectSum": (18, 0),
     "peers/state/saving.py:Saving": (18, 0),

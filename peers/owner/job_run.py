@@ -591,18 +591,15 @@ class Training:
             check = partial(check_generators, captured.train)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
-        async def hear(report: Report) -> None:
-            await self._hear(going, report, plan, epoch)
-
+        hear = partial(self._hear, going, plan=plan, epoch=epoch)
         if self._trace is not None:
             self._trace.begin(plan, names, start, self._job.steps)
             measured = replace(self._agent.measured(), times=self._request.times)  # the peers are still idle
             await asyncio.to_thread(self._trace.predict, plan, measured, self._request.job)
         holders = frozenset(self.owner.plan.peers if self.owner is not None else ())
         mesh = self._agent.measured(plan.peers)
-        chosen = None
-        if self._agent.measures:
-            chosen = await asyncio.to_thread(keepers_with_room, plan, mesh, devices, self._request.job)
+        choose = partial(keepers_with_room, plan, mesh, devices, self._request.job)
+        chosen = await asyncio.to_thread(choose) if self._agent.measures else None
         most: tuple[int, ...] = ()
         if self._agent.measures and len(plan.pipelines) > 1:
             from meshcee.planner import most_micros

@@ -57,15 +57,23 @@ class Patience:
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """What it gives or raises; it is cancelled with whoever waits."""
         loop = asyncio.get_running_loop()
-        began_s, task = loop.time(), asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=max(LONG_S, self._quiet_until_s - loop.time())))[0]:
+        began_s = loop.time()
+
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(max(LONG_S, self._quiet_until_s - loop.time()))
                 self._quiet_until_s = loop.time() + AGAIN_S
                 self._tell(loop.time() - began_s)
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(tell())
+                try:
+                    return await work
+                finally:
+                    telling.cancel()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
 
 class Dataset:

@@ -195,7 +195,7 @@ class Changing:
         self._plan, self._changed = plan, None
         return True
 
-    async def hear(self, report: Report) -> Plan | None:
+    async def hear(self, report: Report, can_move: bool) -> Plan | None:
         if self._changed is None and next(self._left, None) is not None:
             before = NEWEST_TERM(self._storm.mesh.agent)
             for agent in self._storm.here.agents.values():
