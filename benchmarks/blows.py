@@ -222,7 +222,7 @@ class Blows:
         async def ask() -> None:
             with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
                 agent = storm.here.agents[victim]
-                await ask_to_leave(storm.mesh.agent, agent.peer_id, lambda within_s: None)
+                await ask_to_leave(storm.mesh.agent, agent.peer_id, lambda within_s, supplies: None)
 
         with storm.in_life(storm.owner):
             storm.later(ask())
@@ -374,7 +374,7 @@ class Restless(Adaptation):
         super().__init__(*how)
         self._blows = blows
 
-    async def hear(self, report: Report, can_move: bool = True) -> Plan | None:
+    async def hear(self, report: Report, can_move: bool) -> Plan | None:
         found = await super().hear(report, can_move)
         if found is None and can_move and self._blows.tempted and report.step < report.steps - 2:
             self._blows.tempted -= 1

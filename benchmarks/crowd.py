@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,21 +76,32 @@ class Crowd:
         env = environment(self.home, MESHCEE_CONFIG=os.devnull)
         if self.token:
             env["MESHCEE_JOIN"] = self.token
-        with self._file(name, "out").open("w") as out, (self.home / f"{name}.log").open("w") as log:
+        with self._output(name).open("w") as out, (self.home / f"{name}.log").open("w") as log:
             where: Any = {"env": env, "stdout": out, "stderr": log, "start_new_session": True}
             self.processes[name] = started(command, warm=warm, **where)
 
     def found(self, name: str) -> str | None:
         """The token that this peer has printed, once it runs."""
-        for line in self._file(name, "out").read_text().splitlines():
+        for line in self._output(name).read_text().splitlines():
             if '"token"' in line:
                 return str(json.loads(line)["token"])
         if self.processes[name].poll() is not None:
             raise RuntimeError(f"{name} has ended: {(self.home / f'{name}.log').read_text()[-1000:]}")
         return None
 
-    def _file(self, name: str, what: str) -> Path:
-        return self.home / f"{name}.{what}"
+    def _output(self, name: str) -> Path:
+        return self.home / f"{name}.out"
+
+    def wait_for(self, names: Collection[str]) -> dict[str, float]:
+        """Seconds from now until each of these runs; TimeoutError if one does not start in time."""
+        began_s, took_s = time.monotonic(), dict[str, float]()
+        while len(took_s) < len(names):
+            if time.monotonic() - began_s > START_S:
+                raise TimeoutError(f"{sorted(set(names) - took_s.keys())} have not started within {START_S:.0f} s")
+            time.sleep(0.05)
+            now_s = time.monotonic() - began_s
+            took_s |= {name: now_s for name in names if name not in took_s and self.found(name) is not None}
+        return took_s
 
     @property
     def living(self) -> list[str]:
@@ -154,33 +165,22 @@ def agreed(pages: Mapping[str, Mapping[str, float]]) -> bool:
 def join(crowd: Crowd, count: int) -> dict[str, Any]:
     """One starts, then all others at once."""
     first, *others = [f"peer-{i}" for i in range(count)]
-    began_s = time.monotonic()
     crowd.start(first)
-    while (token := crowd.found(first)) is None:
-        _in_time(began_s, START_S, first)
-    crowd.token = token
-    first_s, began_s = time.monotonic() - began_s, time.monotonic()
+    first_s = crowd.wait_for([first])[first]
+    crowd.token = crowd.found(first) or ""
+    began_s = time.monotonic()
     for name in others:
         crowd.start(name)
-    took_s: dict[str, float] = {}
-    while len(took_s) < len(others):
-        _in_time(began_s, START_S, "a peer")
-        now_s = time.monotonic() - began_s
-        took_s |= {name: now_s for name in others if name not in took_s and crowd.found(name) is not None}
+    started_s = time.monotonic() - began_s
+    took_s = crowd.wait_for(others)
     last_s = time.monotonic() - began_s
     known_s, agreed_s = crowd.until(all_know(count)), crowd.until(agreed)
     return {
         "first_s": round(first_s, 2),
-        "joined_s": {"median": round(statistics.median(took_s.values()), 2), "last": round(last_s, 2)},
+        "joined_s": {"median": round(started_s + statistics.median(took_s.values()), 2), "last": round(last_s, 2)},
         "all_known_s": None if known_s is None else round(last_s + known_s, 2),
         "agreed_s": None if agreed_s is None or known_s is None else round(last_s + known_s + agreed_s, 2),
     }
-
-
-def _in_time(began_s: float, limit_s: float, what: str) -> None:
-    if time.monotonic() - began_s > limit_s:
-        raise TimeoutError(f"{what} has not started within {limit_s:.0f} s")
-    time.sleep(0.05)
 
 
 def weigh(crowd: Crowd) -> dict[str, Any]:
@@ -271,11 +271,9 @@ def train(crowd: Crowd) -> dict[str, Any]:
 def one(count: int) -> dict[str, Any]:
     """All figures of a mesh of so many peers."""
     with tempfile.TemporaryDirectory(prefix="meshcee-crowd-") as folder, Crowd(Path(folder), count) as crowd:
-        found: dict[str, Any] = {"peers": count}
-        for what, look in (("join", lambda c: join(c, count)), ("weight_mib", weigh), ("idle", idle), ("job", train)):
+        found: dict[str, Any] = {"peers": count, "join": join(crowd, count)}
+        for what, look in (("weight_mib", weigh), ("idle", idle), ("job", train), ("death", lose)):
             found[what] = look(crowd)
-            print(json.dumps({what: found[what]}), file=sys.stderr)
-        found["death"] = lose(crowd)
         print(json.dumps(found), file=sys.stderr)
     return found
 
@@ -283,12 +281,9 @@ def one(count: int) -> dict[str, Any]:
 def cold() -> dict[str, Any]:
     """What one weighs that shares nothing."""
     with tempfile.TemporaryDirectory(prefix="meshcee-crowd-") as folder, Crowd(Path(folder), 1) as crowd:
-        began_s = time.monotonic()
         crowd.start("peer-0", warm=False)
-        while crowd.found("peer-0") is None:
-            _in_time(began_s, START_S, "a peer")
-        took_s = time.monotonic() - began_s
-        time.sleep(5.0)
+        took_s = crowd.wait_for(["peer-0"])["peer-0"]
+        time.sleep(5.0)  # it looks at its devices
         return {"start_s": round(took_s, 2), "weight_mib": weigh(crowd)}
 
 

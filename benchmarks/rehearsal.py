@@ -313,7 +313,7 @@ async def rehearse(
             report = report_of(step, steps, plan, seconds, here.factor)
             here.cross(report.observed.rates)
             if following is None:
-                following = await adapter.hear(report)
+                following = await adapter.hear(report, can_move=True)
                 begins = step + 2  # the step that is fed already runs as it was planned
     return played
 

@@ -2,7 +2,8 @@
 
 The idea: a pure state machine decides, a small shell reads, writes and saves for it. Claims lie side by side under one
 key, and the highest term wins; a claimant believes itself only after it has waited and looked again. A DHT is no
-consensus, so two may hold for a moment: in different terms, and every member refuses the older one.
+consensus, so two may hold for a moment: in different terms, and every member refuses the older one. So nobody claims, or goes on
+holding, a lower term than one that was held and given up.
 
     vacant --(nobody claims, our turn)--> saving --> writing --> confirming --> holding
        ^                                    |           |            |             |
@@ -239,9 +240,10 @@ class Election:
             self._claim_at_s = now_s + (self._chance() * self._confirm_s if self._eligible else self._ttl_s)
         elif now_s >= self._claim_at_s:
             self._claim_at_s = None
-            counter = max(self.terms.counter if self._eligible else 0, self.terms.accepted[0]) + 1
             if not self._eligible:
-                return [*commands, Write(LeaseRecord(self.peer_id, 0.0, counter, confirmed=True, released=True))]
+                over = LeaseRecord(self.peer_id, 0.0, self.terms.accepted[0] + 1, confirmed=True, released=True)
+                return [*commands, Write(over)]
+            counter = max(self.terms.counter, self.terms.accepted[0]) + 1
             self.terms = replace(self.terms, counter=counter)
             self.own_claim = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
             commands.append(Save(self.terms))

@@ -217,18 +217,21 @@ async def _drain(wanted: str, token: str, *, as_json: bool) -> None:
         await mesh.agent.directory.refresh()
         peer = find_peer(mesh.agent.directory.peers, wanted)
 
-        def hear(within_s: float) -> None:
+        dataset = ""  # that a job is fed from
+
+        def hear(within_s: float, supplies: list[str]) -> None:
+            nonlocal dataset
+            dataset = printable(supplies[0]) if supplies else ""
             if not as_json:
                 print(f"{peer.name} leaves, within {within_s:.0f} s", flush=True)
-                for dataset in supplied[:1]:
-                    print(f"{peer.name} {SUPPLIES.format(dataset=printable(dataset))}", flush=True)
+                if dataset:
+                    print(f"{peer.name} {SUPPLIES.format(dataset=dataset)}", flush=True)
 
-        supplied: list[str] = []
         start_s = time.perf_counter()
-        in_time = await ask_to_leave(mesh.agent, peer.peer_id, hear, supplied)
+        in_time = await ask_to_leave(mesh.agent, peer.peer_id, hear)
         took_s = time.perf_counter() - start_s
-    if not in_time and supplied:
-        raise PeerLostError(f"{peer.name} {NO_SUPPLIER.format(dataset=printable(supplied[0]))}")
+    if not in_time and dataset:
+        raise PeerLostError(f"{peer.name} {NO_SUPPLIER.format(dataset=dataset)}")
     if not in_time:
         raise PeerLostError(
             f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest checkpoint"

@@ -94,13 +94,11 @@ def find_peer(known: Mapping[str, PeerRecord], wanted: str) -> PeerRecord:
     return found[0]
 
 
-async def ask_to_leave(
-    agent: Agent, peer_id: str, hear: Callable[[float], None], supplied: list[str] | None = None
-) -> bool:
+async def ask_to_leave(agent: Agent, peer_id: str, hear: Callable[[float, list[str]], None]) -> bool:
     """Ask; return when the peer has gone: whether it left without a job losing a stage.
 
-    `hear` is told once how many seconds it may take; `supplied` gets before that the names of its sets that jobs are fed from.
-    Raises JoinError when it does not answer, or stays.
+    `hear` is told once how many seconds it may take, and the names of the peer's sets that jobs are fed from. Raises JoinError when
+    the peer does not answer, or stays.
     """
     name = agent.names().get(peer_id, peer_id)
     stream = await agent.transport.open(peer_id, "leave", agent.addresses_of([peer_id]).get(peer_id, ()))
@@ -113,9 +111,7 @@ async def ask_to_leave(
             within_s = need(header, "within_s", float)
             if not 0 <= within_s <= LONGEST_S or math.isnan(within_s):
                 raise ProtocolError(f"peer {name} wants to leave within {within_s} s")
-            if supplied is not None:
-                supplied += need({"supplies": [], **header}, "supplies", list[str])
-            hear(within_s)
+            hear(within_s, need({"supplies": [], **header}, "supplies", list[str]))
             limit.reschedule(asyncio.get_running_loop().time() + within_s + agent.timeouts.join_s)
             in_time = need(_expected(messages.LEFT, await stream.recv()), "in_time", bool)
     except StreamClosed:

@@ -185,7 +185,7 @@ class Adaptation:
         """That a step has taken lately."""
         return median([*self._steps_s][-LASTING_STEPS:])
 
-    async def hear(self, report: Report, can_move: bool = True) -> Plan | None:
+    async def hear(self, report: Report, can_move: bool) -> Plan | None:
         """A plan to go over to at the end of the next step, if that pays before the job ends, and state can move; None: stay."""
         if not self._steps_s:
             self._changing_s = self._pauses * max(0.0, self._agent.monotonic() - self._began_s - report.step_s)

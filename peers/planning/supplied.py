@@ -44,14 +44,11 @@ def links_from(agent: MeshView, peer: str | None) -> dict[str, LinkProfile]:
 
 async def supplied_over(agent: MeshView, at: At, limit_s: float) -> dict[str, LinkProfile]:
     """The same of whoever is to supply, once links to all idle devices are known. For so long at most: a plan can do without."""
-    found: dict[str, LinkProfile] = {}
 
-    def is_known() -> bool:
-        nonlocal found
+    def are_known() -> bool:
         peer = who_supplies(agent, at, {})
-        found = links_from(agent, peer)
-        return peer is not None and agent.devices().keys() - {peer} <= found.keys()
+        return peer is not None and agent.devices().keys() - {peer} <= links_from(agent, peer).keys()
 
     with contextlib.suppress(TimeoutError):
-        await unless_late(partial(agent.directory.wait_for, is_known), limit_s, agent.timeouts)
-    return found
+        await unless_late(partial(agent.directory.wait_for, are_known), limit_s, agent.timeouts)
+    return links_from(agent, who_supplies(agent, at, {}))

@@ -36,7 +36,7 @@ from meshcee.fields import Count, read
 from peers.transport.base import StreamClosed
 from peers.transport.bundle import Bundle, Connection
 
-__all__ = ["Direct", "Path"]
+__all__ = ["Direct", "Path", "derive"]
 
 # Purposes of a few frames: not worth two round trips, nor the seconds that a firewall costs who waits for less than that.
 BRIEF = frozenset({"join", "gossip", "plan", "profile", "sound", "leave"})
@@ -185,11 +185,7 @@ class Path:
     def _agree(self, theirs: Any, salt: bytes) -> tuple[bytes, bytes]:
         """Ticket and HMAC key, and the keys of the dialer's and of the acceptor's records."""
         key = read(theirs, _Key, "the key of a direct path")
-        try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
-        except ValueError as error:
-            raise ProtocolError(f"the key of a direct path is not one: {error}") from error
-        secrets = HKDF(SHA256(), 16 + 3 * KEY_BYTES, salt, b"meshcee direct").derive(shared)
+        secrets = derive(self._private, key, 16 + 3 * KEY_BYTES, salt, b"meshcee direct")
         self.ticket, self._mac_key = secrets[:16], secrets[16 : 16 + KEY_BYTES]
         return secrets[-2 * KEY_BYTES : -KEY_BYTES], secrets[-KEY_BYTES:]
 
@@ -298,3 +294,12 @@ def _place(address: str) -> tuple[str, int]:
     if len(parts) != 5 or parts[3] != "tcp":
         raise ProtocolError(f"{str(address)[:80]!r} is not an address to connect to")
     return parts[2], int(parts[4])
+
+
+def derive(private: X25519PrivateKey, theirs: bytes, size: int, salt: bytes, use: bytes) -> bytes:
+    """As many secret bytes as are wanted, from our key and the other end's; `use` parts them from those of any other use."""
+    try:
+        shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
+    except ValueError as error:
+        raise ProtocolError(f"the other end's key is not one: {error}") from error
+    return HKDF(SHA256(), size, salt, use).derive(shared)

@@ -79,7 +79,7 @@ def drains(agent: Agent) -> Doing:
     async def drain(peer: str) -> str:
         found = find_peer(agent.directory.peers, peer)
         try:
-            in_time = await ask_to_leave(agent, found.peer_id, lambda within_s: None)
+            in_time = await ask_to_leave(agent, found.peer_id, lambda within_s, supplies: None)
         except ConnectionError as error:
             raise JoinError(f"{found.name} cannot be asked to leave: {error}; see whether it is up") from error
         if in_time:

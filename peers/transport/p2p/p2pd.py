@@ -178,7 +178,11 @@ class P2PDaemon:
                 stdin=asyncio.subprocess.PIPE,  # ends with us, whatever happens
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "GOLOG_LOG_LEVEL": os.environ.get("GOLOG_LOG_LEVEL", "error")},
+                env={
+                    "GOLOG_LOG_LEVEL": "error",
+                    **os.environ,
+                    "LIBP2P_TCP_REUSEPORT": "false",  # two that dial each other at once from these ports become one connection
+                },
                 start_new_session=True,  # a Ctrl-C in the terminal is for us to handle, not for p2pd
             )
         except OSError as error:

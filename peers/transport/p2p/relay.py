@@ -26,10 +26,8 @@ from typing import Annotated, Any
 
 import msgpack
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from msgspec import Meta
 
 from dht import Identity, peer_of, verify
@@ -37,6 +35,7 @@ from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolE
 from meshcee.fields import read
 from peers.transport import handshake
 from peers.transport.base import Frame, Stream, StreamClosed
+from peers.transport.direct import derive
 from peers.transport.endpoint import Endpoint
 from peers.transport.stream import FramedStream, short
 
@@ -275,12 +274,8 @@ def _signed(role: str, talk: Sequence[Any]) -> bytes:
 
 def _keys(private: X25519PrivateKey, theirs: bytes, talk: Sequence[Any]) -> tuple[bytes, bytes]:
     """Of the dialer's and of the acceptor's records."""
-    try:
-        shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
-    except ValueError as error:
-        raise ProtocolError(f"the key of a relayed stream is not one: {error}") from error
     salt = hashlib.sha256(_signed("keys", talk)).digest()
-    both = HKDF(SHA256(), 2 * KEY_BYTES, salt, b"meshcee relay").derive(shared)
+    both = derive(private, theirs, 2 * KEY_BYTES, salt, b"meshcee relay")
     return both[:KEY_BYTES], both[KEY_BYTES:]
 
 

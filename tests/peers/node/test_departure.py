@@ -162,7 +162,7 @@ async def test_a_peer_is_asked_from_elsewhere_by_who_holds_the_mesh_key(tmp_path
             await leaver.directory.say_goodbye()
 
         async def ask() -> None:
-            assert await ask_to_leave(other, leaver.peer_id, heard.append)
+            assert await ask_to_leave(other, leaver.peer_id, lambda within_s, supplies: heard.append(within_s))
             assert leaver.peer_id not in other.directory.peers
 
         def hear(report: Report) -> None:
@@ -176,7 +176,7 @@ async def test_a_peer_is_asked_from_elsewhere_by_who_holds_the_mesh_key(tmp_path
             with pytest.raises(NotPermittedError):
                 await stranger.open(leaver.peer_id, "leave")
         with pytest.raises(JoinError, match="does not serve 'leave'"):
-            await ask_to_leave(other, mesh.agent.peer_id, heard.append)
+            await ask_to_leave(other, mesh.agent.peer_id, lambda within_s, supplies: heard.append(within_s))
     assert heard == [FAST.leave_s]
     assert_undisturbed(result, told, home)
     assert again == []

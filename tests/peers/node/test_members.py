@@ -202,8 +202,8 @@ async def test_a_member_that_only_computes_offers_no_job_and_drains_nobody() -> 
             with pytest.raises(NotPermittedError, match=f"opens no stream '{purpose}': that takes the role own"):
                 await member.transport.open(lender.peer_id, purpose)
         with pytest.raises(NotPermittedError):
-            await ask_to_leave(member, lender.peer_id, lambda s: None)
-        asked = asyncio.create_task(ask_to_leave(owner, lender.peer_id, lambda s: None))
+            await ask_to_leave(member, lender.peer_id, lambda *_: None)
+        asked = asyncio.create_task(ask_to_leave(owner, lender.peer_id, lambda *_: None))
         async with asyncio.timeout(10):
             assert await departure.run()
         asked.cancel()

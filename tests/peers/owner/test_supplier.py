@@ -323,7 +323,9 @@ async def test_the_only_supplier_is_asked_for_and_the_run_goes_on_when_another_c
             async def leave() -> None:
                 departure = Departure(hospital)
                 leaving = group.create_task(departure.run())
-                asking = group.create_task(ask_to_leave(other, hospital.peer_id, lambda s: None, supplied))
+                asking = group.create_task(
+                    ask_to_leave(other, hospital.peer_id, lambda _, those: supplied.extend(those))
+                )
                 known = mesh.agent.directory
                 await known.wait_for(lambda: known.peers[hospital.peer_id].leaving)
                 source.waits[4].set()

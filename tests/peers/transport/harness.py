@@ -11,6 +11,8 @@ from pathlib import Path
 from socket import socketpair
 from typing import Any, Self
 
+import pytest
+
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import LinkProfile
 from peers.device.emulation.shape import Shape, ShapedTransport
@@ -39,7 +41,9 @@ async def p2pd(**options: Any) -> AsyncIterator[P2P]:
     """One p2pd on loopback, whose shutdown is bounded: hivemind's hangs once p2pd has been killed."""
     with warnings.catch_warnings():  # hivemind finds its binary by a deprecated function
         warnings.simplefilter("ignore", DeprecationWarning)
-        p2p = await P2P.create(nat_port_map=False, auto_nat=False, use_relay=False, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LIBP2P_TCP_REUSEPORT", "false")  # as our own p2pd has it
+            p2p = await P2P.create(nat_port_map=False, auto_nat=False, use_relay=False, **options)
     try:
         yield p2p
     finally:

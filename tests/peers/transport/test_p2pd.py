@@ -106,6 +106,17 @@ async def test_a_p2pd_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest
             await restarted.wait()
 
 
+async def test_a_dial_leaves_from_a_port_of_its_own(tmp_path: Path) -> None:
+    """Two that dial each other at once from the ports on which they listen would meet in one connection, each as its dialer. That
+    fails, in one of 25 tries here, and libp2p tries neither address again for five seconds."""
+    async with daemon(tmp_path) as a, daemon(tmp_path, "b", seeds=a.addresses) as b:
+        (seen,) = await a.p2p.list_peers()
+        assert seen.peer_id.to_base58() == b.peer_id
+        (of_dial,) = [str(address) for address in seen.addrs]
+        assert of_dial.startswith("/ip4/127.0.0.1/tcp/")
+        assert of_dial not in {address.removesuffix(f"/p2p/{b.peer_id}") for address in b.addresses}
+
+
 async def test_giving_up_says_what_p2pd_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTARTS", 2)
     a = daemon(tmp_path)
