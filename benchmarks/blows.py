@@ -12,7 +12,7 @@ import errno
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -66,6 +66,16 @@ LORIS_BYTES_PER_S = 20.0, 400.0
 SAGS_TO_BYTES_PER_S = 500.0, 5e3  # an activation with its header has some hundred bytes
 TIMES_SLOWER = 2.0, 8.0
 TIMES_FASTER = 2.0, 6.0
+
+
+@dataclass(frozen=True)
+class Hung(Pace):
+    """No call ends before then, by the loop's clock."""
+
+    ends_s: float = math.inf
+
+    def seconds(self, flops: float) -> float:
+        return max(0.0, self.ends_s - asyncio.get_running_loop().time()) + super().seconds(flops)
 
 
 class Blows:
@@ -168,10 +178,11 @@ class Blows:
     # -- blows
 
     def _hang(self, last_s: float) -> str:
-        """Its device takes a call and does not end it; the peer itself answers, and becomes ready for anything."""
+        """Its device takes a call and does not end it meanwhile; the peer itself answers, and becomes ready for anything."""
         victim = self._one_of(self.storm.members())
         self._hung.add(victim)
-        recover = self._pace(victim, Pace(1e-9))
+        usual, ends_s = self.storm.paces[victim], asyncio.get_running_loop().time() + last_s
+        recover = self._pace(victim, Hung(usual.speed_flops_per_s, usual.claimed_flops_per_s, ends_s))
 
         def end() -> None:
             recover()
