@@ -117,7 +117,7 @@ class Effort:
     """How much is tried."""
 
     rows: int = 36_000_000  # cells of the dynamic programs over rows, all sizes together
-    events: int = 150_000  # of the simulator in the local search, for nine devices; more for fewer, fewer for more
+    events: int = 400_000  # of the simulator in the local search; fewer for more than 18 devices
 
     def times(self, factor: float) -> Effort:
         """The same, with this many times the simulated events."""

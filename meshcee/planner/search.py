@@ -33,6 +33,7 @@ __all__ = ["Allowed", "Choice", "Effort", "Question", "Runs", "Search", "plans"]
 RESCORED = 24  # rows that are simulated, of those that estimates think best
 STARTS = 4  # rows that are improved by moves
 FINALISTS = 6  # simulated whole
+MANY, LEAST_SHARE = 18, 0.2  # devices, beyond which fewer events are simulated, down to this share
 MICROS = 24  # micro-batches simulated of a step; the rest is extrapolated
 SHAKEN, SHAKEN_FROM = 2, 60
 TUNED = 8  # rows whose windows are tuned before the best of them are improved
@@ -73,7 +74,7 @@ class Search:
     def run(self, starts: Sequence[Layout] = ()) -> list[tuple[float, Layout]]:
         """The best layouts found with their periods, best first; empty when nothing fits."""
         small = 9 / len(self.cluster.devices)  # a simulation costs so much less there
-        events = self.effort.events * min(2.0, max(0.4, small))
+        events = self.effort.events * min(1.0, max(LEAST_SHARE, MANY / len(self.cluster.devices)))
         rescored = int(RESCORED * min(6.0, max(1.0, small**2)))
         ranked = self.rank([*starts, *self.proposals.singles(), *self.proposals.layouts(rescored)])
         self.events = 0
