@@ -12,28 +12,43 @@ import fnmatch
 import json
 import sys
 import time
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import At, Job, seeded
 from meshcee.sampling import collated, source_of
 
-__all__ = ["Plain", "PlainStep", "compute_in_full", "halve", "outermost", "plain", "plain_steps"]
+__all__ = [
+    "Plain",
+    "PlainStep",
+    "compute_in_full",
+    "give_memory",
+    "halve",
+    "on_loan",
+    "outermost",
+    "plain",
+    "plain_steps",
+]
+
+_BOXES = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
 class _Plain(NamedTuple):
     losses: list[float]  # one a step: the weighted sum over its micro-batches
     norms: list[float]  # one a step: of all gradients, before clipping
-    module: nn.Module  # the trained copy of the model; the job's own is as it was
+    module: nn.Module  # a copy of the trained model; the job's own is as it was
     state_dict: dict[str, torch.Tensor]  # in bf16 with the fp32 masters of what was trained
 
 
@@ -52,13 +67,13 @@ class PlainStep:
     losses: list[torch.Tensor]  # of each micro-batch, unweighted
     norm: float
     grads: Mapping[str, torch.Tensor]  # by the name of the parameter, after clipping
-    module: nn.Module
+    module: nn.Module  # the job's own, until the next step; after the last step it is as it was
     state_dict: dict[str, torch.Tensor]
     ema: dict[str, torch.Tensor]
 
 
 def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Plain:
-    """Train a copy of the job's model in one plain PyTorch loop, on this process's CPU.
+    """Train the job's model in one plain PyTorch loop, on this process's CPU; then the model is as it was.
 
     `steps` are the job's unless given. `micro_batch` is the job's micro_batch_size, else its batch_size; where a plan
     chose the size, it is `result.micro_batch_size`. Bits depend on torch's number of threads.
@@ -72,11 +87,13 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
             f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first"
         )
     losses, norms = [], []
+    steps = job.steps if steps is None else steps
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)
         norms.append(done.norm)
-    found = Plain(losses, norms, done.module, done.state_dict)
-    found.ema = done.ema
+        if done.step == steps - 1:
+            found = Plain(losses, norms, _copied(done.module), done.state_dict)
+            found.ema = done.ema
     return found
 
 
@@ -86,7 +103,19 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
     micro_batch = micro_batch or job.micro_batch_size or job.batch_size
     if steps < 1 or job.batch_size % micro_batch:
         raise UsageError(f"take at least one step, and a micro_batch that divides batch_size={job.batch_size}")
-    model = _built(job)
+    if not isinstance(job.model, nn.Module):
+        torch.manual_seed(job.seed)
+        yield from _trained(job, job.model(), steps, micro_batch)
+        return
+    with on_loan(job.model):
+        give_memory(job.model)
+        yield from _trained(job, job.model, steps, micro_batch)
+
+
+def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterator[PlainStep]:
+    if job.weights is not None:
+        # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
+        model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
     if not model.training:  # what is in eval mode inside of a model in train mode stays so
         model.train()
     # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
@@ -143,17 +172,46 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
         model.zero_grad()
 
 
-def _built(job: Job) -> nn.Module:
-    """A model of our own, with the values that training starts from."""
-    if isinstance(job.model, nn.Module):
-        model = copy.deepcopy(job.model)
-    else:
-        torch.manual_seed(job.seed)
-        model = job.model()
-    if job.weights is not None:
-        # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
-        model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
-    return model
+@contextmanager
+def on_loan(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model may be changed; then it is as it was. Of a copy the loss, hooks and closures would know nothing."""
+    kept = [
+        (box, copy.copy(box)) for m in model.modules() for box in (*vars(m).values(), vars(m)) if type(box) in _BOXES
+    ]
+    tensors = [(t, t.data, t.grad, t.requires_grad) for t in _tensors_of(model)]
+    try:
+        yield
+    finally:
+        for box, content in kept:
+            box.clear()
+            box.extend(content) if isinstance(box, list | deque) else box.update(content)
+        for tensor, data, grad, requires_grad in tensors:
+            tensor.data, tensor.grad = data, grad
+            tensor.requires_grad_(requires_grad)
+
+
+def give_memory(model: nn.Module) -> None:
+    """To its parameters and buffers, with the same numbers; what has shared memory shares it."""
+    given: dict[int, torch.UntypedStorage] = {}
+    for tensor in _tensors_of(model):
+        if tensor.layout != torch.strided:
+            tensor.data = tensor.data.clone()
+            continue
+        own = tensor.untyped_storage()
+        if own._cdata not in given:
+            given[own._cdata] = own.clone()  # type: ignore[no-untyped-call]
+        made: Any = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = made.set_(given[own._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy; what forward has left in attributes comes without its graph."""
+    left = (t for m in model.modules() for t in tree_leaves(vars(m)) if isinstance(t, torch.Tensor) and t.grad_fn)
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in left})
 
 
 def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:

@@ -164,7 +164,11 @@ class Schedule:
     """
 
     def __init__(self, name: str, **options: Any) -> None:
-        if name == "ReduceLROnPlateau" or not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
+        if name == "ReduceLROnPlateau":
+            raise UsageError(
+                "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
+            )
+        if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
             raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler")
         if name in WARMUPS and set(options) != WARMUPS[name][1]:
             raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
@@ -372,6 +376,14 @@ class Job:
         return isinstance(self.data, IterableDataset) or not _is_map(self.data)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            found = type(self.optimizer).__name__
+            raise UsageError(
+                f'optimizer is a meshcee.Optimizer("AdamW", lr=3e-4): stages make torch\'s own of it; got {found}'
+            )
+        if not isinstance(self.schedule, Schedule | None):
+            found = type(self.schedule).__name__
+            raise UsageError(f'schedule is a meshcee.Schedule("CosineAnnealingLR", T_max=1000), or None; got {found}')
         if self.batch_size < 1 or self.steps < 1:
             raise UsageError("batch_size and steps must be at least 1")
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:

@@ -7,7 +7,6 @@ blocks by the parameters that its nodes use, so that one placement of the parame
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 import math
@@ -15,11 +14,12 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
@@ -56,7 +56,7 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
-from meshcee.eager import compute_in_full, outermost
+from meshcee.eager import compute_in_full, give_memory, halve, on_loan, outermost
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
@@ -201,7 +201,10 @@ class _WithLoss(nn.Module):
 
 @contextlib.contextmanager
 def _as_in_eager() -> Iterator[None]:
-    """Models must not see that they are exported: some then take another path (an explicit mask for a causal flag)."""
+    """Models must not see that they are exported: some then take another path (an explicit mask for a causal flag).
+
+    Nor that they are evaluated: torch's encoder has fused kernels for that, where no gradient is wanted.
+    """
     flags = {
         f: getattr(torch.compiler, f)
         for f in ("_is_exporting_flag", "_is_compiling_flag")
@@ -209,9 +212,12 @@ def _as_in_eager() -> Iterator[None]:
     }
     for flag in flags:
         setattr(torch.compiler, flag, False)
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for flag, value in flags.items():
             setattr(torch.compiler, flag, value)
 
@@ -229,13 +235,18 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job.model, job.seed)
     refuse_modules(model, job.loss)
-    modes = {m: m.training for m in model.modules()}
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    if idle := [
+        p for p in job.optimizer.groups if not any(fnmatchcase(n, one) for n in layout for one in p.split("|"))
+    ]:
+        raise UsageError(
+            f"optimizer: no parameter of the model has a name like {idle[0]!r}; names are as in named_parameters()"
+        )
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
@@ -249,39 +260,31 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
     most = job.micro_batch_size or job.batch_size
-    work = model if job.precision == "fp32" else _rounded(model, job.keep_fp32)
-    if not model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
-        model.train()
-        work.train()
-    before = Remembered(work, job.loss)
     try:
-        train_wrap = _WithLoss(work, job, example, evaluate=False)
-        watch = _watched(train_wrap, job, example, names, _own_sizes(job))
-        with asked_for_masks() as asked:
-            exported = _export(train_wrap, example, names, varying, most)
-        refuse_idle(asked, probed)
-        program, analysis = _cut(exported, job.cuts)
-        before.put_back()
-        _accepted(program)
-        watch(program)
-        refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
-        evaluation: Program | None = None
-        paths: tuple[tuple[Any, ...], ...] = ()
-        if evaluate if evaluate is not None else job.eval_data is not None:
-            work.eval()
-            eval_wrap = _WithLoss(work, job, example, evaluate=True)
-            eval_wrap.rebound = train_wrap.rebound
-            evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
-            _accepted(evaluation)
-            paths = eval_wrap.seen.paths
+        with _as_trained(model, job) as before:
+            train_wrap = _WithLoss(model, job, example, evaluate=False)
+            watch = _watched(train_wrap, job, example, names, _own_sizes(job))
+            with asked_for_masks() as asked:
+                exported = _export(train_wrap, example, names, varying, most)
+            refuse_idle(asked, probed)
+            program, analysis = _cut(exported, job.cuts)
+            before.put_back()
+            _accepted(program)
+            watch(program)
+            refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
+            evaluation: Program | None = None
+            paths: tuple[tuple[Any, ...], ...] = ()
+            if evaluate if evaluate is not None else job.eval_data is not None:
+                model.eval()
+                eval_wrap = _WithLoss(model, job, example, evaluate=True)
+                eval_wrap.rebound = train_wrap.rebound
+                evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
+                _accepted(evaluation)
+                paths = eval_wrap.seen.paths
     except CaptureError:
         if recorder is None and job.precision == "fp32":
             _eagerly(model, job, example)
         raise
-    finally:
-        before.put_back()
-        for module, mode in modes.items():
-            module.training = mode
     return Capture(
         train=program,
         evaluate=evaluation,
@@ -307,18 +310,27 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
     model = job.model if isinstance(job.model, nn.Module) else captured.built
     if not sizes or model is None:
         return
-    modes = {m: m.training for m in model.modules()}
-    if not model.training:
-        model.train()
-    work = model if job.precision == "fp32" else _rounded(model, job.keep_fp32)
-    before = Remembered(work, job.loss)
     example = _example(job, probes(job, 1)[0][0])
-    try:
-        _watched(_WithLoss(work, job, example, evaluate=False), job, example, _names(model)[0], sizes)(captured.train)
-    finally:
-        before.put_back()
-        for module, mode in modes.items():
-            module.training = mode
+    names = _names(model)[0]
+    with _as_trained(model, job):
+        _watched(_WithLoss(model, job, example, evaluate=False), job, example, names, sizes)(captured.train)
+
+
+@contextlib.contextmanager
+def _as_trained(model: nn.Module, job: Job) -> Iterator[Remembered]:
+    """The model itself, in train mode and in the job's precision, as the plain loop has it; then all of the user's is as it was."""
+    with on_loan(model):
+        if job.precision == "bf16" and any(isinstance(tensor, FakeTensor) for _, tensor in _entries(model)):
+            _round_fakes(model, job.keep_fp32)
+        elif job.precision == "bf16":
+            halve(model, job.keep_fp32)
+        if not model.training:  # what is in eval mode inside of a model in train mode stays so
+            model.train()
+        before = Remembered(model, job.loss)
+        try:
+            yield before
+        finally:
+            before.put_back()
 
 
 def _example(job: Job, sample: Any) -> tuple[Any, Any]:
@@ -371,16 +383,12 @@ def _by_value(error: BaseException | None) -> bool:
 
 
 def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
-    """Of what cannot be captured: UsageError if a copy fails on the same samples without any capture, as it will elsewhere."""
-    try:
-        copied = copy.deepcopy(model)
-    except Exception:  # the user's own: what capture said counts
-        return
-    # It has printed and warned already.
-    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Of what cannot be captured: UsageError if it fails on the same samples without any capture, as it will elsewhere."""
+    hushed = contextlib.redirect_stdout(io.StringIO())  # it has printed and warned already
+    with torch.random.fork_rng(devices=[]), hushed, warnings.catch_warnings(action="ignore"), _as_trained(model, job):
+        give_memory(model)
         with calling("the model"):
-            output = data_rules.call_model(copied, example[0])
+            output = data_rules.call_model(model, example[0])
         with calling("the loss"):
             job.loss(output, example[1])
 
@@ -401,18 +409,22 @@ def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _rounded(model: nn.Module, keep_fp32: Sequence[str]) -> nn.Module:
-    """A copy in bf16, as in the plain loop (meshcee/eager.py); fake tensors, which that refuses, stay fake."""
-    memo: dict[int, Any] = {}
-    spared = {id(tensor) for module in outermost(model, keep_fp32) for _, tensor in _entries(module)}
-    for _, tensor in _entries(model):
-        rounds = tensor.is_floating_point() and id(tensor) not in spared
-        value = tensor.detach().to(torch.bfloat16) if rounds else tensor.detach().clone()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-    work = copy.deepcopy(model, memo)
-    compute_in_full(outermost(work, keep_fp32))
-    return work
+def _round_fakes(model: nn.Module, keep_fp32: Sequence[str]) -> None:
+    """As `halve`, for fake tensors, whose modules torch cannot convert: others take their places."""
+    kept = outermost(model, keep_fp32)
+    spared = {id(tensor) for module in kept for _, tensor in _entries(module)}
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for box in (module._parameters, module._buffers):
+            for key, tensor in box.items():
+                if tensor is None or not tensor.is_floating_point() or id(tensor) in spared:
+                    continue
+                if id(tensor) not in made:
+                    value = tensor.detach().to(torch.bfloat16)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                box[key] = made[id(tensor)]
+    compute_in_full(kept)
 
 
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:

@@ -12,7 +12,6 @@ that does not fit some times over runs forward only, block by block (`blocks`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 import time
@@ -28,12 +27,12 @@ from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import explain
-from meshcee.eager import halve
+from meshcee.eager import halve, on_loan
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_ins, without_saving
 from meshcee.equality.lines import line_that
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
-from meshcee.errors import CaptureError, MeshceeError, UnequalError
+from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart
 from meshcee.job import Job, Optimizer, seed_of
 from meshcee.plan import Plan
@@ -132,7 +131,8 @@ class _Net:
                     f"{free / MEMORY_SHARE / 2**30:.1f} GiB are free"
                 )
                 return
-        with GENERATORS, torch.enable_grad():
+        loan = on_loan(self.job.model) if isinstance(self.job.model, nn.Module) else contextlib.nullcontext()
+        with GENERATORS, torch.enable_grad(), loan:
             generator = torch.get_rng_state()
             try:
                 self._take_model(whole)
@@ -181,15 +181,11 @@ class _Net:
         return BLOCKS * self._largest_block() + 2 * size * max(c.activation_bytes for c in self.captured.costs)
 
     def _module(self) -> nn.Module:
-        """The user's own module: what closures refer to. A copy where the plain loop computes with other numbers than its."""
-        if isinstance(self.job.model, nn.Module):
-            if self.job.precision == "fp32":
-                return self.job.model
-            model = copy.deepcopy(self.job.model)
-            halve(model, self.job.keep_fp32)
-            return model
-        torch.manual_seed(self.job.seed)
-        model = self.job.model()
+        """The user's own module: what closures refer to. Of a function that makes one, another one."""
+        model = self.job.model
+        if not isinstance(model, nn.Module):
+            torch.manual_seed(self.job.seed)
+            model = model()
         if self.job.precision == "bf16":
             halve(model, self.job.keep_fp32)
         return model
@@ -297,6 +293,8 @@ class _Net:
                 raise failed[0]
             with without_saving():
                 ours.finish()
+        except UsageError:
+            raise
         except Exception as error:
             raise self._fails(error) from error
         written = {n: replace(self.ready[n], seen=seen) for n, seen in ours.written().items()}
@@ -397,6 +395,8 @@ class _Net:
             loss = chain.forward(0, 0, self.batch)
             if self.backward:
                 chain.fused(0, 0, 1.0)
+        except UsageError:
+            raise
         except Exception as error:  # kernels raise what they like
             raise self._fails(error) from error
         written = {n: replace(before[n], seen=digest(t)) for runner in chain.runners for n, t in runner.written.items()}

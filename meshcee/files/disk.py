@@ -288,11 +288,16 @@ def is_refusal(error: OSError) -> bool:
 
 def refusal(error: OSError, needed_bytes: int = 0) -> str:
     """Which path the disk has refused, why, and how much room is needed where there is none."""
-    told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    told = f"{_named(Path(str(error.filename)))}: {error.strerror}" if error.filename else str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return told
     needed = f"{needed_bytes:,} bytes are needed" if needed_bytes else ""
     return "; ".join(part for part in (told, ", ".join(filter(None, (needed, _free(error))))) if part)
+
+
+def _named(path: Path) -> Path:
+    """What people know of it: not the hidden file or folder in which it is written first."""
+    return next((p.parent for p in (path, path.parent) if p.name.startswith(".")), path)
 
 
 def _free(error: OSError) -> str:

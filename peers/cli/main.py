@@ -427,7 +427,7 @@ def report(
 
 @app.command(epilog="Example: meshcee top --join @invite.txt")
 def top(run: ShownRun = None, join: Join = None) -> None:
-    """Show a mesh (--join) or a run live in a terminal: peers, pipeline, loss, events, limit. Needs meshcee[top]."""
+    """Show a mesh (--join) or a run live in a terminal: peers, pipeline, loss, events, limit. Needs the extra `top`."""
     from peers.cli.top import run_top
 
     run_top(run, join)

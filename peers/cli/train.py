@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from meshcee.callbacks import Callback, called
 from meshcee.callbacks.spans import spans_where_set_up
 from meshcee.capture import Capture, capture
-from meshcee.errors import UsageError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
 from meshcee.files import Home, dumps
@@ -110,9 +111,13 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     current: list[Mesh] = []
 
     def polite() -> bool:
-        return any(mesh.stop() for mesh in current)
+        asked = any(mesh.stop() for mesh in current)
+        if asked:
+            view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
+        return asked
 
     view = view_for(as_json=as_json)
+    again = f"{shlex.quote(str(options.job))} " + (f"--local {options.local}" if options.local else "--join TOKEN")
     with view:
         start_s = time.perf_counter()
         captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
@@ -120,7 +125,17 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             f"captured {job.name}: {len(captured.costs)} blocks, {size(captured.state_bytes)} of weights "
             f"in {time.perf_counter() - start_s:.1f} s"
         )
-        result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
+        try:
+            result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
+        except SystemExit:
+            if run := next((mesh.result.run for mesh in current if mesh.result.run), None):
+                view.note(
+                    f"ended at once; from its newest checkpoint it goes on with `meshcee train {again} --resume {run}`"
+                )
+            raise
+        except MeshceeError as error:
+            error.args = (str(error).replace("meshcee train JOB.py", f"meshcee train {again}"), *error.args[1:])
+            raise
     if result is None:
         return
     out = options.out

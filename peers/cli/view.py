@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from meshcee.errors import MeshceeError
 from meshcee.files import dumps
@@ -182,12 +183,12 @@ async def naming(names: Callable[[], Mapping[str, str]]) -> AsyncIterator[None]:
         raise
 
 
-def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
+def plan_table(plan: Plan, names: Mapping[str, str]) -> Group:
     """The plan as a table: one row a stage, and one for each device left out, with the reason."""
     title = f"plan: micro-batches of {plan.micro_batch}"
     if plan.predicted is not None:
         title += f", {plan.predicted.step_s:.3g} s a step expected ({plan.predicted.samples_per_s:.4g} samples/s)"
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in ("stage", "blocks", "peers", "window", "codec"):
         table.add_column(column)
     for number, pipeline in enumerate(plan.pipelines):
@@ -200,8 +201,7 @@ def plan_table(plan: Plan, names: Mapping[str, str]) -> Table:
             members = ", ".join(f"{names.get(m.peer, GONE)} x{m.samples}" for m in stage.members)
             codec = codecs[i] + (", recomputes" if stage.recompute else "")
             table.add_row(plan.label(number, i), f"{stage.first}..{stage.end - 1}", members, str(stage.window), codec)
-    if plan.kernels:
-        table.caption = "kernels: " + "; ".join(plan.kernels)
     for left in plan.left_out:
         table.add_row("-", "-", names.get(left.peer, GONE), "-", f"left out: {named(left.why, names)}")
-    return table
+    kernels = [Text(printable("kernels: " + "; ".join(plan.kernels)), style="table.caption")] if plan.kernels else []
+    return Group(Text(title, style="table.title"), table, *kernels)

@@ -153,7 +153,7 @@ REFUSED = {
     "a packed sequence": (packs, rf"a packed sequence is made at .*{HERE}.*padded sequence, and mask"),
     "a parameter of nobody": (
         lambda _, h: h * STRAY,
-        rf"needs a gradient is used at .*{HERE}.*make it an nn\.Parameter",
+        rf"needs a gradient is used at .*{HERE}.*reach it by its module",
     ),
     "a batch norm that counts": (counts, rf"{HERE} .*momentum=None divides by the number.*give it a momentum"),
     "a CTC loss": (adds_up, rf"{HERE} .*CTC loss adds up over lengths.*another loss"),

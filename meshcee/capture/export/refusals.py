@@ -108,8 +108,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     ),
     (
         r"fake tensor in the exported program constant",
-        "a parameter's .data is used, or a tensor that is neither parameter nor buffer",
-        "use .detach(), or register_buffer",
+        "a parameter's .data is used, or a tensor that is neither parameter nor buffer of the model",
+        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too",
     ),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
@@ -120,7 +120,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"Constraints violated|specializ",
         "the model fixes a size that changes between micro-batches",
-        "compute sizes from x.shape instead of a constant",
+        "compute sizes from x.shape instead of a constant, which len(x) is as well: write x.shape[0]",
     ),
 )
 _BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
@@ -247,7 +247,10 @@ class _Looking(TorchFunctionMode):
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
                     raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
-                advice = instead(_here(), "make it an nn.Parameter of a module of the model, or use .detach()")
+                advice = instead(
+                    _here(),
+                    "reach it by its module (model.head.weight), or register it in one, or detach it outside of the model",
+                )
                 raise CaptureError(
                     f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "
                     f"trained; {advice}"

@@ -136,7 +136,7 @@ Metrics = Annotated[
     str | None,
     typer.Option(
         envvar="MESHCEE_METRICS",
-        help="ADDRESS:PORT that answers /metrics (Prometheus) and /health, e.g. 127.0.0.1:9464; needs meshcee[metrics].",
+        help="ADDRESS:PORT that answers /metrics (Prometheus) and /health, e.g. 127.0.0.1:9464; needs the extra `metrics`.",
     ),
 ]
 DirectPort = Annotated[

@@ -105,9 +105,9 @@ class Relayed(Endpoint):
         self._seeds = [peer for seed in seeds if (peer := peer_of(seed)) is not None]
         self._afar: dict[str, float] = {}  # peer id -> until when it is not dialled
         self._passing: Counter[str] = Counter()  # dialers
+        self._most = MOST_RELAYED if passes_on else 0
         self.serve(RELAYED, self._come)
-        if passes_on:
-            self.serve(RELAY, self._pass_on)
+        self.serve(RELAY, self._pass_on)
 
     # -- the dialer
 
@@ -237,8 +237,8 @@ class Relayed(Endpoint):
             raise ProtocolError(f"expected whom to pass on to, got {frame.kind!r}")
         asked = read(frame.header, Asked, "whom to pass on to")
         dialer = carrier.peer_id
-        if self._passing.total() >= MOST_RELAYED or self._passing[dialer] >= MOST_OF_ONE:
-            await carrier.send(Frame("refused", {"reason": "it passes on as many streams as it may"}))
+        if self._passing.total() >= self._most or self._passing[dialer] >= MOST_OF_ONE:
+            await carrier.send(Frame("refused", {"reason": "it passes on no more streams"}))
             return
         self._passing[dialer] += 1
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -68,3 +69,11 @@ def test_the_shell_completes_commands_options_and_runs(tmp_path: Path) -> None:
     assert completed(tmp_path, "meshcee", "ca") == ["capture"]
     assert completed(tmp_path, "meshcee", "train", "--resu") == ["--resume"]
     assert completed(tmp_path, "meshcee", "run", "logs", "2026") == ["20260101-000000-gpt"]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_terminal_shows_a_commands_help_as_it_was_written(words: tuple[str, ...]) -> None:
+    """Rich takes a word in square brackets for markup, and leaves it out."""
+    command: Any = COMMANDS[words]
+    texts = [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
+    assert not [text for text in texts if re.search(r"\[[a-z]", text)]

@@ -1,0 +1,263 @@
+"""Losses, hooks and methods that refer to the model: capture, the check and the plain loop all see the model that is trained.
+
+The idea: a copy of a model is none to a closure, which goes on to see the original. So each case is held against a loop that is
+written out here, which trains the module that the closures know; and the module must be as it was after each of the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import meshcee
+from meshcee.errors import CaptureError, UsageError
+from meshcee.sampling import draw
+from tests.rig.mesh_fixture import even_plan
+
+STEPS, BATCH, MICRO = 4, 8, 4
+torch.manual_seed(0)
+DATA = [(torch.randn(6), i % 5) for i in range(64)]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 5)
+        self.log_t = nn.Parameter(torch.tensor(0.1))
+        self.register_buffer("center", torch.zeros(5))
+        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda h: h * self.log_t.exp()
+        self.seen: dict[str, torch.Tensor] = {}
+        self.told: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.b(torch.relu(self.a(x))))
+        self.kept = hidden  # with its graph, which no copy can have
+        out: torch.Tensor = self.head(self.scale(hidden))
+        assert isinstance(self.center, torch.Tensor)
+        self.center = (0.9 * self.center + 0.1 * out.detach().mean(0)).to(out.dtype)
+        return out
+
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out * self.log_t.exp(), y)
+
+
+def penalty(model: Net) -> Loss:
+    return lambda out, y: F.cross_entropy(out, y) + 1e-2 * sum(p.abs().sum() for p in model.parameters())
+
+
+def centred(model: Net) -> Loss:
+    return lambda out, y: F.cross_entropy(out - model.center.detach(), y)  # type: ignore[operator, union-attr]
+
+
+def decayed(model: Net, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y) + model.b.weight.detach().pow(2).mean() * out.mean()
+
+
+def itself(model: Net) -> Loss:
+    weight = model.head.weight  # the tensor, and not by way of the module
+    return lambda out, y: F.cross_entropy(out, y) + 0.1 * weight.norm()
+
+
+def hooked(model: Net) -> Loss:
+    model.b.register_forward_hook(lambda module, args, out: model.seen.__setitem__("b", out))
+    return lambda out, y: F.cross_entropy(out, y) + 0.1 * model.seen["b"].pow(2).mean()
+
+
+LOSSES: dict[str, Callable[[Net], Loss]] = {
+    "a penalty on the parameters": penalty,
+    "a buffer that forward assigns": centred,
+    "a method of the model": lambda model: model.loss,
+    "a partial function": lambda model: partial(decayed, model),
+    "a hook that keeps features": hooked,
+}
+
+
+def job_of(case: str, precision: str) -> meshcee.Job:
+    torch.manual_seed(1)
+    model = Net()
+    loss = LOSSES[case](model)
+    model(torch.randn(2, 6))  # a batch was looked at before
+    optimizer = meshcee.Optimizer("AdamW", lr=1e-2)
+    how: dict[str, Any] = {"batch_size": BATCH, "micro_batch_size": MICRO, "steps": STEPS, "precision": precision}
+    return meshcee.Job(model=model, loss=loss, data=DATA, optimizer=optimizer, **how)
+
+
+def own_loop(job: meshcee.Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What the user would write; the model is changed."""
+    model = job.model
+    assert isinstance(model, nn.Module)
+    named = dict(model.named_parameters())
+    masters = {name: p.detach().clone().requires_grad_() for name, p in named.items()}
+    half = job.precision == "bf16"
+    if half:
+        model.bfloat16()
+    optimizer, losses = torch.optim.AdamW(masters.values(), lr=1e-2), []
+    for step in range(STEPS):
+        total, drawn = 0.0, draw(job.seed, len(DATA), BATCH, step)
+        for micro in range(BATCH // MICRO):
+            at = drawn[micro * MICRO : (micro + 1) * MICRO]
+            x, y = torch.stack([DATA[i][0] for i in at]), torch.tensor([DATA[i][1] for i in at])
+            with meshcee.seeded(job.seed, step, micro):
+                loss = job.loss(model(x.bfloat16() if half else x), y)
+            (loss * (MICRO / BATCH)).backward()
+            total += loss.item() * (MICRO / BATCH)
+        for name, p in named.items():
+            masters[name].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(masters[name])
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in masters.items()}
+
+
+def state_of(job: meshcee.Job) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    model = job.model
+    assert isinstance(model, Net)
+    plain = {k: v for k, v in vars(model).items() if k in ("training", "seen", "told", "kept", "scale")}
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    return {n: t.clone() for n, t in model.state_dict().items()}, {**plain, "seen": dict(model.seen), "hooks": hooks}
+
+
+def same(before: tuple[dict[str, torch.Tensor], dict[str, Any]], job: meshcee.Job) -> bool:
+    """Whether the user's module is as it was, without a gradient."""
+    (tensors, values), (then, others) = before, state_of(job)
+    assert isinstance(job.model, nn.Module)
+    return (
+        all(tensors[n].dtype == t.dtype and torch.equal(tensors[n], t) for n, t in then.items())
+        and all(
+            values[k] is others[k] or (not isinstance(values[k], torch.Tensor) and values[k] == others[k])
+            for k in values
+        )
+        and all(p.grad is None and p.requires_grad for p in job.model.parameters())
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, precision: str) -> None:
+    job = job_of(case, precision)
+    before = state_of(job)
+    plain = meshcee.plain(job)
+    assert same(before, job)
+    checked = meshcee.check(job, stages=(1, 2, 3))
+    assert checked.differs == ""
+    assert same(before, job)
+    blocks = meshcee.capture(job).train.num_blocks  # one alone, where the loss uses all parameters
+    found = meshcee.train(
+        job, local=2, plan=even_plan(blocks, min(2, blocks), BATCH, MICRO, peers=("local-0", "local-1"))
+    )
+    assert same(before, job)
+    losses, weights = own_loop(job)
+    assert losses == plain.losses == found.losses
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, plain.state_dict[name]), name
+        assert torch.equal(tensor, found.state_dict[name]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_parameter_that_is_not_reached_by_its_module_is_refused(precision: str) -> None:
+    job = job_of("a method of the model", precision)
+    assert isinstance(job.model, Net)
+    with pytest.raises(CaptureError, match=r"test_closures.py:\d+ .* reach it by its module"):
+        meshcee.capture(replace(job, loss=itself(job.model)))
+
+
+def test_the_trained_copy_is_the_users_no_more() -> None:
+    job = job_of("a penalty on the parameters", "fp32")
+    done = meshcee.plain(job)
+    assert isinstance(job.model, Net)
+    trained = dict(done.module.named_parameters())
+    assert all(torch.equal(p, done.state_dict[n]) for n, p in trained.items())
+    with torch.no_grad():
+        trained["b.weight"].zero_()
+    assert job.model.b.weight.abs().sum() > 0
+
+
+def test_tensors_that_share_memory_share_it_while_they_are_trained() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    whole = torch.arange(12.0)
+    model.register_buffer("first", whole[:6])
+    model.register_buffer("all", whole)
+
+    def grow(module: nn.Module, args: Any) -> None:
+        model.first.add_(1.0)  # type: ignore[operator, union-attr]
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y) + model.all.sum() * out.mean()  # type: ignore[operator, union-attr]
+
+    model.register_forward_pre_hook(grow)
+    job = replace(job_of("a method of the model", "fp32"), model=model, loss=loss)
+    before = whole.clone()
+    plain = meshcee.plain(job)
+    assert torch.equal(whole, before)
+    losses, _ = own_loop(job)
+    assert losses == plain.losses
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, 'meshcee.Optimizer."AdamW", lr=3e-4.*got SGD'),
+        ({"schedule": "cosine"}, 'meshcee.Schedule."CosineAnnealingLR", T_max=1000.*got str'),
+    ],
+)
+def test_objects_of_torch_in_a_job_are_refused_with_what_to_write(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(job_of("a method of the model", "fp32"), **change)
+
+
+def test_a_group_of_no_parameter_and_a_schedule_of_evaluations_are_refused() -> None:
+    job = job_of("a method of the model", "fp32")
+    groups = meshcee.Optimizer("SGD", lr=0.1, groups={"*.bias|*.wait": {"lr": 0.2}, "*.biass": {"lr": 0.2}})
+    with pytest.raises(UsageError, match=r"no parameter of the model has a name like '\*\.biass'"):
+        meshcee.capture(replace(job, optimizer=groups))
+    with pytest.raises(UsageError, match=r"callbacks=\[meshcee.ReduceOnPlateau"):
+        meshcee.Schedule("ReduceLROnPlateau")
+
+
+def test_options_that_torch_does_not_know_are_the_users_and_not_the_captures() -> None:
+    job = replace(job_of("a method of the model", "fp32"), optimizer=meshcee.Optimizer("AdamW", learning_rate=0.1))
+    with pytest.raises(UsageError, match="learning_rate"):
+        meshcee.check(job)
+
+
+def test_torchs_encoder_with_a_padding_mask_is_evaluated() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(6, 5)
+
+        def forward(self, x: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.encoder(x, src_key_padding_mask=pad)[:, 0])
+            return out
+
+    rows = [((torch.randn(7, 6), torch.arange(7) > 3 + i % 3), i % 5) for i in range(16)]
+    model = Encoder()
+    job = replace(job_of("a method of the model", "fp32"), model=model, loss=F.cross_entropy, data=rows, eval_data=rows)
+    assert meshcee.capture(job).evaluate is not None
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_len_of_a_tensor_is_refused_with_what_to_write() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(x.reshape(len(x), -1))
+            return out
+
+    with pytest.raises(CaptureError, match=r"len\(x\) is as well: write x\.shape\[0\]"):
+        meshcee.capture(replace(job_of("a method of the model", "fp32"), model=Counts(), loss=F.cross_entropy))
