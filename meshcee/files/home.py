@@ -196,6 +196,10 @@ class Home:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or home_folder(os.environ)
+        if self.folder.is_file():
+            raise UsageError(
+                f"{self.folder} is a file, and runs and identities need a folder: set MESHCEE_HOME to another path"
+            )
 
     @contextmanager
     def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:

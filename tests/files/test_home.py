@@ -166,3 +166,10 @@ def test_a_description_that_cannot_be_read_is_an_empty_one(tmp_path: Path) -> No
     assert (Run(tmp_path).info, Run(tmp_path).result, Run(tmp_path).state) == ({}, {}, "died")
     (tmp_path / "result.json").write_text(json.dumps({"state": "done"}))
     assert Run(tmp_path).state == "done"
+
+
+def test_a_file_in_its_place_is_named_with_what_to_set(tmp_path: Path) -> None:
+    place = tmp_path / "home"
+    place.write_text("")
+    with pytest.raises(UsageError, match=r"home is a file, .* set MESHCEE_HOME"):
+        Home(place)
