@@ -64,7 +64,7 @@ async def _watch(token: str, over: asyncio.Event, up: asyncio.Event, *, as_json:
         if as_json:
             await watch(mesh.agent.status, lambda data: print(dumps(data), flush=True), over)
         elif not console.is_terminal:
-            await watch(mesh.agent.status, lambda data: show(data, console), over)
+            await watch(mesh.agent.status, brief(console), over)
         else:
             seen: dict[str, Any] = {}
 
@@ -76,6 +76,24 @@ async def _watch(token: str, over: asyncio.Event, up: asyncio.Event, *, as_json:
                 await watch(mesh.agent.status, draw, over)
             if seen:
                 show(seen, console)
+
+
+def brief(console: Screen) -> Callable[[dict[str, Any]], None]:
+    """Shows all that is new, and where runs have only got on, a line for each."""
+    shown: dict[str, Any] = {}
+
+    def tell(data: dict[str, Any]) -> None:
+        still = {**data, "runs": [{**run, "step": None, "loss": None} for run in data["runs"]]}
+        if still != shown:
+            show(data, console)
+        else:
+            console.print(
+                "\n".join(_run(run, called({p["peer"]: p["name"] for p in data["peers"]})) for run in data["runs"])
+            )
+        shown.clear()
+        shown.update(still)
+
+    return tell
 
 
 async def watch(
@@ -115,8 +133,10 @@ def report(data: dict[str, Any]) -> RenderableType:
     apart: dict[str, list[str]] = {}
     for p in data["peers"]:
         if p["device"]:
-            behind = ", ".join(p["guards"] or ("no guard that is known yet",))
-            where = "in the process that holds the keys" if p["guards"] is None else f"apart, behind {behind}"
+            behind = (
+                f"behind {', '.join(p['guards'])}" if p["guards"] else "in a process whose guards are not known yet"
+            )
+            where = "in the process that holds the keys" if p["guards"] is None else f"apart, {behind}"
             apart.setdefault(where, []).append(names[p["peer"]])
     found += [f"graphs of others are checked {where}: {', '.join(checking)}" for where, checking in apart.items()]
     for p in data["peers"]:
@@ -130,21 +150,23 @@ def report(data: dict[str, Any]) -> RenderableType:
     if data["links"]:
         found.append(_links(data, names))
     for run in data["runs"]:
-        owner = names.get(run["owner"], GONE)
-        if run["plan"] is None:
-            found.append(f"run {run['job']}: {run['state']}, owner {owner}")
-            continue
-        found.append(f"run {run['job']}: step {run['step'] + 1}, loss {run['loss']:.4f}, owner {owner}")
-        found.append(plan_table(Plan.from_json(run["plan"]), names))
+        found.append(_run(run, names))
+        if run["plan"] is not None:
+            found.append(plan_table(Plan.from_json(run["plan"]), names))
     if not data["runs"]:
         found.append("no job is running")
     return Group(*found)
 
 
+def _run(run: dict[str, Any], names: dict[str, str]) -> str:
+    done = run["state"] if run["plan"] is None else f"step {run['step'] + 1}, loss {run['loss']:.4f}"
+    return f"run {run['job']}: {done}, owner {names.get(run['owner'], GONE)}"
+
+
 def _peers(data: dict[str, Any], names: dict[str, str]) -> Table:
     table = Table(title=f"{len(data['peers'])} peers", title_justify="left")
     for column in ("peer", "kernel class", "memory", "speed", "state", "address"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column in ("peer", "state"))  # a narrow terminal takes from the others
     for p in data["peers"]:
         mark = " *" if data["coordinator"] and p["peer"] == data["coordinator"]["peer"] else ""
         device = p["device"]

@@ -12,7 +12,7 @@ import pytest
 
 from meshcee.errors import PlanError
 from peers.cli.session import Screen
-from peers.cli.status import show, watch
+from peers.cli.status import brief, show, watch
 from peers.cli.view import GONE, LineView, RichView, called, naming, view_for
 from tests.rig.virtual_time import run
 
@@ -72,6 +72,28 @@ def test_peers_have_names_and_no_ids(capsys: pytest.CaptureFixture[str]) -> None
     assert f"owner {GONE}" in out
     assert "12D3" not in out
     assert called({ANNA: "anna", BEN: "ben"}) == {ANNA: "anna", BEN: "ben"}
+
+
+def test_a_pipe_gets_a_line_for_a_step_and_all_when_more_is_new(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Screen()
+    console.width = 200
+    tell = brief(console)
+    run = {**mesh()["runs"][0], "plan": None, "state": "waiting"}
+    tell(mesh(runs=[run]))
+    assert "2 peers" in capsys.readouterr().out
+    tell(mesh(runs=[{**run, "step": run["step"] + 1}]))
+    assert capsys.readouterr().out.splitlines() == [f"run {run['job']}: waiting, owner {GONE}"]
+    tell(mesh(runs=[]))
+    assert "2 peers" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_shows_names_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Screen()
+    console.width = 60
+    show(mesh(), console)
+    lines = capsys.readouterr().out
+    assert f"lab (…{BEN[-8:]})" in lines
+    assert all(peer["state"] in lines for peer in mesh()["peers"])
 
 
 async def test_an_error_names_peers() -> None:
