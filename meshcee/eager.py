@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +188,19 @@ def on_loan(model: nn.Module) -> Iterator[None]:
         for tensor, data, grad, requires_grad in tensors:
             tensor.data, tensor.grad = data, grad
             tensor.requires_grad_(requires_grad)
+
+
+def put_others(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """In the places of its parameters and buffers, each once; what was tied is tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for box in (module._parameters, module._buffers):
+            for key, tensor in box.items():
+                if tensor is not None and id(tensor) not in made:
+                    value = other(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                box[key] = None if tensor is None else made[id(tensor)]  # type: ignore[assignment]
 
 
 def give_memory(model: nn.Module) -> None:

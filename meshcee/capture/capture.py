@@ -56,7 +56,7 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
-from meshcee.eager import compute_in_full, give_memory, halve, on_loan, outermost
+from meshcee.eager import compute_in_full, give_memory, halve, on_loan, outermost, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
@@ -413,17 +413,7 @@ def _round_fakes(model: nn.Module, keep_fp32: Sequence[str]) -> None:
     """As `halve`, for fake tensors, whose modules torch cannot convert: others take their places."""
     kept = outermost(model, keep_fp32)
     spared = {id(tensor) for module in kept for _, tensor in _entries(module)}
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for box in (module._parameters, module._buffers):
-            for key, tensor in box.items():
-                if tensor is None or not tensor.is_floating_point() or id(tensor) in spared:
-                    continue
-                if id(tensor) not in made:
-                    value = tensor.detach().to(torch.bfloat16)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                box[key] = made[id(tensor)]
+    put_others(model, lambda t: t.detach().bfloat16() if t.is_floating_point() and id(t) not in spared else t.detach())
     compute_in_full(kept)
 
 

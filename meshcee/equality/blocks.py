@@ -9,7 +9,6 @@ activations of a micro-batch.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -23,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
 from meshcee.capture.graph import Program, StageSpec, copied, laid_out, resolve
-from meshcee.eager import compute_in_full, outermost
+from meshcee.eager import compute_in_full, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
 
-__all__ = ["Blocks", "Weights", "entries", "stand_ins", "without_saving"]
+__all__ = ["Blocks", "Weights", "entries", "stand_in", "without_saving"]
 
 SMALL_BYTES = 64 << 10  # tensors below this are kept as they are
 # What asks for no numbers, and is answered by the stand-in.
@@ -50,28 +49,25 @@ _ABOUT = frozenset(
 )
 
 
-def stand_ins(model: nn.Module, halves: bool, keep_fp32: Sequence[str], real: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A copy of the model, which computes in bf16 or not, with stand-ins for all that is large but what is in `real`."""
-    full = {id(tensor) for module in outermost(model, keep_fp32) for _, tensor in entries(module)}
+def stand_in(model: nn.Module, halves: bool, keep_fp32: Sequence[str], real: Mapping[str, torch.Tensor]) -> None:
+    """Put stand-ins into the places of all that is large but what is in `real`; it computes in bf16 then, or not."""
+    kept = outermost(model, keep_fp32)
+    full = {id(tensor) for module in kept for _, tensor in entries(module)}
+    first = {id(tensor): name for name, tensor in reversed(entries(model))}
     fakes: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-    for name, tensor in entries(model):
-        if id(tensor) in memo:
-            continue
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
         rounds = halves and tensor.is_floating_point() and id(tensor) not in full
         wanted = torch.bfloat16 if rounds else tensor.dtype
-        if name in real:
-            value = laid_out(real[name].to(wanted), tensor.stride())
-        elif isinstance(tensor, FakeTensor) or tensor.nbytes >= SMALL_BYTES:
+        if (name := first[id(tensor)]) in real:
+            return laid_out(real[name].to(wanted), tensor.stride())
+        if isinstance(tensor, FakeTensor) or tensor.nbytes >= SMALL_BYTES:
             with fakes:
-                value = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted)
-        else:
-            value = tensor.detach().to(wanted, copy=True)
-        own = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if own else value
-    work = copy.deepcopy(model, memo)
-    compute_in_full(outermost(work, keep_fp32))
-    return work
+                return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted)
+        return tensor.detach().to(wanted, copy=True)
+
+    put_others(model, other)
+    compute_in_full(kept)
 
 
 def entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

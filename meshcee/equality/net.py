@@ -28,7 +28,7 @@ from torch import nn
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import explain
 from meshcee.eager import halve, on_loan
-from meshcee.equality.blocks import Blocks, Weights, entries, stand_ins, without_saving
+from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
 from meshcee.equality.lines import line_that
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
@@ -131,8 +131,7 @@ class _Net:
                     f"{free / MEMORY_SHARE / 2**30:.1f} GiB are free"
                 )
                 return
-        loan = on_loan(self.job.model) if isinstance(self.job.model, nn.Module) else contextlib.nullcontext()
-        with GENERATORS, torch.enable_grad(), loan:
+        with GENERATORS, torch.enable_grad(), on_loan(self._lent):
             generator = torch.get_rng_state()
             try:
                 self._take_model(whole)
@@ -149,6 +148,13 @@ class _Net:
             finally:
                 torch.set_rng_state(generator)
 
+    @property
+    def _lent(self) -> nn.Module:
+        """The module that closures refer to: the user's own, or what the capture has built."""
+        model = self.captured.built or self.job.model
+        assert isinstance(model, nn.Module)
+        return model
+
     def _take_model(self, whole: bool) -> None:
         """The module to run, what forward may write of it, and what is to be put back."""
         spared: set[int] = set()
@@ -161,10 +167,9 @@ class _Net:
             if isinstance(self.job.model, nn.Module) and self.job.precision == "fp32":
                 self.model = self.job.model
             else:
-                model = self.captured.built or self.job.model
-                assert isinstance(model, nn.Module)
+                self.model = self._lent
                 real = {name: self.captured.state[name] for name in self.kept}
-                self.model = stand_ins(model, self.job.precision == "bf16", self.job.keep_fp32, real)
+                stand_in(self.model, self.job.precision == "bf16", self.job.keep_fp32, real)
             self.weights = Weights(self.model, self.captured, self._largest_block())
             spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.kept}
         self.watch = Watch(self.model, [self.job.loss], spared=spared)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshcee
+from meshcee.equality import blocks, net
 from meshcee.errors import CaptureError, UsageError
 from meshcee.sampling import draw
 from tests.rig.mesh_fixture import even_plan
@@ -152,9 +153,9 @@ def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, prec
     checked = meshcee.check(job, stages=(1, 2, 3))
     assert checked.differs == ""
     assert same(before, job)
-    blocks = meshcee.capture(job).train.num_blocks  # one alone, where the loss uses all parameters
+    count = meshcee.capture(job).train.num_blocks  # one alone, where the loss uses all parameters
     found = meshcee.train(
-        job, local=2, plan=even_plan(blocks, min(2, blocks), BATCH, MICRO, peers=("local-0", "local-1"))
+        job, local=2, plan=even_plan(count, min(2, count), BATCH, MICRO, peers=("local-0", "local-1"))
     )
     assert same(before, job)
     losses, weights = own_loop(job)
@@ -162,6 +163,24 @@ def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, prec
     for name, tensor in weights.items():
         assert torch.equal(tensor, plain.state_dict[name]), name
         assert torch.equal(tensor, found.state_dict[name]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_model_that_does_not_fit_is_the_one_that_closures_know(
+    case: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look before the first step runs it block by block, with stand-ins for its tensors."""
+    monkeypatch.setattr(net, "COPIES", 1 << 40)
+    monkeypatch.setattr(blocks, "SMALL_BYTES", 0)
+    job, said = job_of(case, precision), list[str]()
+    before, found = state_of(job), meshcee.capture(job)
+    net.examine(job, found, [MICRO], [((0, found.train.num_blocks),)], budget_s=float("inf"), say=said.append)
+    assert said == [
+        f"the model does not fit here some times over: only the forward pass of {MICRO} samples was compared with the module, "
+        "block by block"
+    ]
+    assert same(before, job)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
