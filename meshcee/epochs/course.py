@@ -461,7 +461,11 @@ class Course:
     def _failed(self, event: Failed) -> list[Command]:
         assert self.plan is not None
         error, losses = event.error, event.losses
-        self._step = self.following = None
+        self.following = None
+        if self._step is not None:  # it is done, and counts: the user has not heard of it, as its epoch ended meanwhile
+            wrong = losses.wrong_from is not None and losses.wrong_from <= self._step.step
+            untold, self._step = self._tell() if not wrong else [], None
+            return untold + self._failed(event)
         match error:
             case StaleTermError():  # another coordinator came between planning and offering; nothing has run yet
                 if self._counts.refused(self.done) > REPLANS:

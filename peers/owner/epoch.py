@@ -357,7 +357,12 @@ class Owner:
     # -- feeding -------------------------------------------------------------------------------------------------------
 
     async def in_users_thread(self, call: Callable[..., T], *args: Any) -> T:
-        return await self._stalls.watch(asyncio.get_running_loop().run_in_executor(self._users, call, *args))
+        loop = asyncio.get_running_loop()
+        try:
+            working = loop.run_in_executor(self._users, call, *args)
+        except RuntimeError:  # the epoch is over, and so is its thread
+            working = loop.run_in_executor(None, call, *args)
+        return await self._stalls.watch(working)
 
     async def _feed(self, feed: Feed) -> None:
         next_step, rounds = feed.start, feed.rounds()

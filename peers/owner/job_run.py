@@ -36,7 +36,7 @@ from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.recovery import Recovery, Stopwatch, losses
-from peers.owner.result import Result, Wanted
+from peers.owner.result import Result, Telling, Wanted, once
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
 from peers.state import (
@@ -130,7 +130,7 @@ class Training:
         self._wanted = wanted
         self._trace = trace
         self._on_plan = on_plan
-        self._reports = reports
+        self._telling = Telling(reports)
         self.owner: Owner | None = None
         self._diary: Diary | None = None  # of the run, once it has a folder
         self._trouble = Trouble(asyncio.get_running_loop().time)  # which threads may ask, too
@@ -226,7 +226,7 @@ class Training:
             await self._journal.end()
             await self._turn.end()
             await asyncio.to_thread(self._steering.close)
-        await self._reports.put(failure)  # the last thing: whoever hears it may cancel this
+        await self._telling.reports.put(failure)  # the last thing: whoever hears it may cancel this
 
     def _ended(self, state: str, **more: Any) -> None:
         if self._diary is not None and self._diary.is_begun:
@@ -338,13 +338,11 @@ class Training:
                 return going.handle(moves.TimeUp())
         return commands
 
-    async def _do(
-        self, going: course.Course, commands: Iterable[moves.Command], report: Report | None = None
-    ) -> moves.Event | None:
-        """Carry these out, one after the other, for this report of a step if there is one; what came of the last."""
+    async def _do(self, going: course.Course, commands: Iterable[moves.Command]) -> moves.Event | None:
+        """Carry these out, one after the other; what came of the last."""
         event: moves.Event | None = None
         for command in commands:
-            event = await (self._carry_out(going, command) if report is None else self._tell(going, command, report))
+            event = await self._carry_out(going, command)
         return event
 
     async def _carry_out(self, going: course.Course, command: moves.Command) -> moves.Event | None:
@@ -410,10 +408,13 @@ class Training:
                 raise error
             case moves.GiveUp(lost, error):
                 raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+            case _:
+                assert self._telling.newest is not None
+                return await self._after_step(command, self._telling.newest)
         return None
 
-    async def _tell(self, going: course.Course, command: moves.Command, report: Report) -> moves.Event | None:
-        """Carry out what is to be done with a step that has been reported."""
+    async def _after_step(self, command: moves.Command, report: Report) -> moves.Event | None:
+        """Carry out what is to be done with the step that was reported last."""
         match command:
             case moves.Compare():
                 self._numbers.compare(report.step, report.loss)
@@ -428,14 +429,18 @@ class Training:
                     return moves.Better(None)
                 return moves.Better(proposed(Planned(faster, self._agent.newest_term, self.result.notes)))
             case moves.Tell():
-                await self._tell_listeners(report)
-                line, changes = report.to_json(), self._steering.control.news()
-                if self._diary is not None:
-                    self._diary.report({**line, "lr_changes": changes} if changes else line)
-                await self._reports.put(report)
-            case _:
-                return await self._carry_out(going, command)
+                calls = self._saved(), self._steering.listeners.step(report)
+                hear = [partial(self._listen, once(call), self.owner) for call in calls if call is not None]
+                await self._telling.tell(report, *hear, partial(self._write, report))
         return None
+
+    async def _write(self, report: Report) -> None:
+        """A step into the run's folder; what callbacks want of the run counts at once."""
+        if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
+            self.stop()
+        line, changes = report.to_json(), self._steering.control.news()
+        if self._diary is not None:
+            self._diary.report({**line, "lr_changes": changes} if changes else line)
 
     async def _listen(self, call: Callable[[], None] | None, owner: Owner | None = None) -> None:
         """Callbacks are the user's code. While steps are fed they share the thread of the data: both may draw random numbers."""
@@ -444,17 +449,10 @@ class Training:
         elif call is not None:
             await self._stalls.watch(asyncio.get_running_loop().run_in_executor(None, call))
 
-    async def _tell_listeners(self, report: Report) -> None:
-        """Of a step, and of what has come to the disk since; what they want of the run counts at once."""
-        owner = self.owner
-        assert owner is not None
-        await self._listen(self._saved(owner), owner)
-        await self._listen(self._steering.listeners.step(report), owner)
-        if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
-            self.stop()
-
-    def _saved(self, owner: Owner) -> Callable[[], None] | None:
-        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in owner.saved)
+    def _saved(self) -> Callable[[], None] | None:
+        """What has come to the disk since it was asked last."""
+        assert self.owner is not None
+        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in self.owner.saved)
 
     async def _proposed(self, planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
         try:
@@ -494,7 +492,8 @@ class Training:
         except MeshceeError as error:
             failures = self.owner.failures if self.owner is not None else Failures()
             if self.owner is not None:
-                await self._listen(self._saved(self.owner))
+                await self._telling.go_on()
+                await self._listen(self._saved())
             return moves.Failed(error, losses(failures, self._numbers.first_of(in_doubt(self.owner))))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
@@ -639,7 +638,7 @@ class Training:
             Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering), hear
         )
         self.result.averages = await asyncio.to_thread(self.owner.averages, self.result.state)
-        await self._listen(self._saved(self.owner))
+        await self._listen(self._saved())
         self.result.stopped = going.stopping and self.owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
@@ -689,6 +688,7 @@ class Training:
     async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: Epoch) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""
         assert self.owner is not None
+        self._telling.newest = report
         self.result.steps_s.append(report.step_s)
         self._reported_s = self._agent.monotonic()
         self._stopwatch.hear(report.step, new=not going.is_known(report.step), ready_s=self.owner.ready_s)
@@ -697,4 +697,4 @@ class Training:
         leaving = supplier.leaving(self._agent, leaving) if supplier is not None else leaving
         event: moves.Event | None = moves.Stepped(report.step, report.loss, leaving)
         while event is not None:
-            event = await self._do(going, going.handle(event), report)
+            event = await self._do(going, going.handle(event))

@@ -5,12 +5,13 @@ The idea: plain values; weights are in memory only if somebody asks for all of t
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +19,9 @@ from meshcee.plan import Plan
 
 if TYPE_CHECKING:
     from peers.owner.adaptation import Change
+    from peers.owner.epoch import Report
 
-__all__ = ["Result", "Wanted"]
+__all__ = ["Result", "Telling", "Wanted", "once"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,33 @@ class Result:
     def micro_batch_size(self) -> int:
         assert self.plan is not None
         return self.plan.micro_batch
+
+
+class Telling:
+    """A step on its way to callbacks, the run's folder and the user. The end of an epoch may interrupt it; then `go_on` ends it."""
+
+    def __init__(self, reports: asyncio.Queue[Any]) -> None:
+        self.reports = reports  # to the user
+        self.newest: Report | None = None
+        self._left: deque[Callable[[], Awaitable[None]]] = deque()
+
+    async def tell(self, report: Report, *ways: Callable[[], Awaitable[None]]) -> None:
+        """These, then the user. A way that was interrupted is gone once more, and has to know how far it came."""
+        self._left.extend((*ways, partial(self.reports.put, report)))
+        await self.go_on()
+
+    async def go_on(self) -> None:
+        while self._left:
+            await self._left[0]()
+            self._left.popleft()
+
+
+def once(call: Callable[[], None]) -> Callable[[], None]:
+    """It runs at the first call alone: who waits for its thread may be interrupted, and the thread is not."""
+    waiting = [call]
+
+    def run() -> None:
+        while waiting:
+            waiting.pop()()
+
+    return run

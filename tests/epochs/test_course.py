@@ -92,6 +92,10 @@ class World:
             assert bool(commands) == (self.running is not None)
         else:
             self.question = self.do(commands)
+        if isinstance(event, moves.Ended | moves.Failed):
+            assert {*range(self.course.done)} <= {*self.reported}, (
+                "every step that counts is told of, whatever ends its epoch"
+            )
 
     def awaited(self) -> set[type]:
         state = self.course.state
@@ -363,7 +367,13 @@ def goes_on(seed: int) -> None:
         (goes_on, Course, "self._counts.epoch += 1", "pass"),
         (goes_on, Course, " or self.is_known(step.step)", ""),
         (goes_on, Course, "if late:", "if False:"),
-        (goes_on, Course, "self._step = self.following = None", "self._step = None"),
+        (
+            goes_on,
+            Course,
+            "error, losses = event.error, event.losses\n    self.following = None",
+            "error, losses = event.error, event.losses",
+        ),
+        (goes_on, Course, "self._tell() if not wrong else []", "[]"),
         (goes_on, Course, "missed | aside | silent, event.at", "missed, event.at"),
         (goes_on, Course, "losses.apart & event.here", "frozenset()"),
         (goes_on, Course, "(aside & event.here)", "(failed & event.here)"),

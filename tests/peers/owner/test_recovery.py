@@ -14,6 +14,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from meshcee.callbacks import Callback
 from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
@@ -91,6 +92,29 @@ def assert_undisturbed(result: Result, told: list[Report], home: Home) -> None:
     assert [line["step"] for line in home.run("last").reports()] == list(range(STEPS))
     for name, tensor in result.state_dict.items():
         assert torch.equal(tensor, state[name]), name
+
+
+class Slow(Callback):
+    """Its first call of a step lasts until the epoch has lost a member."""
+
+    def __init__(self, lose: Callable[[], None]) -> None:
+        self.lose, self.heard = lose, list[int]()
+        self.loop = asyncio.get_running_loop()
+
+    def on_step(self, run: object, report: Report) -> None:
+        self.heard.append(report.step)
+        if report.step == 10 and self.heard.count(10) == 1:
+            self.loop.call_soon_threadsafe(self.lose)
+            time.sleep(0.5)
+
+
+async def test_a_step_that_counts_is_told_of_though_its_epoch_ends_while_callbacks_hear_of_it(tmp_path: Path) -> None:
+    home, told = Home(tmp_path), []
+    async with a_mesh(home, 3) as (here, mesh):
+        slow = Slow(lambda: here.crash(stage_of(here, mesh, 1)))
+        result = await train(mesh, told.append, callbacks=[slow])
+    assert slow.heard == list(range(STEPS))
+    assert_undisturbed(result, told, home)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
