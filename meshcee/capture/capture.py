@@ -14,7 +14,6 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -241,12 +240,6 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    if idle := [
-        p for p in job.optimizer.groups if not any(fnmatchcase(n, one) for n in layout for one in p.split("|"))
-    ]:
-        raise UsageError(
-            f"optimizer: no parameter of the model has a name like {idle[0]!r}; names are as in named_parameters()"
-        )
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
