@@ -97,7 +97,8 @@ class Executor:
         return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
 
     async def close(self) -> None:
-        """Free the stage's memory, behind a call that may still run."""
+        """Free the stage's memory, behind calls that may still run: sums set gradients in the thread beside."""
+        await self._compute.run_aside(lambda: None)
         await self._compute.run(self._runner.close)
 
     async def run(self) -> None:
