@@ -295,7 +295,7 @@ class Course:
             case Better():
                 return self._better(event.proposal)
             case Failed():
-                return self._failed(event)
+                return self._untold(event.losses) + self._failed(event)
             case Ended():
                 return self._ended(event)
             case States():
@@ -458,14 +458,15 @@ class Course:
 
     # -- an epoch fails
 
+    def _untold(self, losses: Losses) -> list[Command]:
+        """A step may be done, and count, and its epoch end before the user has heard of it; unless it was computed wrongly."""
+        step, wrong_from = self._step, losses.wrong_from
+        return [] if step is None or (wrong_from is not None and wrong_from <= step.step) else self._tell()
+
     def _failed(self, event: Failed) -> list[Command]:
         assert self.plan is not None
         error, losses = event.error, event.losses
-        self.following = None
-        if self._step is not None:  # it is done, and counts: the user has not heard of it, as its epoch ended meanwhile
-            wrong = losses.wrong_from is not None and losses.wrong_from <= self._step.step
-            untold, self._step = self._tell() if not wrong else [], None
-            return untold + self._failed(event)
+        self._step = self.following = None
         match error:
             case StaleTermError():  # another coordinator came between planning and offering; nothing has run yet
                 if self._counts.refused(self.done) > REPLANS:
