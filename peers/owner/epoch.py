@@ -255,20 +255,25 @@ class Owner:
         return f"{self._names.get(peer_id) or peer_id}{stage}"
 
     def _own_fault(
-        self, peer_id: str, text: str, error: MeshceeError, step: int | None = None, of: object = None
+        self, peer_id: str, text: str, error: MeshceeError, steps: range | None = None, of: object = None
     ) -> None:
         """An error that ends the epoch, and is this member's own; `of` is the member whose frame it could not take, if any."""
         pipeline, index = self.plan.where(peer_id)
         stage = self.plan.pipelines[pipeline].stages[index]
         suspects = frozenset(peer for peer in self.plan.peers if peer in (peer_id, of))
-        self.failures.faults.append(Fault(peer_id, error, text, (stage.first, stage.end), step, suspects))
+        self.failures.faults.append(Fault(peer_id, error, text, (stage.first, stage.end), steps, suspects))
         self.failures.add(0, error)
+
+    @property
+    def _under_way(self) -> range:
+        """The steps in which a member may be: from the one that is waited for to the last that is fed."""
+        return range(self._step, max([self._step, *(a.round.step for a in self._answers.values())]) + 1)
 
     def convict(self, peer: str, step: int, why: str) -> None:
         """An audit has found that this member lied."""
         text = f"{self._describe(peer)} has lied about step {step + 1}: {why}"
         self.failures.liars.add(peer)
-        self._own_fault(peer, text, UnequalError(f"peer {text}. It has no further part in this run"), step)
+        self._own_fault(peer, text, UnequalError(f"peer {text}. It has no further part in this run"), range(step, step + 1))
 
     def doubt(self, peer: str, step: int) -> None:
         """A member does not show what an audit asks for: it is lost, and its steps are in doubt."""
@@ -472,7 +477,7 @@ class Owner:
                 self._gone(link, closed)
         except ProtocolError as error:
             told = ProtocolError(f"peer {self._describe(link.peer_id)}: {error}")
-            self._own_fault(link.peer_id, str(error), told, self._step)
+            self._own_fault(link.peer_id, str(error), told, self._under_way)
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self.failures.missed.add(link.peer_id)
@@ -483,11 +488,12 @@ class Owner:
         header = frame.header
         if frame.kind == messages.FAILED:
             link.closing = True  # its end of file is a consequence
-            at = header["step"] if type(header.get("step")) is int else self._step
-            rank, failure, lost = reported(header, link.peer_id, at, self._describe)
+            at = header.get("step")
+            steps = range(at, at + 1) if type(at) is int else self._under_way
+            rank, failure, lost = reported(header, link.peer_id, steps.start, self._describe)
             self.failures.blame(link.peer_id, lost)
             if is_own(failure):
-                self._own_fault(link.peer_id, need(header, "message", str), failure, at, header.get("of"))
+                self._own_fault(link.peer_id, need(header, "message", str), failure, steps, header.get("of"))
             else:
                 self.failures.add(rank, failure)
             return

@@ -30,13 +30,13 @@ class Fault:
     error: MeshceeError
     text: str
     blocks: tuple[int, int]
-    step: int | None  # None: while it was offered its stage
+    steps: range | None  # in which it may have been; None: while it was offered its stage
     suspects: frozenset[str]
 
     def is_like(self, other: Fault) -> bool:
-        near = self.step == other.step
-        if self.step is not None and other.step is not None:
-            near = abs(self.step - other.step) <= 1  # a neighbour may be a step ahead
+        near = self.steps == other.steps
+        if self.steps is not None and other.steps is not None:  # a neighbour may be a step ahead
+            near = self.steps.start <= other.steps.stop and other.steps.start <= self.steps.stop
         overlap = max(self.blocks[0], other.blocks[0]) < min(self.blocks[1], other.blocks[1])
         return near and overlap and self._kind == other._kind
 

@@ -248,7 +248,7 @@ class World:
             case 7 | 8 | 9:
                 self.faults += 1
                 error = MeshceeError("fails")
-                fault = Fault(one, error, "x" * self.faults, (0, 2), 1, frozenset({one}))
+                fault = Fault(one, error, "x" * self.faults, (0, 2), range(1, 2), frozenset({one}))
                 return moves.Failed(error, moves.Losses(1.0, faults=(fault,)))
             case 10 | 11:
                 return moves.Failed(PeerLostError("is stuck"), moves.Losses(1.0, stuck=frozenset({one})))

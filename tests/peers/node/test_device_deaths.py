@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,10 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, process, program
 from peers.node.device_process.messages import FROM_DEVICE
 from peers.node.mesh import Mesh
-from peers.transport.bridge import TAKES, Channel, pair
+from peers.transport.bridge import TAKES, Channel, bridged, pair
+from peers.transport.bridge.passing import joined
 from peers.transport.memory import MemoryNetwork
+from peers.transport.stream import FramedStream
 from tests.rig.virtual_time import quiet, run
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
@@ -31,8 +36,11 @@ pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not ma
 STRUCK = 4  # the step in which devices die
 
 
+SOCKETS: ContextVar[list[socket.socket]] = ContextVar("those of the streams of this program")
+
+
 class Inside:
-    """As `Child`, of a program that runs in this process: it dies when it is told to."""
+    """As `Child`, of a program that runs in this process: it dies when it is told to, and says no last word."""
 
     pid, written = 0, ""
 
@@ -41,7 +49,10 @@ class Inside:
         self.channel = Channel(near, (*FROM_DEVICE, *TAKES))
         self.ready, self.silent_for = asyncio.Event(), 0
         self._how = "ended with status 0"
+        self._sockets: list[socket.socket] = []
+        token = SOCKETS.set(self._sockets)
         self._serving = asyncio.get_running_loop().create_task(program.serve(far))
+        SOCKETS.reset(token)
 
     def had_s(self) -> float:
         return 0.0
@@ -49,12 +60,20 @@ class Inside:
     def kill(self, why: str = "", by: signal.Signals = signal.SIGKILL) -> None:
         self._how = (f"{why}, and " if why else "") + f"was ended by {by.name}"
         self.channel.close()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # it is closed
+                one.shutdown(socket.SHUT_RDWR)
         self._serving.cancel()
 
     async def end(self) -> str:
         self.channel.close()
         await asyncio.wait([self._serving])
         return self._how
+
+
+async def joined_by_one(end: socket.socket, stream: FramedStream) -> None:
+    SOCKETS.get().append(end)
+    await joined(end, stream)
 
 
 @asynccontextmanager
@@ -96,6 +115,7 @@ def trained(
             return mesh
 
     monkeypatch.setattr(process, "Child", Inside)
+    monkeypatch.setattr(bridged, "joined", joined_by_one)
     monkeypatch.setattr(program, "say_by", lambda post: None)
     with quiet():
         return run(story()), died, plans

@@ -332,7 +332,8 @@ async def test_a_peer_that_fails_again_and_again_is_left_out_for_longer_and_long
 
 
 def fault(peer: str, text: str, blocks: tuple[int, int] = (0, 2), step: int | None = 3, *others: str) -> Fault:
-    return Fault(peer, ProtocolError(f"peer {peer}: {text}"), text, blocks, step, frozenset({peer, *others}))
+    steps = None if step is None else range(step, step + 1)
+    return Fault(peer, ProtocolError(f"peer {peer}: {text}"), text, blocks, steps, frozenset({peer, *others}))
 
 
 def test_alike_is_the_same_error_on_the_same_work() -> None:
@@ -342,6 +343,13 @@ def test_alike_is_the_same_error_on_the_same_work() -> None:
     assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (2, 3)).is_like(first)
     assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (0, 2), 5).is_like(first)
     assert not fault("b", "stage 1: 20 bytes are missing at 0x7f2a", (0, 2), None).is_like(first)
+
+
+def test_a_peer_that_does_not_say_its_step_may_have_been_in_any_that_was_fed() -> None:
+    unsaid = replace(fault("a", "its process was ended"), steps=range(2, 5))
+    for step, alike in [(0, False), (1, True), (4, True), (5, True), (6, False)]:
+        said = fault("b", "its process was ended", step=step)
+        assert said.is_like(unsaid) is unsaid.is_like(said) is alike
 
 
 def test_who_sent_what_two_peers_cannot_read_is_the_one_at_fault() -> None:
