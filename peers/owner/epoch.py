@@ -273,7 +273,9 @@ class Owner:
         """An audit has found that this member lied."""
         text = f"{self._describe(peer)} has lied about step {step + 1}: {why}"
         self.failures.liars.add(peer)
-        self._own_fault(peer, text, UnequalError(f"peer {text}. It has no further part in this run"), range(step, step + 1))
+        self._own_fault(
+            peer, text, UnequalError(f"peer {text}. It has no further part in this run"), range(step, step + 1)
+        )
 
     def doubt(self, peer: str, step: int) -> None:
         """A member does not show what an audit asks for: it is lost, and its steps are in doubt."""

@@ -72,7 +72,10 @@ def event_of(line: str) -> moves.Event:
     match kind:
         case moves.Failed:
             error = values["error"]
-            faults = [Fault(p, error, str(error), (0, 2), range(3, 4), frozenset({p})) for p in peers_of(given.get("faults", ""))]
+            faults = [
+                Fault(p, error, str(error), (0, 2), range(3, 4), frozenset({p}))
+                for p in peers_of(given.get("faults", ""))
+            ]
             parted = pairs_of(given["parted"]) if "parted" in given else frozenset()
             stuck, blamed = peers_of(given.get("stuck", "")), given.get("blamed")
             wrong_from = int(given["wrong_from"]) if "wrong_from" in given else None
