@@ -510,7 +510,7 @@ class Course:
         pause = [Pause(min(0.5 * 2**in_vain, LONGEST_PAUSE_S))] if in_vain > 1 else []
         # Who has no part in the plan may hold copies that the next one begins with: whether that peer still answers counts, too.
         asked = tuple(sorted({*self.plan.members, *self.missing.answering}))
-        return [*back, Notice(losses.noticed_s), *pause, CallRoll(asked)]
+        return [*back, Notice(losses.noticed_s), *pause, CallRoll(asked, losses.silent)]
 
     def _called(self, event: Called) -> list[Command]:
         match self.state:

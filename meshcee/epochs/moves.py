@@ -42,6 +42,7 @@ class Losses:
     blamed: str | None = None  # who was lost by most others
     apart: frozenset[str] = frozenset()  # members that did not get copies, and members that hold these
     wrong_from: int | None = None  # the first step of one that has lied: what was told since is not to be believed
+    silent: frozenset[str] = frozenset()  # nothing has come from them for too long
 
 
 # -- what happens to the machine. `at` is the time by the clock of records
@@ -244,9 +245,10 @@ class Consider:
 
 @dataclass(frozen=True)
 class CallRoll:
-    """Ask these whether they are there: Called."""
+    """Ask these whether they are there: Called. For an answer of those who were `silent` before nobody waits for long."""
 
     members: tuple[str, ...]
+    silent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -483,6 +483,8 @@ class Owner:
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self.failures.missed.add(link.peer_id)
+        if closed == SILENT:
+            self.failures.silent.add(link.peer_id)
         told = f"peer {self._describe(link.peer_id)} was lost in step {self._step + 1}, before it was applied: {closed}"
         self.failures.add(LOST_HERE, PeerLostError(told))
 

@@ -363,8 +363,8 @@ class Training:
                 return await self._meet(proposal.what)
             case moves.Offer(proposal, number):
                 return await self._offer(going, proposal.what, number)
-            case moves.CallRoll(members):
-                return await recovery.call(members)
+            case moves.CallRoll(members, silent):
+                return await recovery.call(members, silent)
             case moves.FindStates(done, without):
                 return await self._states(done, without)
             case moves.LookAround(missed):

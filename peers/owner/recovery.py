@@ -28,11 +28,16 @@ __all__ = ["Recovery", "Stopwatch", "losses"]
 log = structlog.get_logger()
 
 ANSWER_S = 1.5  # to a roll call; a handshake takes a few round trips
+SILENT_S = 0.3  # at least, for who was silent before
 COORDINATOR_S = 5.0  # for a new plan, before the owner makes it
 
 
-async def roll_call(agent: MeshView, peers: Iterable[str]) -> set[str]:
-    """Those who answer, now: a process that is gone, stopped or cut off does not."""
+async def roll_call(agent: MeshView, peers: Iterable[str], silent: Collection[str] = ()) -> set[str]:
+    """Those who answer, now: a process that is gone, stopped or cut off does not.
+
+    Nothing has come from the `silent` ones for long: they are given as long again as the others took, and no more.
+    """
+    began_s = asyncio.get_running_loop().time()
 
     async def answers(peer_id: str) -> bool:
         try:
@@ -45,7 +50,13 @@ async def roll_call(agent: MeshView, peers: Iterable[str]) -> set[str]:
 
     async with asyncio.TaskGroup() as group:
         tasks = {peer_id: group.create_task(answers(peer_id)) for peer_id in set(peers)}
-    return {peer_id for peer_id, task in tasks.items() if task.result()}
+        if others := [task for peer_id, task in tasks.items() if peer_id not in silent]:
+            await asyncio.wait(others)
+            took_s = asyncio.get_running_loop().time() - began_s
+            await asyncio.wait(tasks.values(), timeout=max(took_s, SILENT_S))
+            for task in tasks.values():
+                task.cancel()
+    return {peer_id for peer_id, task in tasks.items() if not task.cancelled() and task.result()}
 
 
 class Stopwatch:
@@ -98,6 +109,7 @@ def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
         blamed,
         frozenset(failures.apart),
         wrong_from,
+        frozenset(failures.silent),
     )
 
 
@@ -107,8 +119,8 @@ class Recovery:
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
 
-    async def call(self, members: Iterable[str]) -> moves.Called:
-        here = await roll_call(self._agent, members)
+    async def call(self, members: Iterable[str], silent: Collection[str] = ()) -> moves.Called:
+        here = await roll_call(self._agent, members, silent)
         return moves.Called(frozenset(here), self._agent.clock())
 
     def around(self, missed: Iterable[str], members: Collection[str]) -> moves.Around:

@@ -37,6 +37,7 @@ class Failures:
         self.noticed_s: float | None = None  # when the first was, by the loop's clock
         self.blamed: Counter[str] = Counter()  # peers that others have lost, or the owner during offers
         self.missed: set[str] = set()  # members that the owner itself has lost
+        self.silent: set[str] = set()  # those of them from which nothing came for too long
         self.stuck: set[str] = set()  # members that answer and do not do what is theirs to do
         self.faults: list[Fault] = []  # errors that members have met by themselves
         self.liars: set[str] = set()  # members that an audit has found

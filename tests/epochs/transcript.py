@@ -46,7 +46,11 @@ def told(value: Any) -> str:
 
 def line_of(command: moves.Command) -> str:
     name = re.sub(r"(?<=.)([A-Z])", r" \1", type(command).__name__).lower()
-    shown = [(f.name, told(getattr(command, f.name))) for f in fields(command) if f.repr]
+    shown = [
+        (f.name, told(getattr(command, f.name)))
+        for f in fields(command)
+        if f.repr and (f.name, getattr(command, f.name)) != ("silent", frozenset())
+    ]
     return " ".join([name, *(f"{key}={shlex.quote(text)}" for key, text in shown)])
 
 

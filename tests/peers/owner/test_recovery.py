@@ -31,13 +31,15 @@ from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result
 from peers.owner.offering import Offering
+from peers.owner.recovery import Recovery
 from peers.state.copying import Copying
 from peers.transport.base import Frame, Stream
-from peers.transport.memory import Impairment
+from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import Failures
 from peers.wire.offer import Offer
 from peers.wire.weights import names_of
 from tests.peers.member.test_training import make_job
+from tests.rig.virtual_time import virtual_time
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
@@ -292,6 +294,23 @@ async def test_a_member_that_falls_silent_is_given_up_and_finds_its_epoch_over(t
         result = await train(mesh, hear)
         await mesh.agent.wait_for_devices(3)  # it is idle again
     assert_undisturbed(result, told, home)
+
+
+@virtual_time
+async def test_nobody_waits_long_for_the_answer_of_who_was_silent_before(tmp_path: Path) -> None:
+    """Who is stopped does not refuse a stream: it says nothing. One that answers again in time is there."""
+    loop = asyncio.get_running_loop()
+    async with InProcess(JoinOptions(), MemoryNetwork(), FAST, clock=loop.time, monotonic=loop.time) as here:
+        peers = [(await here.start(f"p{i}")).peer_id for i in range(3)]
+        mesh = await here.own("owner", Home(tmp_path))
+        await mesh.agent.wait_for_devices(3)
+        stopped, back, _ = peers
+        here.network.impair(mesh.agent.peer_id, stopped, Impairment(latency_s=4.0))
+        for silent, took_s in [({stopped, back}, 0.3), ({back}, 1.5), (set[str](), 1.5)]:
+            began_s = loop.time()
+            called = await Recovery(mesh.agent).call(peers, silent)
+            assert called.here == {*peers} - {stopped}
+            assert loop.time() - began_s == pytest.approx(took_s)
 
 
 async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
