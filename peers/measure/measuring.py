@@ -29,6 +29,8 @@ __all__ = ["Measuring", "lend_profiles"]
 log = structlog.get_logger()
 
 PROBE_EVERY_S = 60.0  # each link is measured again after this long, or later
+MOST_EVERY_S = 480.0  # after twice as long each time that it was ALIKE, but no longer than this
+ALIKE = 1.25  # times as fast, or as slow
 PROBE_SHARE = 0.02  # of a peer's time, at most, in which links that were measured before are measured again
 
 
@@ -69,6 +71,7 @@ class Measuring:
         self._member: Busy
         self._links = LinkReport(agent.peer_id, agent.directory, clock=agent.clock, monotonic=agent.monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
+        self._every_s: dict[str, float] = {}  # after how long each link is measured again
         self._wishes = Wishes(agent)
         agent.transport.serve("probe", serve_probe)
 
@@ -93,8 +96,9 @@ class Measuring:
     async def _probe_forever(self) -> None:
         """Measure the links to others that lend a device, one at a time, new ones first.
 
-        Links measured before are measured again so rarely that this takes at most PROBE_SHARE of this peer's time on
-        the wire. While the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
+        Links measured before are measured again ever more rarely while they stay as they are, and so rarely that this takes at
+        most PROBE_SHARE of this peer's time on the wire. While the peer trains, only when the owner of a job asks
+        (peers/measure/sounding.py).
         """
         rest_until_s = 0.0
         while True:
@@ -121,6 +125,10 @@ class Measuring:
                 if known:
                     now_s = self._agent.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
+            if (before := self._links.known.get(target)) is not None and not asked:
+                faster = probed.link.bandwidth_bytes_per_s / before.bandwidth_bytes_per_s
+                twice_s = min(2 * self._every_s.get(target, PROBE_EVERY_S), MOST_EVERY_S)
+                self._every_s[target] = twice_s if 1 / ALIKE < faster < ALIKE else PROBE_EVERY_S
             await self._links.probed(target, probed.link)
 
     def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
@@ -133,7 +141,9 @@ class Measuring:
         due: list[tuple[bool, float, str]] = []
         for peer in whom_to_probe(self._agent.peer_id, lending, published):
             known = self._links.known.get(peer)
-            if known is None or (may_repeat and not busy and now - known.measured_at > PROBE_EVERY_S):
+            if known is None or (
+                may_repeat and not busy and now - known.measured_at > self._every_s.get(peer, PROBE_EVERY_S)
+            ):
                 due.append((known is not None, self._tried.get(peer, 0.0), peer))
         if not due:
             return None, False

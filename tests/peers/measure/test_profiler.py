@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from itertools import count, permutations
+from collections.abc import Callable, Iterator
+from itertools import count, cycle, permutations, repeat
 from typing import Any, cast
 
 import pytest
@@ -129,13 +129,14 @@ async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
 
 @virtual_time
 async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe_s, idle_s = 1.5, 900.0
+    probe_s, idle_s = 1.5, 3600.0
     probed: list[tuple[str, str]] = []
+    speeds = dict[tuple[str, str], Iterator[float]]()
 
     async def probe(transport: Transport, target: str, *rest: Any, **more: Any) -> Probed:
         probed.append((transport.peer_id, target))
         await asyncio.sleep(probe_s)
-        return Probed(LinkProfile(0.01, 1e7, now()), 1 << 20)
+        return Probed(LinkProfile(0.01, next(speeds.get((transport.peer_id, target), repeat(1e7))), now()), 1 << 20)
 
     def now() -> float:
         return asyncio.get_running_loop().time()
@@ -147,9 +148,14 @@ async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pyte
         assert set(probed) == set(permutations(peers, 2))
         first = len(probed)
         await asyncio.sleep(idle_s)
-    for peer in peers:
-        again = sum(source == peer for source, _ in probed[first:])
-        assert 5 < again <= PROBE_SHARE * idle_s / probe_s + 1
+        for link in permutations(peers, 2):
+            assert 3 + (idle_s - 480) // (480 + 60) <= probed[first:].count(link) <= 3 + idle_s / 480
+        first, changes = len(probed), next(permutations(peers, 2))
+        speeds[changes] = cycle([2e7, 1e7])
+        await asyncio.sleep(idle_s)
+    for link in permutations(peers, 2):
+        assert (probed[first:].count(link) >= 20) == (link == changes)
+    assert sum(source == changes[0] for source, _ in probed[first:]) <= PROBE_SHARE * idle_s / probe_s + 1
 
 
 @pytest.mark.parametrize("bandwidth", [2e5, 8e5, 1e7])
