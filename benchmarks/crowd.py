@@ -1,7 +1,7 @@
 """Tens of real peers on one machine: how they join, what they weigh, what they say while idle, how they miss one, and a job.
 
-`python -m benchmarks.crowd [--peers 16 48]`, or `python -m benchmarks.scale --real 16 48`, prints JSON. Each peer is `meshcee peer`
-in a process of its own with its own p2pd and DHT node, on loopback. Peers are copies of one process that has imported torch
+`python -m benchmarks.crowd [--peers 16 48] [--settle 600]`, or `python -m benchmarks.scale --real 16 48`, prints JSON. Each peer is
+`meshcee peer` in a process of its own with its own p2pd and DHT node, on loopback. Peers are copies of one process that has imported torch
 (tests/mesh/warm.py), or one machine would time its own imports; `cold` is the memory of one that was started as users start
 peers. What each peer knows is what its `--metrics` page says. All peers of a figure share the machine's cores, so seconds
 are those of a machine that does the work of so many.
@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ __all__ = ["main", "measure"]
 STAGES = 12
 START_S, AGREE_S, END_S = 120.0, 180.0, 30.0
 POLL_S = 0.25
-SETTLE_S, IDLE_S = 45.0, 60.0
+SETTLE_S, IDLE_S = 600.0, 60.0
 JOB_S = 300.0
 
 
@@ -197,9 +198,9 @@ def weigh(crowd: Crowd) -> dict[str, Any]:
     return {kind: round(statistics.median(sizes), 1) for kind, sizes in sorted(parts.items())}
 
 
-def idle(crowd: Crowd) -> dict[str, Any]:
-    """Of a mesh that nothing happens in: bytes and seconds of a core, for each peer and second."""
-    time.sleep(SETTLE_S)
+def idle(crowd: Crowd, settle_s: float) -> dict[str, Any]:
+    """Of a mesh in which nothing has happened for so long: bytes and seconds of a core, for each peer and second."""
+    time.sleep(settle_s)
     count = len(crowd.living)
     bytes_before, cpu_before, began_s = _loopback_bytes(), _cpu_s(crowd), time.monotonic()
     time.sleep(IDLE_S)
@@ -268,11 +269,16 @@ def train(crowd: Crowd) -> dict[str, Any]:
     }
 
 
-def one(count: int) -> dict[str, Any]:
+def one(count: int, settle_s: float) -> dict[str, Any]:
     """All figures of a mesh of so many peers."""
     with tempfile.TemporaryDirectory(prefix="meshcee-crowd-") as folder, Crowd(Path(folder), count) as crowd:
         found: dict[str, Any] = {"peers": count, "join": join(crowd, count)}
-        for what, look in (("weight_mib", weigh), ("idle", idle), ("job", train), ("death", lose)):
+        for what, look in (
+            ("weight_mib", weigh),
+            ("idle", partial(idle, settle_s=settle_s)),
+            ("job", train),
+            ("death", lose),
+        ):
             found[what] = look(crowd)
         print(json.dumps(found), file=sys.stderr)
     return found
@@ -287,15 +293,17 @@ def cold() -> dict[str, Any]:
         return {"start_s": round(took_s, 2), "weight_mib": weigh(crowd)}
 
 
-def measure(counts: Sequence[int]) -> dict[str, Any]:
+def measure(counts: Sequence[int], settle_s: float = SETTLE_S) -> dict[str, Any]:
     """The figures of a mesh of each size, one after the other."""
-    return {"machine": machine(), "cold": cold(), "meshes": [one(count) for count in counts]}
+    return {"machine": machine(), "cold": cold(), "meshes": [one(count, settle_s) for count in counts]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=int, nargs="+", default=[16, 48])
-    print(json.dumps(measure(parser.parse_args().peers), indent=1))
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds until a mesh counts as idle")
+    args = parser.parse_args()
+    print(json.dumps(measure(args.peers, args.settle), indent=1))
 
 
 if __name__ == "__main__":
