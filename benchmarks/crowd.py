@@ -1,10 +1,10 @@
 """Tens of real peers on one machine: how they join, what they weigh, what they say while idle, how they miss one, and a job.
 
-`python -m benchmarks.crowd [--peers 16 48] [--settle 600]`, or `python -m benchmarks.scale --real 16 48`, prints JSON. Each peer is
-`meshcee peer` in a process of its own with its own p2pd and DHT node, on loopback. Peers are copies of one process that has imported torch
-(tests/mesh/warm.py), or one machine would time its own imports; `cold` is the memory of one that was started as users start
-peers. What each peer knows is what its `--metrics` page says. All peers of a figure share the machine's cores, so seconds
-are those of a machine that does the work of so many.
+`python -m benchmarks.crowd [--peers 16 48] [--settle 600]`, or `python -m benchmarks.scale --real 16 48`, prints JSON. Each
+peer is `meshcee peer` in a process of its own with its own p2pd and DHT node, on loopback. Peers are copies of one process that
+has imported torch (tests/mesh/warm.py), or one machine would time its own imports; `cold` is the memory of one that was started
+as users start peers. What each peer knows is what its `--metrics` page says. All peers of a figure share the machine's cores,
+so seconds are those of a machine that does the work of so many.
 """
 
 from __future__ import annotations
