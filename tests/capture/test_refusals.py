@@ -275,6 +275,36 @@ def test_code_of_a_library_is_told_with_the_users_line_and_no_advice_to_rewrite_
         capture(job_of(Calls(lambda _, h: branch(h))))
 
 
+class Counting(nn.Module):
+    """What forward has seen of a kind of data: in training, in evaluation or in both."""
+
+    def __init__(self, counts: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.frozen = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts(self):
+            self.seen += 1
+        return self.norm(self.frozen(self.linear(x))) * self.seen
+
+
+@pytest.mark.parametrize("counts", [lambda model: not model.training, lambda model: True], ids=["eval", "always"])
+def test_evaluation_that_changes_what_training_goes_on_with_is_refused(counts: Callable[[nn.Module], bool]) -> None:
+    job = job_of(Counting(counts))
+    assert capture(job).evaluate is None
+    with pytest.raises(
+        CaptureError, match=rf"model\.eval\(\) changes 'seen' at .*{HERE} `self\.seen \+= 1`.*self\.training"
+    ):
+        capture(dataclasses.replace(job, eval_data=job.data))
+
+
+def test_evaluation_may_read_what_training_changes() -> None:
+    job = job_of(Counting(lambda model: model.training))
+    assert capture(dataclasses.replace(job, eval_data=job.data)).evaluate is not None
+
+
 def test_what_changes_no_number_is_captured() -> None:
     def checkpointed(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
         print("here")
