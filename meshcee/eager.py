@@ -341,9 +341,16 @@ def _weights(job: Job, targets: list[Any]) -> list[float]:
 
 
 def _state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The model's state, with the full-precision tensors where there are any, under all names of a tied one."""
+    """The model's state, with the full-precision tensors where there are any, under all names of a tied one.
+
+    A frozen parameter that forward has changed has none any more: it is kept like a buffer.
+    """
     kept = model.state_dict(keep_vars=True)
-    of = {id(p): full[name] for name, p in model.named_parameters() if name in full}
+    of = {
+        id(p): full[name]
+        for name, p in model.named_parameters()
+        if name in full and (p.requires_grad or torch.equal(p, full[name].to(p.dtype)))
+    }
     return {name: of.get(id(tensor), tensor).detach() for name, tensor in kept.items()}
 
 

@@ -491,10 +491,10 @@ def _overlay(exported: Exported, train: Program) -> Program:
                     blocks.append(node.block)
     own, nodes, outputs, analysis = settled(exported)
     for number in analysis.written:
-        writes = [nodes[position] for position in analysis.mutations[analysis.group[number]]]
-        if own[number].mutated and (node := next((node for node in writes if not _only_reads(node)), None)):
+        writes = [node for p in analysis.mutations[analysis.group[number]] if not _only_reads(node := nodes[p])]
+        if own[number].mutated and writes:
             raise CaptureError(
-                f"model.eval() changes {own[number].name!r}{node.at}, and training would go on with that; change it only "
+                f"model.eval() changes {own[number].name!r}{writes[0].at}, and training would go on with that; change it only "
                 "`if self.training`, or leave out eval_data"
             )
     recomputed = find_recomputed(own, nodes, analysis)

@@ -197,8 +197,10 @@ class StageRunner:
         state = self._micros.pop(micro)
         roots, values, _ = self._roots(state, grads, weight)
         inputs = _differentiable(state.leaves)
+        otherwise = [_laid_otherwise(leaf) for leaf in inputs]
         self._accumulate(roots, values, [*inputs, *self.trainable.values()], partials)
-        return self._received_grads(state, [leaf.grad for leaf in inputs]), self._take_partials()
+        found = [own[0] if own else leaf.grad for leaf, own in zip(inputs, otherwise)]
+        return self._received_grads(state, found), self._take_partials()
 
     def backward_input(
         self, micro: int, grads: Sequence[torch.Tensor | None] = (), weight: float = 1.0
@@ -460,6 +462,21 @@ def _check(name: str, given: torch.Tensor, like: torch.Tensor) -> None:
 
 def _differentiable(leaves: Sequence[Boundary]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _laid_otherwise(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Will hold the leaf's gradient where that lies in memory otherwise: autograd adds it to `.grad` as the leaf lies.
+
+    The stage before would then add up the same numbers in another order than the plain loop.
+    """
+    found: list[torch.Tensor] = []
+
+    def keep(grad: torch.Tensor) -> None:
+        if grad.stride() != leaf.stride() or 0 in grad.stride():
+            found.append(grad)
+
+    leaf.register_hook(keep)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _to_wire(values: Sequence[Value], results: Sequence[Any]) -> list[Boundary]:

@@ -58,10 +58,13 @@ class Weights:
         self.averages: dict[str, torch.Tensor] = {}  # of the masters, from the end of the first step on
 
     def evaluated(self, name: str) -> torch.Tensor:
-        """What evaluations compute with: the parameter, or its average where the job wants that and there is one."""
+        """What evaluations compute with: the parameter, or its average where the job wants that and there is one.
+
+        That is a parameter too, as in torch's AveragedModel: products of what needs no gradient are folded otherwise.
+        """
         own = self.parameters[name]
         average = self.averages.get(name) if self.eval_ema else None
-        return own if average is None else average.to(own.dtype)
+        return own if average is None else average.to(own.dtype).detach().requires_grad_(own.requires_grad)
 
     def drop_grads(self) -> None:
         for parameter in (*self.trainable.values(), *self.masters.values()):

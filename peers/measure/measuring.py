@@ -96,9 +96,8 @@ class Measuring:
     async def _probe_forever(self) -> None:
         """Measure the links to others that lend a device, one at a time, new ones first.
 
-        Links measured before are measured again ever more rarely while they stay as they are, and so rarely that this takes at
-        most PROBE_SHARE of this peer's time on the wire. While the peer trains, only when the owner of a job asks
-        (peers/measure/sounding.py).
+        Links measured before are measured again ever more rarely while they stay as they are. This takes at most PROBE_SHARE of
+        this peer's time on the wire. While the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
         """
         rest_until_s = 0.0
         while True:

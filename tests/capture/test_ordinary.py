@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.nn.utils import parametrizations
 
 from meshcee.capture import Free, capture
 from meshcee.capture.graph.operators import find_operator
+from meshcee.eager import plain
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
-from tests.capture.exactness import WIDTH, asserted, difference, job_of
+from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
+from tests.rig.chain import Chain
 
 Then = Callable[["Layers", torch.Tensor], torch.Tensor]
 
@@ -104,6 +107,54 @@ def test_captured_and_exact(name: str) -> None:
     model = Layers(CASES[name])
     model.experts.requires_grad_(CASES[name] is not follows)
     assert difference(job_of(model)) == ""
+
+
+class Tagger(nn.Module):
+    """Of at most 32 positions; as Hugging Face's models it makes the loss, where it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(50, WIDTH), nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 5)
+        self.register_buffer("numbers", torch.arange(32)[None])
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.head(self.words(words) + self.places(self.numbers[:, : words.shape[1]]))
+        return out if labels is None else F.cross_entropy(out.view(-1, 5), labels.view(-1))
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["labels", "labels in x and in y"])
+def test_labels_are_no_longer_than_what_they_are_for(twice: bool) -> None:
+    """A text of many times the usual length has labels for as many words as the model takes; in x and in y they are one tensor."""
+
+    def padded(rows: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        words = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        labels = torch.where(words > 0, words % 5, -100)
+        return ({"words": words, "labels": labels} if twice else words), labels
+
+    torch.manual_seed(1)
+    texts = [torch.randint(1, 50, (size,)) for size in range(3, 27)]
+    loss = lambda out, y: out if twice else F.cross_entropy(out.view(-1, 5), y.view(-1))  # noqa: E731
+    job = job_of(Tagger(), loss, data=texts, collate=padded)
+    found = capture(job)
+    lengths = [entry.value.shape[1] for entry in found.train.inputs if entry.kind == "raw"]
+    assert [(length.limit, length.batch) for length in lengths if isinstance(length, Free)] == [(32, False)] * 2
+    chain, want = Chain(job, found, 3), plain(job)
+    chain.run(job.steps)
+    assert all(torch.equal(tensor, want.state_dict[name]) for name, tensor in chain.state().items())
+
+
+def test_the_plain_loop_keeps_what_forward_writes_in_bf16_too() -> None:
+    """A frozen parameter is in full what it was given as, and as forward has left it once that has written it."""
+    torch.manual_seed(1)
+    model = Layers(follows)
+    for parameter in (model.experts, model.a.weight):
+        parameter.requires_grad_(False)
+    job = job_of(model, precision="bf16")
+    loop, chain = plain(job), Chain(job, captured(job), 3)
+    chain.run(job.steps)
+    assert torch.equal(loop.state_dict["a.weight"], model.a.weight)
+    assert torch.equal(loop.state_dict["experts"], chain.state()["experts"])
+    assert not torch.equal(loop.state_dict["experts"].float(), model.experts)
 
 
 @pytest.mark.parametrize("kind", ["spectral_norm", "orthogonal"])

@@ -183,6 +183,10 @@ REFUSED = {
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
     "Python's random": (lambda _, h: h * random.random(), r"draws from Python's random.*torch\.rand"),
     "numpy's random": (lambda _, h: h * float(np.random.rand()), r"draws from Python's numpy\.random.*torch\.rand"),
+    "an activation that wants a gradient": (
+        lambda linear, h: linear(h.detach().requires_grad_()),
+        rf"requires_grad is set in forward at .*{HERE}.*leave it out \(model\.disable_input_require_grads",
+    ),
     "a re-entrant checkpoint": (
         lambda linear, h: torch.utils.checkpoint.checkpoint(linear, h, use_reentrant=True),
         r"use_reentrant=False, or use Job\(recompute=True\)",

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import ProtocolError
 from meshcee.figures import DeviceProfile
-from meshcee.job import Schedule
+from meshcee.job import Job, Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
@@ -37,6 +38,10 @@ def captured(model: str, precision: str = "fp32") -> Capture:
 
 @functools.cache
 def finely_cut(model: str) -> Capture:
+    return finely(zoo.make(model))
+
+
+def finely(job: Job) -> Capture:
     """Cut at every position where a cut does not change the meaning."""
 
     def everywhere(inputs: Any, nodes: Any, live: Any, work: Any) -> list[int]:
@@ -44,7 +49,7 @@ def finely_cut(model: str) -> Capture:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", everywhere)
-        return capture(zoo.make(model))
+        return capture(job)
 
 
 @functools.cache
@@ -86,12 +91,12 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
 KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
 
 
-@pytest.mark.parametrize("order", ["fused", "late"])
+@pytest.mark.parametrize(("order", "split"), [("fused", False), ("fused", True), ("late", True)])
 @pytest.mark.parametrize("model", KINDS)
-def test_every_place_where_a_model_can_be_cut(model: str, order: str) -> None:
+def test_every_place_where_a_model_can_be_cut(model: str, order: str, split: bool) -> None:
     """As many stages as there are places for a cut: about one operator a stage, for models of every kind."""
     job = zoo.make(model, steps=2)
-    chain = Chain(job, finely_cut(model), finely_cut(model).train.num_blocks, order)
+    chain = Chain(job, finely_cut(model), finely_cut(model).train.num_blocks, order, split=split)
     assert len(chain.runners) >= 10
     assert_equal(chain, chain.run(job.steps), expected(model, "adamw", steps=2))
 
@@ -352,3 +357,33 @@ def test_clipping_without_any_gradient_is_torchs() -> None:
     want = torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.zeros(3))], 0.5)
     assert torch.equal(global_norm([]), want)
     assert clip_coefficient([], 0.5) == 1.0
+
+
+class Transposed(nn.Module):
+    """Gradients lie in memory otherwise than the values whose they are; "tied": the head shares the first stage's weights."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.middle, self.head = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 13, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.words(x).transpose(1, 2).contiguous().transpose(1, 2)
+        h = h + torch.tanh(self.middle(h))
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_a_gradient_leaves_a_stage_as_it_lies_in_memory(tied: bool, split: bool) -> None:
+    """Autograd lays what it adds to `.grad` as the value lies; the sums of the stage before would then round otherwise."""
+    torch.manual_seed(1)
+    data = [(torch.randint(13, (5,)), torch.randint(13, (5,))) for _ in range(16)]
+    options: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2, "steps": 8, "codec": "none"}
+    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    job = Job(model=Transposed(tied), loss=loss, data=data, optimizer=Optimizer("SGD", lr=0.5), **options)
+    found = finely(job)
+    for stages in range(2, found.train.num_blocks + 1):
+        chain = Chain(job, found, stages, "fused", split=split)
+        assert_equal(chain, chain.run(job.steps), reference(job))

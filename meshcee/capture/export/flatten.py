@@ -77,7 +77,8 @@ def export_module(
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
         with quiet(), Watched() as watched:
-            exported = torch.export.export(module, tuple(arguments.values()), dynamic_shapes=(shapes,), strict=False)
+            given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
+            exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
@@ -101,6 +102,7 @@ class _Flattener:
         self.hints: dict[Any, int] = {}  # symbol -> its size in the example
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
         self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
+        self.equalities: list[Any] = []  # differences of sizes, which are 0 wherever the model runs
 
     def run(self) -> Exported:
         graph = self.exported.graph_module.graph
@@ -110,6 +112,8 @@ class _Flattener:
         specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
+            if not self.equalities and (mode := getattr(placeholder.meta["val"], "fake_mode", None)) is not None:
+                self.equalities = _equalities(mode.shape_env)
         self._graph(self.exported.graph_module, graph, no_grad=False)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
@@ -254,10 +258,11 @@ class _Flattener:
             return Value(name, None, multiple=True)
         return Value(name, None)
 
-    def _most(self, symbol: Any, usual: int) -> int:
-        """How far a size that varies may go: a table of positions, say, has so many rows."""
-        limit, upper = LENGTH_MARGIN * usual, getattr(self.ranges.get(symbol), "upper", None)
-        return int(min(limit, upper)) if upper is not None and upper.is_finite else limit
+    def _most(self, symbol: Any) -> int:
+        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more."""
+        equal = [other for other in self.hints if any(e.subs(symbol, other) == 0 for e in self.equalities)]
+        uppers = [self.ranges[s].upper for s in (symbol, *equal) if s in self.ranges]
+        return int(min([LENGTH_MARGIN * self.hints[symbol], *(upper for upper in uppers if upper.is_finite)]))
 
     def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
         if isinstance(dim, int):
@@ -268,7 +273,7 @@ class _Flattener:
                 return Batch(int(each))
             if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
                 hints = {s: self.hints[s] for s in each.free_symbols}
-                most = {s: self._most(s, v) for s, v in hints.items()}
+                most = {s: self._most(s) for s in hints}
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
                 return Free(max(usual, limit), usual, batch)
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
@@ -276,6 +281,13 @@ class _Flattener:
             raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
         advice = instead(place, "keep samples apart in the model")
         raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
+
+
+def _equalities(shapes: Any) -> list[Any]:
+    """What torch has found to be equal while it traced: of each such pair the difference, without what is 0 by itself."""
+    equal = [guard.expr for guard in shapes.guards if guard.expr.is_Equality]
+    found = [(e.lhs - e.rhs).subs(shapes.replacements).expand() for e in equal]
+    return [difference for difference in found if difference != 0]
 
 
 def _needed(graph: Any) -> set[Any]:

@@ -14,6 +14,7 @@ import itertools
 import logging
 import random
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -241,6 +242,12 @@ class _Looking(TorchFunctionMode):
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             advice = instead(_here(), "give the padded sequence, and mask what lies behind its end")
             raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
+        set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
+        if set_now and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
+            raise CaptureError(
+                f"requires_grad is set in forward{_here()}, which a graph does not hold, and no weight needs it; leave it out "
+                "(model.disable_input_require_grads() of Hugging Face)"
+            )
         if func == _DATA and Watched.now is not None and not Watched.now.data.text:
             Watched.now.data = _here()
         for given in args:

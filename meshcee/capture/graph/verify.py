@@ -121,7 +121,7 @@ def _run(
             except GraphError as error:
                 raise NodeRefused(number - len(program.inputs), node.operator.name, str(error)) from error
             except Exception as error:  # whatever a kernel says of nonsense
-                why = f"it cannot run ({type(error).__name__})"
+                why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
                 raise NodeRefused(number - len(program.inputs), node.operator.name, why) from error
             values[number] = out
             yield number, node
