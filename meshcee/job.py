@@ -467,7 +467,10 @@ class Job:
                 "such as a torch IterableDataset, and no iterator, which can be read once"
             )
         if isinstance(self.data, DataLoader) and self.data.batch_size is not None:
-            raise UsageError("a DataLoader as data makes no batches: give it batch_size=None, and Job its collate_fn")
+            raise UsageError(
+                "a DataLoader as data makes no batches: give data=loader.dataset, as Job batches and shuffles by itself; or give "
+                "the loader batch_size=None, and Job its collate_fn"
+            )
         if self.sampler is not None:
             raise UsageError("a sampler picks samples by their numbers, and this data is iterable: leave sampler out")
         if self.workers:

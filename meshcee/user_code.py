@@ -43,16 +43,18 @@ JOB_FILE = "job_file"  # the name under which the command line imports a job's f
 
 
 def import_job_file(path: str) -> ModuleType:
-    """Run the file as the module `JOB_FILE`, with its folder to import from. Raises what it raises."""
+    """Run the file as the module `JOB_FILE`, with its folder to import from and no arguments. Raises what it raises."""
     spec = importlib.util.spec_from_file_location(JOB_FILE, path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[JOB_FILE] = importlib.util.module_from_spec(spec)
     folder = str(Path(path).parent.resolve())
     sys.path.insert(0, folder)
+    arguments, sys.argv = sys.argv, [path]  # those are the command's
     try:
         spec.loader.exec_module(module)
     finally:
+        sys.argv = arguments
         sys.path.remove(folder)
     return module
 

@@ -32,8 +32,13 @@ Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
 
 def repeats(job: Job, *, keeps: bool) -> bool:
     """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
-    has a folder.
+    has a folder. Data that waits to be told its epoch is warned of too.
     """
+    if hasattr(job.data, "set_epoch") and not job.streams:
+        log.warning(
+            "data.set_epoch is never called, as data[i] is read ahead and in any order: let Job(sampler=FUNCTION) give other "
+            "indices in each data epoch and data[i] take its epoch from i, or give an IterableDataset, which is told its epoch"
+        )
     index = unrepeatable(job)
     if index is None:
         return True

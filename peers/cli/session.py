@@ -225,11 +225,34 @@ def load_job(path: Path) -> Job:
         module = import_job_file(str(path))
     except MeshceeError:
         raise
-    except Exception as error:
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    except (Exception, SystemExit) as error:
+        file = path.resolve()
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == file]
+        told, code = f"{type(error).__name__}: {error}", (lines[-1].line or "") if lines else ""
+        if isinstance(error, SystemExit):
+            told = (
+                f"the file ended by itself (status {error.code or 0}); a job file is given no arguments: give its options "
+                "defaults, or read os.environ"
+            )
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            told += f"; a job file is run by itself: {_instead(file, code)}"
         where = f", line {lines[-1].lineno}" if lines else ""
-        raise UsageError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{path}{where}: {told}") from error
     job = getattr(module, "job", None)
     if not isinstance(job, Job):
         raise UsageError(f"{path} defines no `job = meshcee.Job(...)`")
     return job
+
+
+def _instead(file: Path, code: str) -> str:
+    """What to do about a relative import that this line of the job's file has, or leads to."""
+    found = re.search(r"(?:from|import)\s+(\.*)([\w.]*)", code)
+    dots, rest = found.groups() if found else ("", "")
+    folder = top = file.parents[: max(len(dots), 1)][-1]
+    while (top.parent / "__init__.py").exists():
+        top = top.parent
+    names = folder.relative_to(top.parent).parts
+    package = ".".join(names) if names and all(name.isidentifier() for name in names) else "<package>"
+    return (
+        f"write `from {package}{rest and '.'}{rest} import ...` and keep the file beside the package, in {top.parent}"
+    )

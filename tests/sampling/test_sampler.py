@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -97,6 +99,30 @@ def test_set_epoch_is_called_where_there_is_one() -> None:
 
     job = job_of(Shifted())
     assert [indices_of(job, step)[0] for step in (0, 5, 2, 0)] == [0, 5, 2, 0]
+
+
+class Told:
+    """Waits to be told its epoch; or derives it from an index, of which there are as many as all epochs have."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.ones(3) * (i // 8 + self.epoch), 0
+
+
+def test_data_that_waits_for_its_epoch_is_warned_of_once_with_what_works() -> None:
+    job = replace(job_of(lambda epoch, seed: range(epoch * 8, epoch * 8 + 8)), data=Told())
+    with capture_logs() as logged:
+        assert repeats(job, keeps=False)
+    assert [entry["log_level"] for entry in logged] == ["warning"]
+    epochs = [{int(x[0]) for x, _ in source_of(job).samples(step, 0, 8)} for step in range(5)]
+    assert epochs == [{0}, {1}, {2}, {3}, {4}], "which is what the warning says to do"
 
 
 class Restless(Sampler[int]):

@@ -238,6 +238,10 @@ def test_a_stream_that_is_never_the_same_is_found_before_the_start() -> None:
         ({"sampler": torch.utils.data.SequentialSampler([1])}, "leave sampler out"),
         ({"workers": 2}, "StatefulDataLoader"),
         ({"data": DataLoader(Plain(), batch_size=4)}, "batch_size=None"),
+        (
+            {"data": DataLoader([(1, 2)] * 8, batch_size=4, shuffle=True)},
+            "give data=loader.dataset, as Job batches and shuffles",
+        ),
         ({"eval_data": Plain()}, "eval_data must be map-style"),
     ],
 )

@@ -1,0 +1,101 @@
+"""A job file is run by itself: what it reads of its surroundings, and what is said where that fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshcee
+from meshcee.errors import UsageError
+from meshcee.user_code import JOB_FILE
+from peers.cli.session import load_job
+
+JOB = """import torch, meshcee
+job = meshcee.Job(
+    model=torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss, data=[(torch.ones(2), torch.ones(1))] * 4,
+    optimizer=meshcee.Optimizer("SGD", lr=LR), batch_size=2, steps=1,
+)
+"""
+PARSER = 'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--lr", type=float, {})\n'
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's folder, and a command with arguments of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["meshcee", "train", "job.py", "--local", "2"])
+    monkeypatch.setitem(sys.modules, JOB_FILE, meshcee)  # whatever a test loads is put back
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_job(path)
+    assert sys.argv[1:] == ["train", "job.py", "--local", "2"]
+    return str(caught.value)
+
+
+def test_an_error_has_its_line_however_the_file_is_named(tmp_path: Path) -> None:
+    Path("job.py").write_text("import torch\n\nx = undefined_name\n")
+    for path in (Path("job.py"), tmp_path / "job.py", Path("..", tmp_path.name, "job.py")):
+        assert refusal(path) == f"{path}, line 3: NameError: name 'undefined_name' is not defined"
+
+
+def test_a_file_that_parses_arguments_is_given_none(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(PARSER.format("default=0.5") + "LR = parser.parse_args().lr\n" + JOB)
+    assert load_job(file).optimizer.options["lr"] == 0.5
+    assert sys.argv[1:] == ["train", "job.py", "--local", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("parser.parse_args()", 2), ("raise SystemExit", 0), ("raise SystemExit('no data')", "no data")],
+)
+def test_a_file_that_ends_by_itself_is_one_sentence(tmp_path: Path, line: str, status: object) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(PARSER.format("required=True") + line + "\n" + JOB)
+    said = refusal(file)
+    assert said.startswith(
+        f"{file}, line 4: the file ended by itself (status {status}); a job file is given no arguments"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "statement"),
+    [
+        ("mine/job.py", "from .models.net import LR"),
+        ("mine/jobs/job.py", "from ..models.net import (\n    LR,\n)"),
+        ("mine/job.py", "from models.net import LR"),  # which has a relative import of its own
+    ],
+)
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_relative_import_is_told_what_to_write_and_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, statement: str, marked: bool
+) -> None:
+    for name in ("models", "models.net", "mine", "mine.models", "mine.models.net", "mine.sizes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    file = tmp_path / place
+    for folder in (tmp_path / "mine" / "models", file.parent):
+        folder.mkdir(exist_ok=True, parents=True)
+        for package in (folder, tmp_path / "mine"):
+            if marked:
+                (package / "__init__.py").touch()
+    Path("mine/sizes.py").write_text("LR = 0.25\n")
+    Path("mine/models/net.py").write_text("from ..sizes import LR\n")
+    file.write_text(f"{statement}\n{JOB}")
+    said = refusal(file)
+    assert said.startswith(f"{file}, line 1: ImportError: attempted relative import ")
+    assert "; a job file is run by itself: write `from mine.models.net import ...`" in said
+    assert said.endswith(f" and keep the file beside the package, in {tmp_path}")
+    beside = tmp_path / "job.py"
+    beside.write_text(f"from mine.models.net import LR\n{JOB}")
+    assert load_job(beside).optimizer.options["lr"] == 0.25
+
+
+def test_a_folder_that_can_be_no_package_is_not_named(tmp_path: Path) -> None:
+    file = tmp_path / "my-job" / "job.py"
+    file.parent.mkdir()
+    file.write_text("from . import net\n")
+    assert "write `from <package> import ...`" in refusal(file)
