@@ -319,7 +319,9 @@ class _Bench:
         assert value.dtype is not None
         shape = value.sizes(size, usual=True)
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            return torch.randn(shape, generator=generator).to(value.dtype)
+            return torch.rand(shape, generator=generator).to(
+                value.dtype
+            )  # a likelihood, too, which some losses ask for
         if value.dtype == torch.bool:
             return torch.ones(shape, dtype=torch.bool)
         return torch.randint(0, max(most, 0) + 1, shape, generator=generator).to(value.dtype)

@@ -12,13 +12,16 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from meshcee.capture import Capture, capture, encode_program
 from meshcee.capture.graph.same_work import alike, tied
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes
-from meshcee.job import Job
+from meshcee.job import Job, Optimizer
 from peers.device.compute import Compute, Pace
 from peers.device.graphs import Graphs
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest
@@ -80,6 +83,20 @@ async def test_a_paced_device_measures_its_pace() -> None:
     assert times.speed_flops_per_s(alike(captured.train), [c.flops for c in captured.costs]) == pytest.approx(
         speed, rel=0.1
     )
+
+
+async def test_a_loss_of_likelihoods_is_measured() -> None:
+    """Its kernel refuses numbers outside of [0, 1], for what the model says and for the target."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    data = [(torch.rand(8), torch.rand(8)) for _ in range(8)]
+    job = Job(
+        model=model, loss=F.binary_cross_entropy, data=data, optimizer=Optimizer("SGD", lr=0.1), batch_size=4, steps=1
+    )
+    captured = capture(job)
+    async with Compute() as compute:
+        times = await profiler(compute, budget_s=0.1).measure(captured.train, request_of(job, captured, most={}))
+    assert all(len(row) == len(set(alike(captured.train))) for rows in times.seconds for row in rows)
 
 
 @pytest.mark.alone
