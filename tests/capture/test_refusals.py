@@ -151,6 +151,18 @@ REFUSED = {
         rf"{HERE} .*: torch\.vmap is used; write it for a whole batch",
     ),
     "a packed sequence": (packs, rf"a packed sequence is made at .*{HERE}.*padded sequence, and mask"),
+    "an embedding bag": (
+        lambda linear, h: h + F.embedding_bag(torch.zeros(len(h), 2, dtype=torch.long), linear.weight),
+        rf"an embedding bag is used at .*{HERE}.*; for ids of one length nn\.Embedding\(\.\.\.\)\(ids\)\.mean\(1\) does the same",
+    ),
+    "an embedding with max_norm": (
+        lambda linear, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), linear.weight, max_norm=1.0),
+        rf"writes its weights when it is read at .*{HERE} .*; leave out max_norm$",
+    ),
+    "sparse gradients": (
+        lambda linear, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), linear.weight, sparse=True),
+        rf"makes sparse gradients at .*{HERE} .*; sparse=False trains the same$",
+    ),
     "a parameter of nobody": (
         lambda _, h: h * STRAY,
         rf"needs a gradient is used at .*{HERE}.*reach it by its module",

@@ -228,6 +228,25 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"
 
 
+# A function of torch -> the argument that must be set ("": any call), what it does, and what does the same on peers.
+_KNOWN = (
+    (
+        "_pack_padded_sequence",
+        "",
+        "a packed sequence is made{}, whose sizes follow from values",
+        "give the padded sequence, and mask what lies behind its end",
+    ),
+    (
+        "embedding_bag",
+        "",
+        "an embedding bag is used{}, and its kernel trusts the offsets that it is given",
+        "for ids of one length nn.Embedding(...)(ids).mean(1) does the same, or .sum(1) with mode='sum'",
+    ),
+    ("embedding", "max_norm", "an nn.Embedding writes its weights when it is read{} (max_norm)", "leave out max_norm"),
+    ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
+)
+
+
 class _Looking(TorchFunctionMode):
     """Looks at every call of a torch function for what the graph would not hold."""
 
@@ -238,9 +257,9 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
             raise _hooked(f"{func.__name__} is called{_here()}")
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            advice = instead(_here(), "give the padded sequence, and mask what lies behind its end")
-            raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
+        for name, argument, what, advice in _KNOWN:
+            if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
+                raise CaptureError(f"{what.format(_here())}; {instead(_here(), advice)}")
         if func == _DATA and Watched.now is not None and not Watched.now.data.text:
             Watched.now.data = _here()
         for given in args:
