@@ -193,8 +193,11 @@ REFUSED = {
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
     "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
-    "Python's random": (lambda _, h: h * random.random(), r"draws from Python's random.*torch\.rand"),
-    "numpy's random": (lambda _, h: h * float(np.random.rand()), r"draws from Python's numpy\.random.*torch\.rand"),
+    "Python's random": (lambda _, h: h * random.random(), rf"draws from Python's random at .*{HERE} .*torch\.where\("),
+    "numpy's random": (
+        lambda _, h: h * float(np.random.rand()),
+        rf"draws from Python's numpy\.random at .*{HERE} .*torch\.rand",
+    ),
     "a re-entrant checkpoint": (
         lambda linear, h: torch.utils.checkpoint.checkpoint(linear, h, use_reentrant=True),
         r"use_reentrant=False, or use Job\(recompute=True\)",

@@ -325,6 +325,9 @@ def faithful(model: nn.Module) -> Iterator[None]:
         patches.enter_context(_replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         for owner, name, words in _GRADIENTS:
             patches.enter_context(_replaced(owner, name, _refusing(words)))
+        drawing: dict[str, Place] = {}
+        for owner, name in _DRAWING:
+            patches.enter_context(_replaced(owner, name, _telling(owner, name, drawing)))
         try:
             yield
         except MeshceeError:
@@ -333,8 +336,10 @@ def faithful(model: nn.Module) -> Iterator[None]:
             raise explain(error, Watched.now) from error
     drawn = [name for name, state in _python_generators().items() if state != before[name]]
     if drawn:
+        at = drawing.get(drawn[0], Place())
+        advice = instead(at, "draw with torch.rand, and choose with torch.where(torch.rand(()) < 0.5, a, b)")
         raise CaptureError(
-            f"the model draws from Python's {drawn[0]}, which would be drawn once for all steps; draw with torch.rand"
+            f"the model draws from Python's {drawn[0]}{at}, which would be drawn once for all steps; {advice}"
         )
 
 
@@ -362,6 +367,26 @@ def _refusing(words: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+_DRAWING: list[tuple[Any, str]] = [
+    (owner, name)
+    for owner, kind in ((random, random.Random), (np.random, np.random.RandomState))
+    for name in dir(owner)
+    if isinstance(getattr(getattr(owner, name), "__self__", None), kind) and name not in ("getstate", "get_state")
+]
+
+
+def _telling(owner: Any, name: str, drawing: dict[str, Place]) -> Callable[..., Any]:
+    """The function, that notes where a generator is used first."""
+    draw = getattr(owner, name)
+
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        if owner.__name__ not in drawing:
+            drawing[owner.__name__] = _here()
+        return draw(*args, **kwargs)
+
+    return tell
 
 
 def _python_generators() -> dict[str, str]:
