@@ -42,6 +42,8 @@ def job_of(model: nn.Module) -> Job:
 
 
 STRAY = nn.Parameter(torch.ones(4))
+TEACHER = nn.Linear(4, 4)
+OPTIMIZER = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
 COUNTING = nn.BatchNorm1d(4, momentum=None)
 
 
@@ -108,6 +110,21 @@ def differentiates(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h + torch.autograd.grad(linear(h).sum(), h, create_graph=True)[0]
 
 
+def trains(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    linear(h.detach()).sum().backward()
+    return h
+
+
+def steps(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    OPTIMIZER.zero_grad()
+    return h
+
+
+def asks_a_teacher(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return h + TEACHER(h)
+
+
 def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.tensor([4, 3, 2]), batch_first=True)
     return h + packed.data.sum()
@@ -141,6 +158,12 @@ REFUSED = {
     "a gradient inside": (
         differentiates,
         rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
+    ),
+    "a backward pass inside": (trains, rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for"),
+    "an optimizer inside": (steps, rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for"),
+    "a teacher that could be trained": (
+        asks_a_teacher,
+        rf"needs a gradient is used at .*{HERE} .*under torch\.no_grad\(\); .*teacher\.requires_grad_\(False\)",
     ),
     "a transform of torch.func": (
         lambda _, h: h + torch.func.grad(lambda row: row.sin().sum())(h),

@@ -64,6 +64,7 @@ def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
     return frames[last + 1 :]
 
 
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
 _CALLER = str(Path(__file__).parents[1] / "capture.py")
 
@@ -266,6 +267,13 @@ class _Looking(TorchFunctionMode):
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
                     raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
+                if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
+                    raise _trained_inside()
+                if not torch.is_grad_enabled():  # kernels are chosen by requires_grad, even where no gradient is made
+                    raise CaptureError(
+                        f"a tensor that is no parameter of the model and needs a gradient is used{_here()}, under "
+                        "torch.no_grad(); say that it is not trained, as teacher.requires_grad_(False) does for a module"
+                    )
                 advice = instead(
                     _here(),
                     "reach it by its module (model.head.weight), or register it in one, or detach it outside of the model",
@@ -284,6 +292,13 @@ class _Looking(TorchFunctionMode):
 
 def _here() -> Place:
     return _innermost(traceback.extract_stack())
+
+
+def _trained_inside() -> CaptureError:
+    advice = instead(_here(), "return one loss for all weights, with .detach() where no gradient shall pass")
+    return CaptureError(
+        f"there is a backward pass inside of forward or loss{_here()}, and peers make one, of what the loss returns; {advice}"
+    )
 
 
 def _hooked(what: str) -> CaptureError:
@@ -344,6 +359,7 @@ def faithful(model: nn.Module) -> Iterator[None]:
 
 
 _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
+    (torch.autograd, "backward", "backward"),
     (torch.autograd, "_engine_run_backward", "torch.autograd"),
     (eager_transforms, "grad_and_value_impl", "torch.func"),
     (eager_transforms, "_vjp_with_argnums", "torch.func"),
@@ -361,6 +377,8 @@ _MAKE_DISTRIBUTION = torch.distributions.Distribution.__init__
 
 def _refusing(words: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        if words == "backward":
+            raise _trained_inside()
         raise CaptureError(
             f"the model computes a gradient while it runs forward ({words}){_here()}, and peers compute gradients of the loss "
             "only; " + instead(_here(), "write the derivative as a formula")
