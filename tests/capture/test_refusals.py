@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.errors import CaptureError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job, Optimizer
 
 HERE = r"test_refusals\.py:\d+"
@@ -159,7 +159,10 @@ REFUSED = {
         differentiates,
         rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
     ),
-    "a backward pass inside": (trains, rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for"),
+    "a backward pass inside": (
+        trains,
+        rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for",
+    ),
     "an optimizer inside": (steps, rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for"),
     "a teacher that could be trained": (
         asks_a_teacher,
@@ -341,6 +344,49 @@ def test_evaluation_that_changes_what_training_goes_on_with_is_refused(counts: C
 def test_evaluation_may_read_what_training_changes() -> None:
     job = job_of(Counting(lambda model: model.training))
     assert capture(dataclasses.replace(job, eval_data=job.data)).evaluate is not None
+
+
+class Uses(nn.Module):
+    """Two layers, in an order of its own in evaluation."""
+
+    def __init__(self, evaluation: str) -> None:
+        super().__init__()
+        self.a, self.b, self.other = (nn.Linear(4, 4) for _ in range(3))
+        self.evaluation = evaluation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("a", "b") if self.training else self.evaluation.split():
+            x = self.get_submodule(name)(x).relu()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ("a b other", r"uses 'other\.weight' at .*, which model\.train\(\) does not; leave out eval_data"),
+        ("b a", r"uses 'a\.weight' at .*, in another order than model\.train\(\); leave out eval_data"),
+    ],
+)
+def test_evaluation_that_no_placement_serves_says_why(order: str, says: str) -> None:
+    job = job_of(Uses(order))
+    with pytest.raises(CaptureError, match=says):
+        capture(dataclasses.replace(job, eval_data=job.data, cuts=("a",)))
+
+
+def test_numbers_of_another_type_than_the_weights_are_told_at_once_if_the_model_takes_none() -> None:
+    def of(model: nn.Module, x: torch.dtype, y: torch.dtype = torch.float32) -> Job:
+        return dataclasses.replace(job_of(model), data=[(torch.randn(4, dtype=x), torch.randn(4, dtype=y))] * 8)
+
+    with pytest.raises(
+        UsageError, match=r"data gives x in float64, and the model's weights are float32: give float32, by \.to"
+    ):
+        capture(of(nn.Linear(4, 4), torch.float64))
+    casting = Calls(lambda _, h: h)
+    casting.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    capture(of(casting, torch.float64))
+    capture(of(nn.Linear(4, 4), torch.float32, torch.float64))
+    with pytest.raises(UsageError, match=r"^the model failed at .*: RuntimeError"):  # the type is not all
+        capture(of(Calls(lambda _, h: h / (1 // 0)), torch.float64))
 
 
 def test_what_changes_no_number_is_captured() -> None:
