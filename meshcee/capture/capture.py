@@ -519,9 +519,9 @@ def _overlay(exported: Exported, train: Program) -> Program:
     own, nodes, outputs, analysis = settled(exported)
     for number in analysis.written:
         writes = [nodes[position] for position in analysis.mutations[analysis.group[number]]]
-        if own[number].mutated and (node := next((node for node in writes if not _only_reads(node)), None)):
+        if own[number].mutated and (write := next((node for node in writes if not _only_reads(node)), None)):
             raise CaptureError(
-                f"model.eval() changes {own[number].name!r}{node.at}, and training would go on with that; change it only "
+                f"model.eval() changes {own[number].name!r}{write.at}, and training would go on with that; change it only "
                 "`if self.training`, or leave out eval_data"
             )
     recomputed = find_recomputed(own, nodes, analysis)

@@ -125,6 +125,23 @@ def asks_a_teacher(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
         return h + TEACHER(h)
 
 
+def takes_the_largest(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    per_sample = h.mean(1)
+    return h + per_sample.topk(per_sample.shape[0] // 2).values.mean()
+
+
+def takes_some(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    k = max(1, int(0.5 * h.shape[0]))
+    return h + h.mean(1).topk(k).values.mean()
+
+
+def counts_samples(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for i in range(h.shape[0]):
+        rows.append(linear(h[i]))
+    return torch.stack(rows)
+
+
 def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.tensor([4, 3, 2]), batch_first=True)
     return h + packed.data.sum()
@@ -209,6 +226,34 @@ REFUSED = {
     ),
     "sparse tensors": (lambda _, h: h.to_sparse().to_dense(), rf"{HERE}.*to_sparse.*torch functions"),
     "another library's operator": (lambda _, h: twice(h), rf"operation tests\.twice\.default at .*{HERE}.*allow-list"),
+    "the largest of a part of the samples": (
+        takes_the_largest,
+        rf"{HERE} `.*//.*: .*a part of the number of samples; .*torch\.arange\(l\.shape\[0\]\) < l\.shape\[0\] // 2",
+    ),
+    "a fraction of the samples": (
+        takes_some,
+        rf"{HERE} `k = max.*: .*a part of the number of samples; keep all samples",
+    ),
+    "a loop that counts samples": (
+        counts_samples,
+        rf"{HERE} `for i in .*: a Python loop goes over the samples; compute on",
+    ),
+    "a loop over samples": (
+        lambda linear, h: torch.stack([linear(row) for row in h]),
+        rf"{HERE} .*: a Python loop goes over the samples; compute on the whole batch",
+    ),
+    "a fixed size in a loop": (
+        lambda _, h: sum(h.view(3, 4) for _ in range(3)),
+        rf"{HERE} .*: the model fixes a size",
+    ),
+    "a fixed size beside a part of the samples": (
+        lambda _, h: h.view(3, 4) * max(1, int(0.5 * len(h.mean(1)))),
+        rf"{HERE} .*: the model fixes a size",
+    ),
+    "a complex mean over samples": (
+        lambda _, h: h + torch.view_as_complex(h.view(-1, 2, 2)).mean(0).real.sum(),
+        rf"{HERE} .*: the mean of complex numbers .*; write z\.sum\(0\) / z\.shape\[0\]",
+    ),
     "a fixed batch size": (lambda _, h: h.view(3, 4), rf"{HERE} .*h\.view\(3, 4\).*fixes a size.*x\.shape"),
     "a size that mixes samples": (lambda _, h: h.flatten()[1:].mean() + h, rf"operation .*{HERE}.*keep samples apart"),
     "a parameter's .data": (

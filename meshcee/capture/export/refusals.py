@@ -142,6 +142,9 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
     if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
         at = sizes.data
+    fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
+    for at, how, advice in (found for word, found in fixes.items() if word in text):
+        return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
     said = str(error).strip().splitlines()
     first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
     problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
@@ -155,6 +158,20 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
                 return CaptureError(f"the model cannot be captured{at}: {problem}; {advice}")
             break
     return CaptureError(f"the model cannot be captured{at}: {problem}; {instead(at, advice)}")
+
+
+_PART = re.compile(r"//|(?:Trunc|Floor|Ceil|Round)ToInt")
+_RANKS = (
+    "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
+    "l.shape[0] // 2 has the larger half"
+)
+
+
+def _loops(code: str) -> bool:
+    """Whether this line, which has just fixed the number of samples, did so by a loop over them."""
+    asked = {frame.name for frame in _inside(traceback.extract_stack()) if is_ours(frame.filename)}
+    over = "__iter__" in asked or "range(len(" in code or ("range(" in code and "__index__" in asked)
+    return over and re.search(r"\bfor\b.+\bin\b", code) is not None
 
 
 class Watched(logging.Handler):
@@ -172,10 +189,23 @@ class Watched(logging.Handler):
         self.at = Place()  # the first place of a size that became a constant
         self.mapped = Place()  # of a torch.vmap
         self.data = Place()  # of a .data
+        self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
+        self._samples: set[str] = set()  # what torch calls their number
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self.at.text and str(record.msg).startswith("set_replacement") and "singleton" in record.getMessage():
+        said, given = str(record.msg), [str(a) for a in record.args or ()]
+        if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
+            self._samples.add(given[0])
+        if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
+            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", _RANKS)
+        if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
+            if given[0] in self._samples and _loops(self.at.text):
+                self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
+
+    def fix(self, word: str, how: str, advice: str) -> None:
+        if word not in self.fixes:
+            self.fixes[word] = _here(), how, advice
 
     def __enter__(self) -> Watched:
         self._before = self._LOG.level, self._LOG.propagate, self._LOG.handlers
@@ -282,7 +312,14 @@ class _Looking(TorchFunctionMode):
                     f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "
                     f"trained; {advice}"
                 )
-        return func(*args, **(kwargs or {}))
+        sizes = Watched.now
+        free = sizes is not None and not sizes.at.text
+        made = func(*args, **(kwargs or {}))
+        averages = getattr(func, "__name__", "") == "mean" and any(torch.is_complex(t) for t in args[:1])
+        if averages and free and sizes is not None and sizes.at.text:
+            how = "the mean of complex numbers over the samples fixes their number"
+            sizes.fix("specialized", how, "write z.sum(0) / z.shape[0]")
+        return made
 
     def _astray(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
