@@ -253,6 +253,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
     most = job.micro_batch_size or job.batch_size
+    if recorder is None and job.precision == "fp32":
+        _refuse_types(model, job, example)
     try:
         with _as_trained(model, job) as before:
             train_wrap = _WithLoss(model, job, example, evaluate=False)
@@ -386,6 +388,31 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
             job.loss(output, example[1])
 
 
+def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
+    """A model that fails on numbers of another type than its weights, and not on the same in theirs: fakes do not tell of it."""
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    inputs = data_rules.inputs_of(example)
+    other = {n: t for n, t in inputs.items() if t.is_floating_point() and t.dtype not in weights}
+    if len(weights) != 1 or not other:
+        return
+    try:
+        _eagerly(model, job, example)
+    except UsageError as error:
+        (wanted,) = weights
+        given = inputs | {n: t.to(wanted) for n, t in other.items()}
+        x, y = example
+        try:
+            _eagerly(model, job, (data_rules.rebuild(x, "x", given), data_rules.rebuild(y, "y", given)))
+        except UsageError:
+            raise error from None
+        kind = str(wanted).removeprefix("torch.")
+        gives = ", ".join(f"{n} in {str(t.dtype).removeprefix('torch.')}" for n, t in other.items())
+        raise UsageError(
+            f"data gives {gives}, and the model's weights are {kind}: "
+            f"give {kind}, by .to(torch.{kind}) or numpy's .astype({kind!r}) ({error})"
+        ) from error
+
+
 def _norm_order(model: nn.Module) -> tuple[str, ...]:
     """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients."""
     names = [name for name, _ in model.named_parameters()]
@@ -507,9 +534,8 @@ def _overlay(exported: Exported, train: Program) -> Program:
                     name = own[r].name
                     later = [b for b in holds.get(name, ()) if b >= current]
                     if not later:
-                        raise CaptureError(
-                            f"model.eval() uses {name!r} in another order than model.train(); leave out eval_data"
-                        )
+                        how = "in another order than model.train()" if name in holds else "which model.train() does not"
+                        raise CaptureError(f"model.eval() uses {name!r}{node.at}, {how}; leave out eval_data")
                     current = later[0]
         # As in training: it says which activations a codec may touch. Nothing is differentiated in an evaluation.
         value = dataclasses.replace(node.value, requires_grad=analysis.requires_grad[base + i] and node.value.is_tensor)

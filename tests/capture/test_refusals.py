@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.errors import CaptureError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job, Optimizer
 
 HERE = r"test_refusals\.py:\d+"
@@ -42,6 +42,8 @@ def job_of(model: nn.Module) -> Job:
 
 
 STRAY = nn.Parameter(torch.ones(4))
+TEACHER = nn.Linear(4, 4)
+OPTIMIZER = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
 COUNTING = nn.BatchNorm1d(4, momentum=None)
 
 
@@ -108,6 +110,38 @@ def differentiates(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h + torch.autograd.grad(linear(h).sum(), h, create_graph=True)[0]
 
 
+def trains(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    linear(h.detach()).sum().backward()
+    return h
+
+
+def steps(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    OPTIMIZER.zero_grad()
+    return h
+
+
+def asks_a_teacher(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return h + TEACHER(h)
+
+
+def takes_the_largest(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    per_sample = h.mean(1)
+    return h + per_sample.topk(per_sample.shape[0] // 2).values.mean()
+
+
+def takes_some(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    k = max(1, int(0.5 * h.shape[0]))
+    return h + h.mean(1).topk(k).values.mean()
+
+
+def counts_samples(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for i in range(h.shape[0]):
+        rows.append(linear(h[i]))
+    return torch.stack(rows)
+
+
 def packs(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.tensor([4, 3, 2]), batch_first=True)
     return h + packed.data.sum()
@@ -142,6 +176,15 @@ REFUSED = {
         differentiates,
         rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
     ),
+    "a backward pass inside": (
+        trains,
+        rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for",
+    ),
+    "an optimizer inside": (steps, rf"a backward pass inside of forward or loss at .*{HERE} .*; return one loss for"),
+    "a teacher that could be trained": (
+        asks_a_teacher,
+        rf"needs a gradient is used at .*{HERE} .*under torch\.no_grad\(\); .*teacher\.requires_grad_\(False\)",
+    ),
     "a transform of torch.func": (
         lambda _, h: h + torch.func.grad(lambda row: row.sin().sum())(h),
         rf"\(torch\.func\) at .*{HERE}.*write the derivative",
@@ -151,6 +194,18 @@ REFUSED = {
         rf"{HERE} .*: torch\.vmap is used; write it for a whole batch",
     ),
     "a packed sequence": (packs, rf"a packed sequence is made at .*{HERE}.*padded sequence, and mask"),
+    "an embedding bag": (
+        lambda linear, h: h + F.embedding_bag(torch.zeros(len(h), 2, dtype=torch.long), linear.weight),
+        rf"an embedding bag is used at .*{HERE}.*; for ids of one length nn\.Embedding\(\.\.\.\)\(ids\)\.mean\(1\) does the same",
+    ),
+    "an embedding with max_norm": (
+        lambda linear, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), linear.weight, max_norm=1.0),
+        rf"writes its weights when it is read at .*{HERE} .*; leave out max_norm$",
+    ),
+    "sparse gradients": (
+        lambda linear, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), linear.weight, sparse=True),
+        rf"makes sparse gradients at .*{HERE} .*; sparse=False trains the same$",
+    ),
     "a parameter of nobody": (
         lambda _, h: h * STRAY,
         rf"needs a gradient is used at .*{HERE}.*reach it by its module",
@@ -171,6 +226,34 @@ REFUSED = {
     ),
     "sparse tensors": (lambda _, h: h.to_sparse().to_dense(), rf"{HERE}.*to_sparse.*torch functions"),
     "another library's operator": (lambda _, h: twice(h), rf"operation tests\.twice\.default at .*{HERE}.*allow-list"),
+    "the largest of a part of the samples": (
+        takes_the_largest,
+        rf"{HERE} `.*//.*: .*a part of the number of samples; .*torch\.arange\(l\.shape\[0\]\) < l\.shape\[0\] // 2",
+    ),
+    "a fraction of the samples": (
+        takes_some,
+        rf"{HERE} `k = max.*: .*a part of the number of samples; keep all samples",
+    ),
+    "a loop that counts samples": (
+        counts_samples,
+        rf"{HERE} `for i in .*: a Python loop goes over the samples; compute on",
+    ),
+    "a loop over samples": (
+        lambda linear, h: torch.stack([linear(row) for row in h]),
+        rf"{HERE} .*: a Python loop goes over the samples; compute on the whole batch",
+    ),
+    "a fixed size in a loop": (
+        lambda _, h: sum(h.view(3, 4) for _ in range(3)),
+        rf"{HERE} .*: the model fixes a size",
+    ),
+    "a fixed size beside a part of the samples": (
+        lambda _, h: h.view(3, 4) * max(1, int(0.5 * len(h.mean(1)))),
+        rf"{HERE} .*: the model fixes a size",
+    ),
+    "a complex mean over samples": (
+        lambda _, h: h + torch.view_as_complex(h.view(-1, 2, 2)).mean(0).real.sum(),
+        rf"{HERE} .*: the mean of complex numbers .*; write z\.sum\(0\) / z\.shape\[0\]",
+    ),
     "a fixed batch size": (lambda _, h: h.view(3, 4), rf"{HERE} .*h\.view\(3, 4\).*fixes a size.*x\.shape"),
     "a size that mixes samples": (lambda _, h: h.flatten()[1:].mean() + h, rf"operation .*{HERE}.*keep samples apart"),
     "a parameter's .data": (
@@ -181,8 +264,11 @@ REFUSED = {
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
     "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
-    "Python's random": (lambda _, h: h * random.random(), r"draws from Python's random.*torch\.rand"),
-    "numpy's random": (lambda _, h: h * float(np.random.rand()), r"draws from Python's numpy\.random.*torch\.rand"),
+    "Python's random": (lambda _, h: h * random.random(), rf"draws from Python's random at .*{HERE} .*torch\.where\("),
+    "numpy's random": (
+        lambda _, h: h * float(np.random.rand()),
+        rf"draws from Python's numpy\.random at .*{HERE} .*torch\.rand",
+    ),
     "an activation that wants a gradient": (
         lambda linear, h: linear(h.detach().requires_grad_()),
         rf"requires_grad is set in forward at .*{HERE}.*leave it out \(model\.disable_input_require_grads",
@@ -307,6 +393,49 @@ def test_evaluation_that_changes_what_training_goes_on_with_is_refused(counts: C
 def test_evaluation_may_read_what_training_changes() -> None:
     job = job_of(Counting(lambda model: model.training))
     assert capture(dataclasses.replace(job, eval_data=job.data)).evaluate is not None
+
+
+class Uses(nn.Module):
+    """Two layers, in an order of its own in evaluation."""
+
+    def __init__(self, evaluation: str) -> None:
+        super().__init__()
+        self.a, self.b, self.other = (nn.Linear(4, 4) for _ in range(3))
+        self.evaluation = evaluation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("a", "b") if self.training else self.evaluation.split():
+            x = self.get_submodule(name)(x).relu()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ("a b other", r"uses 'other\.weight' at .*, which model\.train\(\) does not; leave out eval_data"),
+        ("b a", r"uses 'a\.weight' at .*, in another order than model\.train\(\); leave out eval_data"),
+    ],
+)
+def test_evaluation_that_no_placement_serves_says_why(order: str, says: str) -> None:
+    job = job_of(Uses(order))
+    with pytest.raises(CaptureError, match=says):
+        capture(dataclasses.replace(job, eval_data=job.data, cuts=("a",)))
+
+
+def test_numbers_of_another_type_than_the_weights_are_told_at_once_if_the_model_takes_none() -> None:
+    def of(model: nn.Module, x: torch.dtype, y: torch.dtype = torch.float32) -> Job:
+        return dataclasses.replace(job_of(model), data=[(torch.randn(4, dtype=x), torch.randn(4, dtype=y))] * 8)
+
+    with pytest.raises(
+        UsageError, match=r"data gives x in float64, and the model's weights are float32: give float32, by \.to"
+    ):
+        capture(of(nn.Linear(4, 4), torch.float64))
+    casting = Calls(lambda _, h: h)
+    casting.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    capture(of(casting, torch.float64))
+    capture(of(nn.Linear(4, 4), torch.float32, torch.float64))
+    with pytest.raises(UsageError, match=r"^the model failed at .*: RuntimeError"):  # the type is not all
+        capture(of(Calls(lambda _, h: h / (1 // 0)), torch.float64))
 
 
 def test_what_changes_no_number_is_captured() -> None:

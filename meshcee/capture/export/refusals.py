@@ -65,6 +65,7 @@ def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
     return frames[last + 1 :]
 
 
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
 _CALLER = str(Path(__file__).parents[1] / "capture.py")
 
@@ -142,6 +143,9 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
     if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
         at = sizes.data
+    fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
+    for at, how, advice in (found for word, found in fixes.items() if word in text):
+        return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
     said = str(error).strip().splitlines()
     first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
     problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
@@ -155,6 +159,20 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
                 return CaptureError(f"the model cannot be captured{at}: {problem}; {advice}")
             break
     return CaptureError(f"the model cannot be captured{at}: {problem}; {instead(at, advice)}")
+
+
+_PART = re.compile(r"//|(?:Trunc|Floor|Ceil|Round)ToInt")
+_RANKS = (
+    "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
+    "l.shape[0] // 2 has the larger half"
+)
+
+
+def _loops(code: str) -> bool:
+    """Whether this line, which has just fixed the number of samples, did so by a loop over them."""
+    asked = {frame.name for frame in _inside(traceback.extract_stack()) if is_ours(frame.filename)}
+    over = "__iter__" in asked or "range(len(" in code or ("range(" in code and "__index__" in asked)
+    return over and re.search(r"\bfor\b.+\bin\b", code) is not None
 
 
 class Watched(logging.Handler):
@@ -172,10 +190,23 @@ class Watched(logging.Handler):
         self.at = Place()  # the first place of a size that became a constant
         self.mapped = Place()  # of a torch.vmap
         self.data = Place()  # of a .data
+        self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
+        self._samples: set[str] = set()  # what torch calls their number
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self.at.text and str(record.msg).startswith("set_replacement") and "singleton" in record.getMessage():
+        said, given = str(record.msg), [str(a) for a in record.args or ()]
+        if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
+            self._samples.add(given[0])
+        if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
+            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", _RANKS)
+        if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
+            if given[0] in self._samples and _loops(self.at.text):
+                self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
+
+    def fix(self, word: str, how: str, advice: str) -> None:
+        if word not in self.fixes:
+            self.fixes[word] = _here(), how, advice
 
     def __enter__(self) -> Watched:
         self._before = self._LOG.level, self._LOG.propagate, self._LOG.handlers
@@ -229,6 +260,25 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"
 
 
+# A function of torch -> the argument that must be set ("": any call), what it does, and what does the same on peers.
+_KNOWN = (
+    (
+        "_pack_padded_sequence",
+        "",
+        "a packed sequence is made{}, whose sizes follow from values",
+        "give the padded sequence, and mask what lies behind its end",
+    ),
+    (
+        "embedding_bag",
+        "",
+        "an embedding bag is used{}, and its kernel trusts the offsets that it is given",
+        "for ids of one length nn.Embedding(...)(ids).mean(1) does the same, or .sum(1) with mode='sum'",
+    ),
+    ("embedding", "max_norm", "an nn.Embedding writes its weights when it is read{} (max_norm)", "leave out max_norm"),
+    ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
+)
+
+
 class _Looking(TorchFunctionMode):
     """Looks at every call of a torch function for what the graph would not hold."""
 
@@ -239,9 +289,9 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
             raise _hooked(f"{func.__name__} is called{_here()}")
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            advice = instead(_here(), "give the padded sequence, and mask what lies behind its end")
-            raise CaptureError(f"a packed sequence is made{_here()}, whose sizes follow from values; {advice}")
+        for name, argument, what, advice in _KNOWN:
+            if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
+                raise CaptureError(f"{what.format(_here())}; {instead(_here(), advice)}")
         set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
         if set_now and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
             raise CaptureError(
@@ -254,6 +304,13 @@ class _Looking(TorchFunctionMode):
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
                     raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
+                if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
+                    raise _trained_inside()
+                if not torch.is_grad_enabled():  # kernels are chosen by requires_grad, even where no gradient is made
+                    raise CaptureError(
+                        f"a tensor that is no parameter of the model and needs a gradient is used{_here()}, under "
+                        "torch.no_grad(); say that it is not trained, as teacher.requires_grad_(False) does for a module"
+                    )
                 advice = instead(
                     _here(),
                     "reach it by its module (model.head.weight), or register it in one, or detach it outside of the model",
@@ -262,7 +319,14 @@ class _Looking(TorchFunctionMode):
                     f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "
                     f"trained; {advice}"
                 )
-        return func(*args, **(kwargs or {}))
+        sizes = Watched.now
+        free = sizes is not None and not sizes.at.text
+        made = func(*args, **(kwargs or {}))
+        averages = getattr(func, "__name__", "") == "mean" and any(torch.is_complex(t) for t in args[:1])
+        if averages and free and sizes is not None and sizes.at.text:
+            how = "the mean of complex numbers over the samples fixes their number"
+            sizes.fix("specialized", how, "write z.sum(0) / z.shape[0]")
+        return made
 
     def _astray(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
@@ -272,6 +336,13 @@ class _Looking(TorchFunctionMode):
 
 def _here() -> Place:
     return _innermost(traceback.extract_stack())
+
+
+def _trained_inside() -> CaptureError:
+    advice = instead(_here(), "return one loss for all weights, with .detach() where no gradient shall pass")
+    return CaptureError(
+        f"there is a backward pass inside of forward or loss{_here()}, and peers make one, of what the loss returns; {advice}"
+    )
 
 
 def _hooked(what: str) -> CaptureError:
@@ -313,6 +384,9 @@ def faithful(model: nn.Module) -> Iterator[None]:
         patches.enter_context(_replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         for owner, name, words in _GRADIENTS:
             patches.enter_context(_replaced(owner, name, _refusing(words)))
+        drawing: dict[str, Place] = {}
+        for owner, name in _DRAWING:
+            patches.enter_context(_replaced(owner, name, _telling(owner, name, drawing)))
         try:
             yield
         except MeshceeError:
@@ -321,12 +395,15 @@ def faithful(model: nn.Module) -> Iterator[None]:
             raise explain(error, Watched.now) from error
     drawn = [name for name, state in _python_generators().items() if state != before[name]]
     if drawn:
+        at = drawing.get(drawn[0], Place())
+        advice = instead(at, "draw with torch.rand, and choose with torch.where(torch.rand(()) < 0.5, a, b)")
         raise CaptureError(
-            f"the model draws from Python's {drawn[0]}, which would be drawn once for all steps; draw with torch.rand"
+            f"the model draws from Python's {drawn[0]}{at}, which would be drawn once for all steps; {advice}"
         )
 
 
 _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
+    (torch.autograd, "backward", "backward"),
     (torch.autograd, "_engine_run_backward", "torch.autograd"),
     (eager_transforms, "grad_and_value_impl", "torch.func"),
     (eager_transforms, "_vjp_with_argnums", "torch.func"),
@@ -344,12 +421,34 @@ _MAKE_DISTRIBUTION = torch.distributions.Distribution.__init__
 
 def _refusing(words: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        if words == "backward":
+            raise _trained_inside()
         raise CaptureError(
             f"the model computes a gradient while it runs forward ({words}){_here()}, and peers compute gradients of the loss "
             "only; " + instead(_here(), "write the derivative as a formula")
         )
 
     return refuse
+
+
+_DRAWING: list[tuple[Any, str]] = [
+    (owner, name)
+    for owner, kind in ((random, random.Random), (np.random, np.random.RandomState))
+    for name in dir(owner)
+    if isinstance(getattr(getattr(owner, name), "__self__", None), kind) and name not in ("getstate", "get_state")
+]
+
+
+def _telling(owner: Any, name: str, drawing: dict[str, Place]) -> Callable[..., Any]:
+    """The function, that notes where a generator is used first."""
+    draw = getattr(owner, name)
+
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        if owner.__name__ not in drawing:
+            drawing[owner.__name__] = _here()
+        return draw(*args, **kwargs)
+
+    return tell
 
 
 def _python_generators() -> dict[str, str]:
