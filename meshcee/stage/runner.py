@@ -82,10 +82,10 @@ class StageRunner:
         self.device = torch.device(device)
         self.index = index
         self.recompute = recompute
+        self.split = split
         shared = train.shared(stages) if stages is not None else {}
         self.to_earlier = tuple(n for n, at in shared.items() if at[0] < index)  # W sends their partials up the chain
         self.from_later = tuple(n for n, at in shared.items() if at[-1] > index)  # W needs their partials first
-        self.split = split and not self.to_earlier  # a stage before waits for W as well
         self.owned = tuple(n for n in train.trainable if n not in self.to_earlier)
         self.shared_owned = tuple(n for n in self.owned if n in shared)
         both = [train, *([evaluate] if evaluate else [])]

@@ -131,7 +131,7 @@ def test_b_frees_what_only_b_needs() -> None:
     """Between B and W a split stage holds the inputs of its weighted operators and the gradients that arrived there."""
     held = []
     for split in (False, True):
-        chain = Chain(zoo.make("unet"), captured("unet"), 2, split=split)  # no tied weight: it would not be split
+        chain = Chain(zoo.make("unet"), captured("unet"), 2, split=split)
         alive: weakref.WeakSet[Saved] = weakref.WeakSet()
 
         def pack(tensor: torch.Tensor, alive: weakref.WeakSet[Saved] = alive) -> Saved:
