@@ -110,7 +110,7 @@ def _trained(job: Job, captured: Capture, count: int, codec: str, steps: int) ->
         applied.clear()
         applied.update(_digests(grads))
 
-    chain = Chain(job, captured, count, "split", codec=codec)
+    chain = Chain(job, captured, count, "fused", codec=codec)
     chain.hear = hear
     for step in range(steps):
         losses = chain.run_step(step)

@@ -73,7 +73,7 @@ def difference(job: Job, orders: Sequence[str] = ("late", "fused"), seed: int | 
     for order in orders:
         own = dataclasses.replace(job, model=copy.deepcopy(job.model))
         found = captured(own, seed)
-        chain = Chain(own, found, found.train.num_blocks, order)
+        chain = Chain(own, found, found.train.num_blocks, order, split=order != "fused")
         for step, (got, losses) in enumerate(zip(chain.run(job.steps), want.losses, strict=True)):
             for micro, (a, b) in enumerate(zip(got, losses, strict=True)):
                 if not torch.equal(a, b):

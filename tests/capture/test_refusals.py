@@ -289,6 +289,12 @@ def test_what_cannot_be_captured_says_what_where_and_what_to_do(name: str, capfd
     assert capfd.readouterr() == ("", "")  # torch has nothing to add
 
 
+def test_a_part_of_few_samples_is_told_alike() -> None:
+    """With so few that export has nothing to guard against."""
+    with pytest.raises(CaptureError, match=rf"{HERE} .*no multiple of the batch size; keep all samples and weigh them"):
+        capture(dataclasses.replace(job_of(Calls(takes_the_largest)), micro_batch_size=2))
+
+
 def test_hooks_that_are_there_before_are_refused() -> None:
     on_parameter = nn.Linear(4, 4)
     on_parameter.weight.register_hook(lambda grad: grad * 2)

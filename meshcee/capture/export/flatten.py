@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshcee.capture.export.refusals import Watched, explain, instead, where
+from meshcee.capture.export.refusals import RANKS, Watched, explain, instead, where
 from meshcee.capture.graph import (
     Batch,
     Dim,
@@ -279,7 +279,7 @@ class _Flattener:
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
             advice = instead(place, "use a mask of fixed size, as torch.where does")
             raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
-        advice = instead(place, "keep samples apart in the model")
+        advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
         raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
 
 

@@ -34,6 +34,7 @@ from meshcee.user_code import Place, avoided, is_ours, place_in
 
 __all__ = [
     "AFTER_ONE_BATCH",
+    "RANKS",
     "Watched",
     "explain",
     "faithful",
@@ -162,7 +163,7 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
 
 
 _PART = re.compile(r"//|(?:Trunc|Floor|Ceil|Round)ToInt")
-_RANKS = (
+RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
@@ -198,7 +199,7 @@ class Watched(logging.Handler):
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self._samples.add(given[0])
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
-            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", _RANKS)
+            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", RANKS)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
             if given[0] in self._samples and _loops(self.at.text):
