@@ -294,7 +294,8 @@ class _Looking(TorchFunctionMode):
             if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
                 raise CaptureError(f"{what.format(_here())}; {instead(_here(), advice)}")
         set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
-        if set_now and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
+        made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
+        if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
             raise CaptureError(
                 f"requires_grad is set in forward{_here()}, which a graph does not hold, and no weight needs it; leave it out "
                 "(model.disable_input_require_grads() of Hugging Face)"
