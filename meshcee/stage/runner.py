@@ -470,9 +470,10 @@ def _laid_otherwise(leaf: torch.Tensor) -> list[torch.Tensor]:
     The stage before would then add up the same numbers in another order than the plain loop.
     """
     found: list[torch.Tensor] = []
+    strides = leaf.stride()  # a hook that refers to its leaf would keep it until the garbage is collected
 
     def keep(grad: torch.Tensor) -> None:
-        if grad.stride() != leaf.stride() or 0 in grad.stride():
+        if grad.stride() != strides or 0 in strides:
             found.append(grad)
 
     leaf.register_hook(keep)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,15 +50,15 @@ def job_of(name: str) -> Job:
     return deep(64) if name == "quantized" else zoo.make(name)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"order": "fused", "split": False}], ids=str)
 @pytest.mark.parametrize("name", ["char_gpt", "unet", "fno", "quantized"])
-def test_a_stage_that_is_left_frees_what_it_held(name: str, recompute: bool, uncollected: None) -> None:
+def test_a_stage_that_is_left_frees_what_it_held(name: str, options: dict[str, Any], uncollected: None) -> None:
     job = job_of(name)
     found = capture(job)
     Chain(job, found, 2).run(1)  # what is kept for all runs is there: an order of samples, a generator's state
     gc.collect()
     before = tensors()
-    chain = Chain(job, found, 2, recompute=recompute)
+    chain = Chain(job, found, 2, **options)
     chain.run(2)
     assert made_since(before)
     del chain
