@@ -6,11 +6,12 @@ implement them and pass one conformance suite.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Frame", "Handler", "Stream", "StreamClosed", "Transport"]
+__all__ = ["Frame", "Handler", "Stream", "StreamClosed", "Transport", "closed", "frames", "passed"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -111,3 +112,21 @@ class Transport(Protocol):
         Raises JoinError (unreachable, protocol version, purpose not served), NotPermittedError (mesh key, identity).
         """
         ...
+
+
+async def passed(source: Stream, target: Stream) -> None:
+    """Frames from one stream to another, one at a time, until one of the two is over; then the target is closed as well."""
+    await frames(source, target)
+    await closed(target)
+
+
+async def frames(source: Stream, target: Stream) -> None:
+    with contextlib.suppress(StreamClosed):
+        while True:
+            await target.send(await source.recv())
+
+
+async def closed(stream: Stream) -> None:
+    """Say goodbye, unless the other side was first: what has come from it is still to be read."""
+    if not stream.closed:
+        await stream.aclose()

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, leaves
-from peers.transport.base import Stream, StreamClosed, Transport
+from peers.transport.base import Stream, StreamClosed, Transport, closed, frames, passed
 from peers.transport.bridge.channel import Allow, Channel, Comes, Failed, Open, Opened, Rates, Throttle
 from peers.transport.stream import FramedStream
 
@@ -180,7 +180,7 @@ class Passing:
                 async with asyncio.timeout(ENDING_S):
                     await self._is_over.wait()
                 await self._farewell(stream)
-        await stream.aclose()
+        await closed(stream)
 
     async def _tell(self, number: int, stream: Stream) -> None:
         before = (0, 0)
@@ -190,15 +190,3 @@ class Passing:
             if now != before:
                 self._channel.post(Rates(number, *stream.rates(), stream.under_way()))
             before = now
-
-
-async def passed(source: Stream, target: Stream) -> None:
-    """Frames from one stream to another, until one of the two is over; then the other is closed as well."""
-    await frames(source, target)
-    await target.aclose()
-
-
-async def frames(source: Stream, target: Stream) -> None:
-    with contextlib.suppress(StreamClosed):
-        while True:
-            await target.send(await source.recv())

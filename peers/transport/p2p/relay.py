@@ -16,7 +16,6 @@ most. Only members ask, as carriers are streams: their handshake takes a certifi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 from collections import Counter, deque
@@ -34,7 +33,7 @@ from dht import Identity, peer_of, verify
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, leaves
 from meshcee.fields import read
 from peers.transport import handshake
-from peers.transport.base import Frame, Stream, StreamClosed
+from peers.transport.base import Frame, Stream, StreamClosed, passed
 from peers.transport.direct import derive
 from peers.transport.endpoint import Endpoint
 from peers.transport.stream import FramedStream, short
@@ -250,22 +249,14 @@ class Relayed(Endpoint):
             try:
                 await further.send(Frame("from", {"peer": dialer, "key": asked.key}))
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(_passed(carrier, further))
-                    group.create_task(_passed(further, carrier))
+                    group.create_task(passed(carrier, further))
+                    group.create_task(passed(further, carrier))
             finally:
                 further.abort()
         finally:
             self._passing[dialer] -= 1
             if not self._passing[dialer]:
                 del self._passing[dialer]
-
-
-async def _passed(source: Stream, target: Stream) -> None:
-    """Frames from one carrier to the other, one at a time, until one of the two is over; then the other is closed as well."""
-    with contextlib.suppress(StreamClosed):
-        while True:
-            await target.send(await source.recv())
-    await target.aclose()
 
 
 def _signed(role: str, talk: Sequence[Any]) -> bytes:

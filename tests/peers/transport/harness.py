@@ -16,7 +16,7 @@ import pytest
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import LinkProfile
 from peers.device.emulation.shape import Shape, ShapedTransport
-from peers.transport.base import Frame, Handler, Stream, Transport
+from peers.transport.base import Frame, Handler, Stream, StreamClosed, Transport
 from peers.transport.bridge import Bridged, Channel, Passing, channel
 from peers.transport.bridge.bridged import GIVES
 from peers.transport.bridge.passing import TAKES
@@ -148,6 +148,31 @@ async def pair(a: Transport, b: Transport, purpose: str = "test") -> tuple[Strea
     b.serve(purpose, handler)
     near = await a.open(b.peer_id, purpose, b.addresses)
     return near, await accepted
+
+
+async def last_words(a: Transport, b: Transport, count: int) -> list[int]:
+    """What a hears of so many frames that b sends before it closes the stream, while a goes on sending."""
+
+    async def answer(stream: Stream) -> None:
+        await stream.recv()
+        for index in range(count):
+            await stream.send(Frame("last", {"index": index}, [bytes(1000)]))
+
+    async def keep_sending() -> None:
+        with contextlib.suppress(StreamClosed):
+            while True:
+                await stream.send(Frame("more", {}, [bytes(1000)]))
+                await asyncio.sleep(0)
+
+    b.serve("question", answer)
+    stream, heard = await a.open(b.peer_id, "question", b.addresses), list[int]()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(keep_sending())
+        with contextlib.suppress(StreamClosed):
+            while True:
+                heard.append((await stream.recv()).header["index"])
+    stream.abort()
+    return heard
 
 
 async def settled(stream: Stream) -> int:

@@ -16,7 +16,7 @@ from peers.cli.session import configure_logging
 from peers.transport import bundle, direct, patience
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
-from tests.peers.transport.harness import KEY, SMALL, echo, eventually, mesh, pair, same, settled
+from tests.peers.transport.harness import KEY, SMALL, echo, eventually, last_words, mesh, pair, same, settled
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +288,14 @@ async def test_a_handlers_last_frame_arrives(kind: str) -> None:
         assert (answered.kind, answered.header, (await stream.recv()).kind) == ("answer", {"number": 6}, "last")
         with pytest.raises(StreamClosed):
             await stream.recv()
+
+
+@pytest.mark.parametrize("answers", [1, 20])
+async def test_last_words_arrive_though_the_other_side_keeps_sending(kind: str, answers: int) -> None:
+    """Whoever passes frames on finds one way over first: what has come the other way is still to be passed on."""
+    async with mesh(kind) as (a, b):
+        for _ in range(20):
+            assert await last_words(a, b, answers) == list(range(answers))
 
 
 async def test_a_handlers_error_ends_its_stream_and_nothing_else(kind: str) -> None:

@@ -15,7 +15,7 @@ from meshcee.errors import JoinError, NotPermittedError
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork, MemoryTransport
 from peers.transport.p2p.relay import MOST_OF_ONE, RECORD_BYTES, RELAY, RELAYED, Relayed
-from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, pair, same
+from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, last_words, pair, same
 
 LIMITS = replace(SMALL, streams_per_peer=2 * MOST_OF_ONE)
 PATIENT = replace(SHORT, dial_s=30.0, handshake_s=30.0)
@@ -65,6 +65,13 @@ async def test_frames_of_any_size_pass_both_ways_and_the_far_end_is_who_it_says(
         with pytest.raises(StreamClosed):
             await far.recv()
         await eventually(lambda: not any(s.purpose in (RELAY, RELAYED) and not s.closed for s in m.relay.streams), 30.0)
+
+
+@pytest.mark.parametrize("answers", [1, 20])
+async def test_last_words_are_passed_on_though_the_other_end_keeps_sending(answers: int) -> None:
+    async with mesh() as m:
+        for _ in range(20):
+            assert await last_words(m.ann, m.ben, answers) == list(range(answers))
 
 
 async def test_what_the_relay_holds_has_nothing_of_what_is_said() -> None:
