@@ -318,10 +318,8 @@ class _Bench:
     def _random(value: Value, size: int, generator: torch.Generator, most: int) -> torch.Tensor:
         assert value.dtype is not None
         shape = value.sizes(size, usual=True)
-        if value.dtype.is_floating_point or value.dtype.is_complex:
-            return torch.rand(shape, generator=generator).to(
-                value.dtype
-            )  # a likelihood, too, which some losses ask for
+        if value.dtype.is_floating_point or value.dtype.is_complex:  # from 0 to 1, as losses of likelihoods ask for
+            return torch.rand(shape, generator=generator).to(value.dtype)
         if value.dtype == torch.bool:
             return torch.ones(shape, dtype=torch.bool)
         return torch.randint(0, max(most, 0) + 1, shape, generator=generator).to(value.dtype)

@@ -118,7 +118,7 @@ def trained(
     monkeypatch.setattr(process, "Child", Inside)
     monkeypatch.setattr(bridged, "joined", joined_by_one)
     monkeypatch.setattr(program, "say_by", lambda post: None)
-    with quiet(), decided_by(0):  # a busy machine's clock would decide, too
+    with quiet(), decided_by(0):  # the same run each time
         return run(story(), inline=True), died, plans
 
 
