@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import shutil
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -157,20 +158,33 @@ def test_the_layout_of_an_optimizer_is_what_torch_keeps(name: str) -> None:
     assert optimizer_layout(optimizer, {"layer.weight": (torch.float32, (4, 5))}) == kept
 
 
-async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> None:
-    def job(seed: int) -> Job:
-        made = job_of()
-        torch.manual_seed(seed)
-        nn.init.normal_(made.model.embed.weight)
-        made.model.embed.weight.requires_grad_(False)
-        return made
+def job_with_frozen_weights(seed: int) -> Job:
+    made = job_of()
+    torch.manual_seed(seed)
+    nn.init.normal_(made.model.embed.weight)
+    made.model.embed.weight.requires_grad_(False)
+    return made
 
+
+async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    cut = await crashed(job(1), home)
-    result = await run(job(2), home, 2, resume=cut.id)  # a job file that draws other weights each time
-    losses, _, model, _ = plain(job(1), STEPS, 6)
+    cut = await crashed(job_with_frozen_weights(1), home)
+    result = await run(job_with_frozen_weights(2), home, 2, resume=cut.id)  # a job file that draws others each time
+    losses, _, model, _ = plain(job_with_frozen_weights(1), STEPS, 6)
     assert result.losses == losses
     assert_equal(result.state_dict, model.state_dict())
+
+
+async def test_frozen_weights_are_there_for_who_joins_after_the_checkpoint_they_come_from_was_removed(
+    tmp_path: Path,
+) -> None:
+    cut = await crashed(job_with_frozen_weights(1), Home(tmp_path))
+    base = CheckpointStore(cut.checkpoints).complete()[-1]
+    weights = base.weights(base.names)
+    shutil.rmtree(base.folder)
+    assert torch.equal(weights["embed.weight"], job_with_frozen_weights(1).model.embed.weight)
+    with pytest.raises(CheckpointError):
+        weights["layers.0.0.weight"]  # training has changed it: nobody asks for this one
 
 
 async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> None:
