@@ -48,8 +48,8 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a CPU tensor, element by element; not copied if it is contiguous. A flat view may have gaps yet."""
+    view: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 
 

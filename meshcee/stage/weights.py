@@ -83,7 +83,7 @@ class Weights:
         looked at then.
         """
         grads = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
-        if not grads or torch.stack([grad.sum().double() for _, grad in grads]).isfinite().all():
+        if not grads or torch.stack([grad.sum().abs().double() for _, grad in grads]).isfinite().all():
             return None
         return next((name for name, grad in grads if not grad.isfinite().all()), None)
 

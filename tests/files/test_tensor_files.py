@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import Checkpoint, TensorFile
+from meshcee.files.tensor_files import Checkpoint, TensorFile, byte_view
 
 TENSORS = {
     "b.flag": torch.tensor([True, False, True]),
@@ -20,6 +20,7 @@ TENSORS = {
     "scalar": torch.tensor(4),
     "empty": torch.empty(0, 4),
     "transposed": torch.randn(4, 6).T,
+    "plane": torch.randn(4, 6, 2)[..., 0],
 }
 LAYOUT = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
 
@@ -105,3 +106,9 @@ def test_what_is_no_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
     index.write_text('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}')
     with pytest.raises(UsageError, match="does not hold 'absent'"):
         Checkpoint.at(tmp_path)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensors_bytes_are_those_of_its_elements_in_their_order(name: str) -> None:
+    tensor = TENSORS[name]
+    assert bytes(byte_view(tensor)) == bytes(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())

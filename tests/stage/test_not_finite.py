@@ -94,12 +94,26 @@ async def test_a_step_whose_norm_is_not_finite_is_applied_nowhere(place: int, mo
     assert applied == dict.fromkeys(range(BAD_FROM), 3)
 
 
-def test_large_numbers_whose_sum_overflows_are_finite() -> None:
+def weights_of(dtype: torch.dtype) -> Weights:
     names, optimizer = ("a", "b"), Optimizer("SGD", lr=0.0)
-    entries = {n: Input("parameter", Value(n, torch.float32, (4,), (0,)), trainable=True) for n in names}
-    weights = Weights(names, names, (), {n: torch.zeros(4) for n in names}, optimizer, torch.device("cpu"), entries)
+    entries = {n: Input("parameter", Value(n, dtype, (4,), (0,)), trainable=True) for n in names}
+    state = {n: torch.zeros(4, dtype=dtype) for n in names}
+    return Weights(names, names, (), state, optimizer, torch.device("cpu"), entries)
+
+
+def test_large_numbers_whose_sum_overflows_are_finite() -> None:
+    weights = weights_of(torch.float32)
     for parameter in weights.trainable.values():
         parameter.grad = torch.full((4,), 3e38)
     assert weights.not_finite() is None
     weights.trainable["b"].grad[2] = -torch.inf  # type: ignore[index]
+    assert weights.not_finite() == "b"
+
+
+def test_a_complex_gradient_is_finite_if_both_of_its_parts_are() -> None:
+    weights = weights_of(torch.complex64)
+    for parameter in weights.trainable.values():
+        parameter.grad = torch.full((4,), 1 + 1j)
+    assert weights.not_finite() is None
+    weights.trainable["b"].grad[2] = complex(1.0, torch.nan)  # type: ignore[index]
     assert weights.not_finite() == "b"
