@@ -8,7 +8,7 @@ from meshcee.stage.boundary import Boundaries, Boundary
 from meshcee.stage.chain import Chain, split_blocks
 from meshcee.stage.plan_checks import check_generators, check_pipelines, why_one_pipeline
 from meshcee.stage.runner import StageRunner
-from meshcee.stage.weights import AVERAGE, optimizer_layout
+from meshcee.stage.weights import AVERAGE, first_moments, optimizer_layout
 
 __all__ = [
     "AVERAGE",
@@ -18,6 +18,7 @@ __all__ = [
     "StageRunner",
     "check_generators",
     "check_pipelines",
+    "first_moments",
     "optimizer_layout",
     "split_blocks",
     "why_one_pipeline",

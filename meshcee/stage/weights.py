@@ -14,7 +14,7 @@ from meshcee.capture.graph import Input, copied
 from meshcee.files.tensor_files import Layout
 from meshcee.job import Optimizer
 
-__all__ = ["AVERAGE", "Weights", "optimizer_layout"]
+__all__ = ["AVERAGE", "Weights", "first_moments", "optimizer_layout"]
 
 AVERAGE = "ema"  # the key of a parameter's average beside its moments
 
@@ -171,3 +171,11 @@ def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[t
                 whole = masters[name][1] if value.dim() == parameter.dim() else ()  # of a factor a dimension is 1
                 found[f"{name}/{key}"] = (value.dtype, tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape)))
     return found
+
+
+def first_moments(optimizer: Optimizer, masters: Layout) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for these parameters before its first step, as "<parameter>/<key>": Adagrad begins with sums."""
+    fresh = {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, (dtype, shape) in masters.items()}
+    state = optimizer.build(fresh).state
+    kept = {f"{name}/{key}": v for name, parameter in fresh.items() for key, v in state.get(parameter, {}).items()}
+    return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}

@@ -22,6 +22,7 @@ from meshcee.audit import SIGNED, Edge, Proof, Tally, chosen, frame_digest, key_
 from meshcee.capture import Capture
 from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.role import Place
+from meshcee.stage import first_moments
 from peers.owner.answers import Answers
 from peers.state import Beginning, Checkpoint, CopySet, Reader, state_for
 from peers.state.fetch import Fetch, Shape
@@ -56,7 +57,12 @@ class Court(Protocol):
 def _offered(captured: Capture, base: Checkpoint | CopySet | None, offer: Offer) -> str:
     """The root of the state that a member begins with."""
     begins, (weights, optimizer) = state_for(offer, captured, base), offer.layouts
-    state, kept = begins["state"], begins.get("optimizer", Beginning((), {}))
+    state = begins["state"]
+    if base is None:
+        trained = {name: offer.expected_state[name] for name in offer.specs[offer.index].trainable}
+        moments = first_moments(offer.terms.optimizer, trained)
+        begins["optimizer"] = Beginning(moments, moments)
+    kept = begins["optimizer"]
 
     def digests(part: Beginning, names: Iterable[str], layout: Mapping[str, Shape]) -> dict[str, str]:
         said = part.digests

@@ -19,7 +19,7 @@ from meshcee.audit import chosen
 from meshcee.capture import capture
 from meshcee.errors import ProtocolError, UsageError, unwrap
 from meshcee.figures import DeviceProfile
-from meshcee.job import Job, Optimizer
+from meshcee.job import PER_PARAMETER, Job, Optimizer
 from meshcee.plan import Plan
 from peers.member.audit import StepWitness
 from peers.owner.audit import check_judges, own_class
@@ -111,14 +111,15 @@ class Frozen(nn.Module):
         return self.head(x)
 
 
-def frozen_job() -> Job:
+def frozen_job(optimizer: str) -> Job:
     torch.manual_seed(0)
     data = [(torch.randn(8), i % 3) for i in range(32)]
+    groups = {"*.bias": {"class": "SGD", "lr": 0.1}} if optimizer == "Muon" else {}  # which is for matrices
     return Job(
         Frozen(),
         nn.functional.cross_entropy,
         data,
-        Optimizer("SGD", lr=0.1),
+        Optimizer(optimizer, lr=0.1, groups=groups),
         batch_size=8,
         micro_batch_size=MICRO,
         steps=FEW,
@@ -128,8 +129,9 @@ def frozen_job() -> Job:
     )
 
 
-def test_what_no_step_changes_is_the_owners_own() -> None:
-    job = frozen_job()
+@pytest.mark.parametrize("optimizer", sorted(PER_PARAMETER))
+def test_what_no_step_changes_is_the_owners_own_and_some_optimizers_begin_with_a_state(optimizer: str) -> None:
+    job = frozen_job(optimizer)
     with quiet():
         found = run(watch(job, capture(job), 3, MICRO, seed=SECRET))
     assert (found.found, found.judged) == ([], 3 * FEW)
