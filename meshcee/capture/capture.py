@@ -261,7 +261,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             watch = _watched(train_wrap, job, example, names, _own_sizes(job))
             with asked_for_masks() as asked:
                 exported = _export(train_wrap, example, names, varying, most)
-            refuse_idle(asked, probed)
+            refuse_idle(asked, probed[0])
             program, analysis = _cut(exported, job.cuts)
             before.put_back()
             _accepted(program)

@@ -2,15 +2,15 @@
 
 The idea: in eager code they ask whether all of a mask is set, and then call the kernel without one; while a graph is made they
 do not ask. The kernel computes the same bits either way. But with a mask, keys and values of grouped queries are repeated before
-it, and their gradients add up in another order. So where that was done, and the samples at hand mask nothing, the graph is not
-what the plain loop computes.
+it, and their gradients add up in another order. So where that was done, the graph is not what the plain loop computes of a
+micro-batch without padding. Nobody knows whether one will come, so the job is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -88,14 +88,11 @@ def asked_for_masks() -> Iterator[Asked]:
         yield noted
 
 
-def refuse_idle(noted: Asked, samples: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Raise CaptureError if that makes a difference, and a mask masks nothing in any of these samples."""
-    if not (noted.unanswered and noted.repeated):
-        return
-    names = [n for n in samples[0] if n.rpartition(".")[2].endswith("attention_mask")]
-    idle = next((n for n in names if all(bool(sample[n].bool().all()) for sample in samples)), None)
-    if idle is not None:
+def refuse_idle(noted: Asked, inputs: Iterable[str]) -> None:
+    """Raise CaptureError if that makes a difference: a micro-batch may come whose mask masks nothing."""
+    name = next((name for name in inputs if name.rpartition(".")[2].endswith("attention_mask")), None)
+    if name is not None and noted.unanswered and noted.repeated:
         raise CaptureError(
-            f"{idle} masks nothing, so transformers would leave it out and round otherwise, which a graph cannot decide; leave "
-            "it out of data[i], or load the model with attn_implementation='eager'"
+            f"where {name} masks nothing, transformers leaves it out and rounds otherwise, which a graph cannot decide; load the "
+            "model with attn_implementation='eager', or leave the mask out of data[i] if no sample is padded"
         )
