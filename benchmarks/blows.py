@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from benchmarks.storm_job import MICRO, captured_job
 from meshcee.errors import MeshceeError
 from meshcee.plan import Plan
 from peers.device.compute import Pace
@@ -27,7 +26,6 @@ from peers.owner.adaptation import Adaptation
 from peers.owner.epoch import Report
 from peers.transport import StreamClosed
 from peers.transport.memory import Impairment
-from tests.rig.mesh_fixture import even_plan
 
 if TYPE_CHECKING:
     from benchmarks.virtual_chaos import Storm
@@ -112,8 +110,9 @@ class Blows:
             return self._kill_owner()
         if kind == "lose a region" and len(storm.staying) >= least + 2:
             return self._lose_region(chance.randint(2, len(storm.staying) - least), last_s)
-        if kind == "leave" and len(storm.staying) > least:
-            return self._leave(self._one_of([name for name in storm.members() if name in storm.staying]))
+        stay = [name for name in storm.members() if name in storm.staying]
+        if kind == "leave" and stay and len(storm.staying) > least:
+            return self._leave(self._one_of(stay))
         if kind in REFUSALS and storm.disk.error is None:
             return self._refuse(kind, last_s)
         if kind == "clock step":
@@ -352,11 +351,8 @@ class Blows:
         there = sorted(agent.devices(running.peers))
         if not there:
             return None
-        blocks = captured_job().train.num_blocks
-        count = self.chance.randint(min(2, len(there)), min(4, blocks, len(there)))
-        peers = self.chance.sample(there, count)
-        found = even_plan(blocks, count, 8, MICRO, peers=peers)
-        return None if list(running.peers) == peers else found
+        found = self.storm.work.another_plan(there, self.chance)
+        return None if list(running.peers) == list(found.peers) else found
 
 
 @contextlib.contextmanager

@@ -6,6 +6,10 @@ The idea: the model has whatever tells of a step that was lost or done twice, an
 from __future__ import annotations
 
 import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +17,30 @@ from torch import nn
 from benchmarks.augmented import Augmented
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain
+from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer
+from meshcee.plan import Plan
+from peers.owner.result import Result
+from tests.rig.mesh_fixture import even_plan
 
-__all__ = ["LONG", "MICRO", "STEPS", "captured_job", "expected", "job_of"]
+__all__ = ["LONG", "MICRO", "STAGES", "STEPS", "Work", "captured_job", "expected", "job_of", "work_of"]
 
-STEPS, MICRO = 12, 4
+STEPS, MICRO, STAGES = 12, 4, 3
 LONG = 22  # steps: some are fed ahead, so a plan that hands over ends several later
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a storm trains, and what comes of it in peace."""
+
+    job: Job
+    captured: Capture
+    losses: list[float]
+    differs: Callable[[Result, Home], str]  # in what a run does, besides losses; "" if in nothing
+    another_plan: Callable[[Sequence[str], random.Random], Plan]  # over some of these peers
+    how: Mapping[str, Any] = field(default_factory=dict)  # it is begun
+    callbacks: Callable[[], Mapping[str, Any]] = dict  # each time
+    breaks_at: int | None = None  # the step after which the user leaves it, and resumes it
 
 
 class Net(nn.Module):
@@ -68,3 +90,20 @@ def captured_job() -> Capture:
 def expected(augmented: bool = False, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses, _, model, _ = plain(job_of(augmented), steps, MICRO)
     return losses, model.state_dict()
+
+
+def work_of(augmented: bool = False, steps: int = STEPS, job: Job | None = None) -> Work:
+    """`job`: as job_of(augmented) makes it, but for what changes no number."""
+    job, captured = job or job_of(augmented, steps), captured_job()
+    losses, state = expected(augmented, job.steps)
+
+    def differs(result: Result, home: Home) -> str:
+        found = result.state_dict
+        return "" if all(torch.equal(found[name], tensor) for name, tensor in state.items()) else "other weights"
+
+    def another_plan(peers: Sequence[str], chance: random.Random) -> Plan:
+        blocks = captured.train.num_blocks
+        count = chance.randint(min(2, len(peers)), min(4, blocks, len(peers)))
+        return even_plan(blocks, count, 8, MICRO, peers=chance.sample([*peers], count))
+
+    return Work(job, captured, losses, differs, another_plan, {"stages": STAGES})

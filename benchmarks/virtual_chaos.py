@@ -31,7 +31,7 @@ from benchmarks.aims import Aim, Moments, causes, drawn
 from benchmarks.blows import BLOWS, LINK, Blows, restless
 from benchmarks.going_back import going_back
 from benchmarks.one_seed import REAL_S, decided_by
-from benchmarks.storm_job import LONG, MICRO, STEPS, captured_job, expected, job_of
+from benchmarks.storm_job import LONG, MICRO, STAGES, STEPS, Work, captured_job, expected, job_of, work_of
 from dht.signing import Identity
 from dht.store import SharedMemory
 from dht.terms import TermFile
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 PACE = Pace(4e4)  # a step takes some seconds
-PEERS, STAGES = 4, 3
+PEERS = 4
 TIMES = replace(Timeouts(), regroup_s=180.0)  # a storm may last
 AGREED_WITHIN_S = 40.0  # of all who live on one coordinator, once the network is whole
 ENDS_WITHIN_S = 1800.0
@@ -138,11 +138,11 @@ def _merge(into: SharedMemory, other: SharedMemory) -> None:
 class Storm:
     """A mesh on virtual time, and what can befall it. `done` tells what did."""
 
-    def __init__(self, here: InProcess, mesh: Mesh, folder: Path, seed: int) -> None:
+    def __init__(self, here: InProcess, mesh: Mesh, folder: Path, seed: int, work: Work, pace: Pace) -> None:
         self.here, self.mesh, self.seed = here, mesh, seed
+        self.work, self.pace = work, pace
         self.blows = Blows(self, seed)
         self.done: list[str] = []
-        self.steps = STEPS  # of the run
         self.departures: dict[str, Departure] = {}
         self.left: list[str] = []  # who has left politely
         self.paces: dict[str, Pace] = {}
@@ -163,7 +163,7 @@ class Storm:
         self._later: list[asyncio.Task[Any]] = []
 
     async def start(self, name: str, *, forget: bool = False, times: float = 1.0) -> Agent:
-        """A device of PACE, or so many times as fast."""
+        """A device of the usual pace, or so many times as fast."""
         if name not in self._identities:
             key = Ed25519PrivateKey.from_private_bytes(random.Random(f"{self.seed} {name}").randbytes(32))
             self._identities[name] = Identity(key)
@@ -171,7 +171,7 @@ class Storm:
         file = self._folder / name / "terms"
         if forget:
             file.unlink(missing_ok=True)
-        self.paces.setdefault(name, replace(PACE, speed_flops_per_s=times * PACE.speed_flops_per_s))
+        self.paces.setdefault(name, replace(self.pace, speed_flops_per_s=times * self.pace.speed_flops_per_s))
         self.doomed.discard(name)
         with self.new_life(name):
             clock, pace = self.clock_of(name), self.paces[name]
@@ -212,6 +212,9 @@ class Storm:
         with self.new_life(name):
             return await self.here.own(name, Home(folder), self.clock_of(name))
 
+    def runs_of(self, owner: str) -> Home:
+        return Home(self._folder / "heir" if owner == "heir" else self._folder)
+
     def new_life(self, name: str) -> contextlib.AbstractContextManager[None]:
         """What is started inside is that of this peer from now on, until it is started anew."""
         self._lives[name] = f"{name}, life {next(self._numbers)}"
@@ -245,7 +248,7 @@ class Storm:
         """A standby knows of the run by now, and it is not over: nobody would go on with it."""
         if not self.heir or self.owner == self.heir or not self.here.stores[self.owner].reachable:
             return False
-        if len(self.mesh.result.losses) == self.steps:
+        if len(self.mesh.result.losses) == self.work.job.steps:
             return False
         return any(run.info and run.reports() for run in Home(self._folder / self.heir).runs())
 
@@ -278,7 +281,7 @@ class Storm:
     @property
     def least(self) -> int:
         """How many peers a blow must leave."""
-        return STAGES if self.mesh.result.plan is None else 2
+        return min(STAGES, self.work.captured.train.num_blocks) if self.mesh.result.plan is None else 2
 
     # -- what blows are made of
 
@@ -366,11 +369,13 @@ class Storm:
 
 
 @asynccontextmanager
-async def stormy(seed: int, folder: Path, *, standby: bool = False) -> AsyncIterator[Storm]:
+async def stormy(
+    seed: int, folder: Path, *, standby: bool = False, work: Work | None = None, pace: Pace | None = None
+) -> AsyncIterator[Storm]:
     """A mesh of PEERS and an owner, and one that stands by for it if wanted, on a loop of virtual time."""
     network = MemoryNetwork(seed=seed, impairment=LINK)
     async with InProcess(JoinOptions(), network, TIMES, clock=now, monotonic=now) as here:
-        storm = Storm(here, None, folder, seed)  # type: ignore[arg-type]
+        storm = Storm(here, None, folder, seed, work or work_of(), pace or PACE)  # type: ignore[arg-type]
         with storm.still.possible(), devices_fill_up(storm.full):
             for i in range(PEERS):
                 await storm.start(f"p{i}")
@@ -387,67 +392,80 @@ async def train(
     storm: Storm,
     hear: Callable[[Report], None] = lambda report: None,
     job: Job | None = None,
-    augmented: bool = False,
     **more: Any,
 ) -> str:
-    """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one."""
-    told: dict[str, list[Report]] = defaultdict(list)
-    job = job or job_of(augmented)
-    storm.steps = job.steps
+    """Train under whatever befalls; "equal", or in what the run differs from an undisturbed one.
+
+    `job` is that of the storm, but for what changes no number.
+    """
+    told: list[list[Report]] = []  # by everybody who has owned the run, each time
+    if job is not None:
+        storm.work = work_of(job=job)
+    work = storm.work
 
     async def own(name: str, mesh: Mesh, **how: Any) -> None:
+        reports: list[Report] = []
+        told.append(reports)
+        breaks_at = work.breaks_at if "resume" not in how else None
         with storm.in_life(name):
-            async with contextlib.aclosing(mesh.train(job, captured=captured_job(), **how, **more)) as training:
+            async with contextlib.aclosing(mesh.train(work.job, captured=work.captured, **how)) as training:
                 async for report in training:
-                    told[name].append(report)
+                    reports.append(report)
                     hear(report)
+                    if report.step == breaks_at:
+                        break
+                else:
+                    return
+            storm.tell("the user leaves the run, and resumes it")
+            storm.disk.error = None  # or it would be refused
+            run = storm.runs_of(name).run("last").id
+            await own(name, mesh, **work.callbacks(), resume=run)
 
     async def begin() -> None:
+        how = {**work.how, **work.callbacks(), **more}
+        if "stages" in how:
+            how["stages"] = min(how["stages"], len(storm.mesh.agent.devices()))
         try:
-            await own("owner", storm.mesh, stages=min(STAGES, len(storm.mesh.agent.devices())))
+            await own("owner", storm.mesh, **how)
         except ClockError as error:  # refused before the first step; the user sets the clock right, and types it again
             storm.tell(str(error))
             await storm.clocks_right()
-            await own("owner", storm.mesh, stages=STAGES)
+            await own("owner", storm.mesh, **how)
 
     owning = begin()
     if storm.heir_mesh is None:
         await owning
     else:
-        await _with_standby(storm, storm.heir_mesh, owning, own, job)
-    losses, state = expected(augmented, job.steps)
-    done = 0
-    for reports in told.values():  # who goes on may tell again of what was told in the owner's last moments
+        await _with_standby(storm, storm.heir_mesh, owning, own)
+    done, losses = 0, work.losses
+    for reports in told:  # who goes on may tell again of what was told in the owner's last moments
         steps = [report.step for report in reports]
         if steps and (steps[0] > done or steps != list(range(steps[0], steps[-1] + 1))):
             return "steps were lost or told of twice"
         done = max([done, *(s + 1 for s in steps)])
         if [report.loss for report in reports] != [losses[s] for s in steps]:
             return "other losses"
-    if done != job.steps:
+    if done != work.job.steps:
         return "steps were lost"
     if storm.mesh.result.losses != losses:
         return "other losses"
-    found = storm.mesh.result.state_dict
-    if not all(torch.equal(found[name], tensor) for name, tensor in state.items()):
-        return "other weights"
-    return "equal"
+    return work.differs(storm.mesh.result, storm.runs_of(storm.owner)) or "equal"
 
 
 async def _with_standby(
-    storm: Storm, heir: Mesh, owning: Coroutine[Any, Any, None], own: Callable[..., Awaitable[None]], job: Job
+    storm: Storm, heir: Mesh, owning: Coroutine[Any, Any, None], own: Callable[..., Awaitable[None]]
 ) -> None:
     """The run that the owner begins; who stands by ends it, if the owner is gone."""
     first = asyncio.get_running_loop().create_task(owning)
     try:
         with storm.in_life(storm.heir):
-            followed = await heir.stand_by(job, captured_job())
+            followed = await heir.stand_by(storm.work.job, storm.work.captured)
         if followed is None:
             await asyncio.wait({first})  # has an end though the owner stands still
             return first.result()
         storm.owner, storm.mesh = storm.heir, heir
         storm.tell("the standby goes on")
-        await own(storm.heir, heir, resume=followed[0], after=followed[1])
+        await own(storm.heir, heir, **storm.work.callbacks(), resume=followed[0], after=followed[1])
     finally:
         storm.still.end()  # what is dead may end
         first.cancel()
@@ -458,19 +476,20 @@ async def _with_standby(
 async def one(
     seed: int,
     logged: Sequence[Mapping[str, Any]],
-    augmented: bool = False,
+    work: Work,
     kinds: Sequence[str] = BLOWS,
     blows: int = 2,
     aims: Sequence[Aim] | None = None,
-    steps: int = LONG,
+    pace: Pace | None = None,
 ) -> dict[str, Any]:
     """A run under blows from the seed, whose log goes to `logged`; "outcome" is "equal", or what went wrong.
 
     So many blows fall at steps; others, drawn or given, at moments of the run, and what brings these about.
     """
-    began_s, chance = REAL_S(), random.Random(f"blows {seed}")
+    began_s, chance, steps = REAL_S(), random.Random(f"blows {seed}"), work.job.steps
     aiming = drawn(chance, kinds) if aims is None else list(aims)
-    falls = [(chance.randrange(-1, steps - 2), chance.choice(kinds)) for _ in range(blows)]  # -1: while it is planned
+    first = 0 if "plan" in work.how else -1  # while it is planned, unless that is done: a plan has to name who is there
+    falls = [(chance.randrange(first, steps - 2), chance.choice(kinds)) for _ in range(blows)]
     falls = sorted(falls + causes(chance, aiming, steps // 2, turns=aims is None))
     activations, nobodys = Activations(), contextvars.copy_context()
     standby = "kill the owner" in {kind for _, kind in falls} | {aim.kind for aim in aiming}
@@ -478,7 +497,7 @@ async def one(
     moments = Moments(aiming, lambda *what: None)
     try:
         with tempfile.TemporaryDirectory(prefix="meshcee-storm-") as folder, activations.watched(), moments.watched():
-            weather = stormy(seed, Path(folder), standby=standby)
+            weather = stormy(seed, Path(folder), standby=standby, work=work, pace=pace)
             async with weather as storm, asyncio.TaskGroup() as group:
                 striking: list[asyncio.Task[None]] = []
 
@@ -508,8 +527,7 @@ async def one(
                     strike(chance.uniform(0, 4), falls.pop(0)[1])
                 with disk.using(storm.disk), restless(storm.blows):
                     async with asyncio.timeout(ENDS_WITHIN_S):
-                        job = replace(job_of(augmented, steps), adapt=True)
-                        outcome = await train(storm, hear, job, augmented=augmented)
+                        outcome = await train(storm, hear)
                     moments.aims.clear()
                     for task in striking:
                         task.cancel()
@@ -557,9 +575,10 @@ def play(
     It goes the same way each time in one process. The log of a run that did not end as it should is kept.
     """
     with capture_logs() as logged, quick_planning(), one_thread():
-        captured_job(), expected(augmented, steps)  # now, or the first storm of a process would be another one
+        # Now, or the first storm of a process would be another one.
+        work = work_of(augmented, job=replace(job_of(augmented, steps), adapt=True))
         with decided_by(seed):
-            result = run(one(seed, logged, augmented, kinds, blows, aims, steps), inline=True)
+            result = run(one(seed, logged, work, kinds, blows, aims), inline=True)
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result

@@ -192,7 +192,7 @@ class Checkpoint:
             if name not in files:
                 raise self._damaged(f"{name!r} is missing")
         # A run asks for frozen weights when this checkpoint was removed long ago. All checkpoints share the file.
-        frozen = self._open(FROZEN) if any(files[name] == FROZEN for name in wanted) else None
+        frozen: Any = self._open(FROZEN) if any(files[name] == FROZEN for name in wanted) else None
 
         def read(name: str) -> torch.Tensor:
             with contextlib.nullcontext(frozen) if files[name] == FROZEN else self._open(files[name]) as file:

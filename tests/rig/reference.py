@@ -6,7 +6,7 @@ The idea: this loop is the definition of "exactly"; nothing of the capture or th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshcee.job import Job, seeded
 from meshcee.sampling.order import draw, read
@@ -27,8 +28,12 @@ class Reference:
     """Losses per step and micro-batch, gradients of the last step after clipping, the final state."""
 
     losses: list[list[torch.Tensor]] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)  # of each step, weighted
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # of evaluations, by step
+    ema: dict[str, torch.Tensor] = field(default_factory=dict)  # as the state, where the job has one
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # of what had a gradient, by parameter/key
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -98,23 +103,64 @@ def is_kept(name: str, module: nn.Module, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
-def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Reference:
-    """Train a copy of the job's model eagerly, on one device."""
-    model = built(job).to(device)
+def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The loss and the metrics over eval_data, in eval mode, with these weights in the places of the model's own."""
+    modes = [(module, module.training) for module in model.modules()]
+    live = {n: p for n, p in model.named_parameters() if n in weights}
+    before = {n: p.data for n, p in live.items()}
+    sums: dict[str, float] = {}
+    count, size = len(job.eval_data), job.micro_batch_size or job.batch_size
+    model.eval()
+    with torch.no_grad():
+        for name, p in live.items():
+            p.data = weights[name].to(p.dtype)  # as AveragedModel's, which do not lie as strided parameters do
+        for first in range(0, count, size):
+            samples = read(job.eval_data, range(first, min(first + size, count)), job.seed)
+            x, y = map(stacked, zip(*samples))
+            output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
+            found = {"loss": job.loss(output, y).item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
+            sums = {n: sums.get(n, 0.0) + value * len(samples) for n, value in found.items()}
+        for name, p in live.items():
+            p.data = before[name]
+    for module, mode in modes:
+        module.training = mode
+    return {name: value / count for name, value in sums.items()}
+
+
+def reference(
+    job: Job,
+    steps: int | None = None,
+    device: str = "cpu",
+    *,
+    rates: Mapping[int, tuple[str, float]] | None = None,
+    in_place: bool = False,
+) -> Reference:
+    """Train a copy of the job's model eagerly, on one device.
+
+    `rates`: after a step, "set" or "scale" the learning rate. `in_place`: no copy, in which strided parameters lie otherwise.
+    """
+    model = (job.model if in_place and isinstance(job.model, nn.Module) else built(job)).to(device)
     if not model.training:
         model.train()
     bf16 = job.precision == "bf16"
-    masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters() if p.requires_grad}
+    given = {n: p.detach().clone() for n, p in model.named_parameters()}
+    masters = {n: nn.Parameter(given[n].clone()) for n, p in model.named_parameters() if p.requires_grad}
     if bf16:
         halved_but(model, job.keep_fp32)
     live = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = job.optimizer.build(masters if bf16 else live)
     schedule = job.schedule.build(optimizer) if job.schedule else None
     micro_size = job.micro_batch_size or job.batch_size
+    steps = steps or job.steps
+    trained = masters if bf16 else live
+    average = None
+    if job.ema is not None:
+        average = AveragedModel(nn.ParameterList(trained.values()), multi_avg_fn=get_ema_multi_avg_fn(job.ema))  # type: ignore[no-untyped-call]
+    asked: list[tuple[str, float]] = []  # of the learning rate
     out = Reference()
-    for step in range(steps or job.steps):
+    for step in range(steps):
         drawn = draw(job.seed, len(job.data), job.batch_size, step)
-        losses = []
+        losses, total = [], 0.0
         parts = [drawn[i : i + micro_size] for i in range(0, len(drawn), micro_size)]
         batches = [tuple(map(stacked, zip(*read(job.data, part, job.seed, step)))) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
@@ -124,15 +170,21 @@ def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Refere
             share = weights[micro] / sum(weights) if job.reduction == "mean" else 1.0
             (loss * share).backward()
             losses.append(loss.detach())
+            total += loss.item() * share
         if bf16:
             for name, master in masters.items():
                 grad = live[name].grad
                 master.grad = None if grad is None else grad.float()
-        trained = masters if bf16 else live
         if job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(trained.values()), job.clip_norm)
         out.grads = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+        scheduled = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for how, value in asked:
+                group["lr"] = value if how == "set" else group["lr"] * value
         optimizer.step()
+        for group, rate in zip(optimizer.param_groups, scheduled):
+            group["lr"] = rate
         if schedule is not None:
             schedule.step()
         for group in (masters, live):
@@ -142,11 +194,30 @@ def reference(job: Job, steps: int | None = None, device: str = "cpu") -> Refere
             with torch.no_grad():
                 for name, master in masters.items():
                     live[name].copy_(master)
+        averages: dict[str, torch.Tensor] = {}
+        if average is not None:
+            average.update_parameters(nn.ParameterList(trained.values()))
+            averages = {n: p.detach() for n, p in zip(trained, average.module.parameters())}
         out.losses.append(losses)
-    out.state = {n: t.detach() for n, t in model.state_dict().items()}
-    if bf16:
-        master_of = {id(live[n]): p for n, p in masters.items()}
-        for name, tensor in model.state_dict(keep_vars=True).items():  # tied parameters under all their names
-            if id(tensor) in master_of:
-                out.state[name] = master_of[id(tensor)].detach()
+        out.totals.append(total)
+        if rates and step in rates:
+            asked.append(rates[step])
+        if job.eval_every and ((step + 1) % job.eval_every == 0 or step == steps - 1):
+            out.metrics.append((step, evaluate(job, model, averages if job.eval_ema else {})))
+    full: dict[str, torch.Tensor] = {}
+    if bf16:  # what is frozen is handed back as it was given, unless forward has written there
+        frozen = {n: p for n, p in model.named_parameters() if n not in live}
+        full = {n: given[n] for n, p in frozen.items() if torch.equal(p, given[n].to(p.dtype))}
+        full |= {n: p.detach() for n, p in masters.items()}
+    out.state = state_of(model, full)
+    out.ema = state_of(model, full | averages) if averages else {}
+    kept = {n: optimizer.state[p] for n, p in trained.items() if n in out.grads}
+    out.moments = {f"{n}/{key}": torch.as_tensor(value) for n, state in kept.items() for key, value in state.items()}
     return out
+
+
+def state_of(model: nn.Module, instead: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state, with these parameters under all their names."""
+    value_of = {id(p): instead[n] for n, p in model.named_parameters() if n in instead}
+    state = model.state_dict(keep_vars=True)
+    return {name: value_of.get(id(tensor), tensor).detach() for name, tensor in state.items()}

@@ -95,7 +95,6 @@ def two_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         return agent
 
     monkeypatch.setattr(Storm, "start", far_from_others)
-    monkeypatch.setattr(virtual_chaos, "STAGES", 4)
     monkeypatch.setattr(virtual_chaos, "PACE", Pace(1e4))
     monkeypatch.setattr(FarCadence, "LEAST_S", 0.0)
     for cadence in (Cadence, FarCadence):
@@ -119,7 +118,7 @@ def told(
                     befall(storm)
 
             async with asyncio.timeout(1800):
-                assert await train(storm, hear, replace(job_of(), checkpoint_every=every)) == "equal"
+                assert await train(storm, hear, replace(job_of(), checkpoint_every=every), stages=4) == "equal"
             return storm.names
 
     with quick_planning(), capture_logs() as logged, activations.watched():

@@ -1,0 +1,64 @@
+"""Random jobs under random blows (benchmarks/random_jobs.py): some seeds, and that a difference of any kind is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import random_jobs
+from benchmarks.random_jobs import FINE, play
+from tests.rig.random_jobs import Drawn, draw
+from tests.rig.random_layers import KINDS
+from tests.rig.reference import Reference, reference
+
+
+def outcomes(seeds: range) -> list[tuple[int, str]]:
+    found = [play(seed) for seed in seeds]
+    assert sum(one["outcome"] == "equal" for one in found) > len(seeds) / 2
+    return [(one["seed"], one["outcome"]) for one in found if one["outcome"] not in FINE]
+
+
+def test_random_jobs_equal_a_plain_loop() -> None:
+    assert outcomes(range(12)) == []
+
+
+@pytest.mark.slow
+def test_many_random_jobs_equal_a_plain_loop() -> None:
+    assert outcomes(range(100, 300)) == []
+
+
+def drawn(**changes: Any) -> Drawn:
+    """A job with everything that is compared."""
+    usual = {"optimizer": "AdamW", "options": {"lr": 1e-3}, "groups": {}, "schedule": None, "precision": "fp32"}
+    layers = {"layers": ("mlp", "layer_norm"), "ema": 0.9, "eval_every": 2, "steps": 5, "breaks_at": None}
+    return replace(draw(0), **{**usual, **layers, "clip": None, "rates": {}, "eval_ema": False, **changes})
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_every_kind_of_layer_is_trained(turn: int) -> None:
+    found = play(1, 0, drawn(layers=tuple(KINDS)[turn::8], eval_every=0, ema=None, micro=2, micros=2, steps=2))
+    assert found["outcome"] == "equal", found
+
+
+@pytest.mark.parametrize("what", ["totals", "state", "ema", "metrics", "moments"])
+def test_a_difference_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*job: Any, **how: Any) -> Reference:
+        found = reference(*job, **how)
+        value = getattr(found, what)
+        if what == "metrics":
+            value[-1][1]["mass"] += 1e-9
+        elif what == "totals":
+            value[-1] += 1e-9
+        else:
+            tensor = value[max(value, key=lambda name: value[name].numel())]
+            tensor.view(-1)[0] = torch.nextafter(tensor.view(-1)[0], torch.tensor(9.0))
+        return found
+
+    assert play(1, 0, drawn())["outcome"] == "equal"
+    monkeypatch.setattr(random_jobs, "reference", other)
+    found = play(1, 0, drawn())["outcome"]
+    names = {"totals": "other losses", "metrics": "evaluations", "moments": "optimizer"}
+    assert names.get(what, what) in found
