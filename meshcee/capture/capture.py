@@ -39,6 +39,7 @@ from meshcee.capture.export import (
     refuse_idle,
     refuse_modules,
     refuse_overlaps,
+    refuse_settings,
     settled,
 )
 from meshcee.capture.graph import (
@@ -231,6 +232,7 @@ def _constructed(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     start_s = time.perf_counter()
+    refuse_settings()
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job.model, job.seed)
     refuse_modules(model, job.loss)

@@ -8,6 +8,7 @@ from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.export.remember import Remembered
+from meshcee.capture.export.settings import refuse_settings
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import refuse_overlaps, settled
 
@@ -28,5 +29,6 @@ __all__ = [
     "refuse_idle",
     "refuse_modules",
     "refuse_overlaps",
+    "refuse_settings",
     "settled",
 ]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH
 from meshcee.capture.export.remember import Remembered
+from meshcee.capture.export.settings import matmul_precision
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.errors import CaptureError
@@ -173,7 +174,7 @@ def _surroundings() -> dict[str, Any]:
             torch._C._get_cudnn_allow_tf32(),
             torch._C._get_cublas_allow_tf32(),
         ),
-        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.set_float32_matmul_precision": matmul_precision(),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.set_num_threads": torch.get_num_threads(),
     }

@@ -1,0 +1,65 @@
+"""Settings of torch by which a process chooses other kernels: those of the user's script are not those of a peer's process.
+
+The idea: a plain loop in the user's process has the bits of its settings, and every peer those of torch's own. So a job is refused
+where the two differ and that can be seen in a number: always on a CPU, of GPUs only where the user's machine has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshcee.errors import UsageError
+
+__all__ = ["matmul_precision", "refuse_settings"]
+
+Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
+_cuda: Any = torch.backends.cuda
+_mkldnn: Any = torch.backends.mkldnn
+EXACT = ("none", "ieee", "tf32")  # no CPU of today has tf32
+
+
+def _flushes() -> bool:
+    """Whether numbers too small for a normal exponent become zero; torch sets that and does not say it."""
+    return float(torch.tensor([2.0**-140]) * torch.tensor([0.5])) == 0.0
+
+
+def matmul_precision() -> tuple[str, str]:
+    """Of CPUs and GPUs. `torch.get_float32_matmul_precision` fails where a script has used both of torch's ways to set them."""
+    return _mkldnn.matmul.fp32_precision, _cuda.matmul.fp32_precision
+
+
+ON_CPUS: Mapping[str, Setting] = {
+    "torch.backends.mkldnn.enabled": (lambda: torch._C._get_mkldnn_enabled(), (True,)),
+    "torch.backends.cuda.flash_sdp_enabled()": (_cuda.flash_sdp_enabled, (True,)),
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": (_cuda.mem_efficient_sdp_enabled, (True,)),
+    "torch.backends.cuda.math_sdp_enabled()": (_cuda.math_sdp_enabled, (True,)),
+    "torch.backends.mkldnn.matmul.fp32_precision (torch.set_float32_matmul_precision)": (
+        lambda: _mkldnn.matmul.fp32_precision,
+        EXACT,
+    ),
+    "torch.backends.mkldnn.conv.fp32_precision": (lambda: _mkldnn.conv.fp32_precision, EXACT),
+    "torch.backends.mkldnn.rnn.fp32_precision": (lambda: _mkldnn.rnn.fp32_precision, EXACT),
+    "what torch.set_flush_denormal() sets": (_flushes, (False,)),
+}
+ON_GPUS: Mapping[str, Setting] = {
+    "torch.backends.cuda.cudnn_sdp_enabled()": (_cuda.cudnn_sdp_enabled, (True,)),
+    "torch.backends.cuda.matmul.fp32_precision (torch.set_float32_matmul_precision)": (
+        lambda: _cuda.matmul.fp32_precision,
+        ("none", "ieee"),
+    ),
+    "torch.backends.cudnn.enabled": (lambda: torch._C._get_cudnn_enabled(), (True,)),
+    "torch.backends.cudnn.allow_tf32": (lambda: torch._C._get_cudnn_allow_tf32(), (True,)),
+}
+
+
+def refuse_settings() -> None:
+    """Raise UsageError if this process has set what would give a plain loop here other bits than peers have."""
+    for name, (read, fine) in {**ON_CPUS, **(ON_GPUS if torch.cuda.is_available() else {})}.items():
+        if (found := read()) not in fine:
+            raise UsageError(
+                f"{name} is {found!r} in this process, and {fine[0]!r} in a peer's, whose kernels give other bits; leave the "
+                "setting out"
+            )
