@@ -352,7 +352,9 @@ class Blows:
         if not there:
             return None
         found = self.storm.work.another_plan(there, self.chance)
-        return None if list(running.peers) == list(found.peers) else found
+        if list(running.peers) == list(found.peers):
+            return None
+        return replace(found, threads=running.threads, kernels=running.kernels)
 
 
 @contextlib.contextmanager

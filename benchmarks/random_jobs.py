@@ -69,13 +69,13 @@ def work_of(drawn: Drawn) -> Work:
     job = job_of(drawn)
     captured = capture(job)
     blocks = captured.train.num_blocks
-    mutates = bool(captured.train.slice(0, blocks).mutated)
+    alone = bool(captured.train.slice(0, blocks).mutated) or drawn.audit > 0  # neither is for several pipelines
 
     def differs(result: Result, home: Home) -> str:
         return "; ".join(differences(drawn, expected, result, home))
 
     def another_plan(peers: Sequence[str], chance: random.Random) -> Plan:
-        return plan_of(drawn, blocks, peers, chance, mutates)
+        return plan_of(drawn, blocks, peers, chance, alone)
 
     def callbacks() -> dict[str, Any]:
         return {"callbacks": [Rates(drawn.rates)]} if drawn.rates else {}

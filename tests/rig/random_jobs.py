@@ -65,6 +65,7 @@ class Drawn:
     precision: str
     keep_fp32: tuple[str, ...]
     recompute: bool
+    audit: float
     eval_every: int
     eval_samples: int
     job_seed: int
@@ -121,6 +122,7 @@ def draw(seed: int) -> Drawn:
         precision=precision,
         keep_fp32=("*Norm*", "layers.0") if precision == "bf16" and r.random() < 0.5 else (),
         recompute=r.random() < 0.25,
+        audit=0.3 if precision == "fp32" and r.random() < 0.2 else 0.0,
         eval_every=r.choice([0, 0, 1, 2]),
         eval_samples=r.randint(1, 9),
         job_seed=r.choice([0, 3, 12345678901, r.randrange(1 << 40)]),
@@ -299,6 +301,7 @@ def job_of(drawn: Drawn) -> Job:
         eval_every=drawn.eval_every,
         metrics={"accuracy": accuracy, "mass": mass} if evaluates else {},
         recompute=drawn.recompute,
+        audit=drawn.audit,
         codec=drawn.codec,
         ema=drawn.ema,
         eval_ema=drawn.eval_ema,
@@ -306,11 +309,11 @@ def job_of(drawn: Drawn) -> Job:
     )
 
 
-def plan_of(drawn: Drawn, blocks: int, peers: Sequence[str], chance: random.Random, mutates: bool) -> Plan:
-    """Some of the peers, in up to three pipelines that are cut differently; one where a buffer is written."""
+def plan_of(drawn: Drawn, blocks: int, peers: Sequence[str], chance: random.Random, alone: bool) -> Plan:
+    """Some of the peers, in up to three pipelines that are cut differently, or in one alone."""
     names = chance.sample([*peers], len(peers))
     most = min(drawn.micros, len(names))
-    several = 1 if mutates or chance.random() < 0.4 else min(chance.randint(1, 3), most)
+    several = 1 if alone or chance.random() < 0.4 else min(chance.randint(1, 3), most)
     ends = [*sorted(chance.sample(range(1, drawn.micros), several - 1)), drawn.micros]
     pipelines = []
     for k, (begin, end) in enumerate(zip([0, *ends], ends)):
