@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Codec", "Plain", "flat_bytes", "is_coded"]
+from meshcee.files.tensor_files import flat_bytes
+
+__all__ = ["Codec", "Plain", "is_coded"]
 
 
 class Codec(Protocol):
@@ -46,11 +48,6 @@ class Codec(Protocol):
 def is_coded(dtype: torch.dtype) -> bool:
     """Whether tensors of this type may travel by another codec than `none`: ordinary floats; never integers, masks, bytes."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor in logical order as a flat uint8 tensor; a copy only where it is not contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Plain:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshcee.codec.base import flat_bytes
+from meshcee.files.tensor_files import flat_bytes
 
 __all__ = ["Bf16"]
 

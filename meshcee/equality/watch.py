@@ -22,6 +22,8 @@ import torch
 import xxhash
 from torch import nn
 
+from meshcee.files.tensor_files import byte_view
+
 __all__ = ["Slot", "Watch", "digest"]
 
 MAX_SLOTS = 50_000  # a vocabulary in an attribute is no state of a forward pass
@@ -44,9 +46,7 @@ def digest(tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
     if plain.layout != torch.strided or plain.device.type == "meta" or type(plain) not in (torch.Tensor, nn.Parameter):
         return (str(plain.dtype), tuple(plain.shape))
-    flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    numbers: Any = flat.view(torch.uint8).numpy()
-    return xxhash.xxh3_128_digest(numbers) if flat.numel() else b""
+    return xxhash.xxh3_128_digest(byte_view(plain.cpu())) if plain.numel() else b""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,18 @@ from meshcee.errors import UsageError
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["DTYPES", "Checkpoint", "Layout", "OnDemand", "TensorFile", "byte_view", "head_of", "nbytes_of", "save"]
+__all__ = [
+    "DTYPES",
+    "Checkpoint",
+    "Layout",
+    "OnDemand",
+    "TensorFile",
+    "byte_view",
+    "flat_bytes",
+    "head_of",
+    "nbytes_of",
+    "save",
+]
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> type and shape
 
@@ -47,9 +58,18 @@ _NAMES = {
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor in logical order as flat uint8, on its device; a copy only where it is not contiguous.
+
+    One element may have any stride and is contiguous, and `reshape` leaves that stride: hence `as_strided`.
+    """
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, element by element; not copied if it is contiguous. A flat view may have gaps yet."""
-    view: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    view: memoryview = flat_bytes(tensor).numpy().data
     return view
 
 

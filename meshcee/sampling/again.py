@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
+from meshcee.files.tensor_files import flat_bytes
 from meshcee.job import Job
 from meshcee.sampling.order import read
 from meshcee.sampling.source import inputs_of_one
@@ -93,8 +94,6 @@ def _sample(job: Job, index: int) -> Raw:
 def _alike(one: Raw, other: Raw) -> bool:
     """By bytes: what is not a number equals itself."""
     return one.keys() == other.keys() and all(
-        a.dtype == (b := other[name]).dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        a.dtype == (b := other[name]).dtype and a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b))
         for name, a in one.items()
     )

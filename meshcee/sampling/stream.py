@@ -26,6 +26,7 @@ import xxhash
 from meshcee.errors import UsageError
 from meshcee.fields import Count, ShortText, read
 from meshcee.files import dumps, loads
+from meshcee.files.tensor_files import byte_view
 from meshcee.job import Job
 from meshcee.sampling.data import batched
 from meshcee.sampling.order import Same, generators_put_back, seed_generators
@@ -350,7 +351,7 @@ def _feed(update: Any, value: Any) -> None:
             _feed(update, one)
     elif isinstance(value, torch.Tensor):
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        update(byte_view(value.cpu()))
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
         _feed(update, value.tolist())
     elif isinstance(value, str | bytes | int | float | None):

@@ -28,6 +28,7 @@ from meshcee.files.tensor_files import Checkpoint, TensorFile
 from meshcee.job import Job, Optimizer
 from tests.rig import zoo
 from tests.rig.resident import growth
+from tests.rig.strides import ODD
 
 SEED = 5
 
@@ -158,6 +159,24 @@ def test_memory_stays_far_below_the_model() -> None:
         total += float(state[name].abs().sum())
     assert total > 0
     assert grown() < 96 << 20  # of 256 MiB
+
+
+@pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.shape == (1,)])
+def test_a_constant_of_a_recipe_may_have_any_strides(name: str) -> None:
+    """As a constructor may read one from a table of its own."""
+
+    def factory() -> nn.Module:
+        layer = nn.Linear(300, 300)
+        with torch.no_grad():
+            layer.weight.mul_(ODD[name])
+        return layer
+
+    module, recorder = construct(factory, SEED)
+    recipe = InitialState(dict(module.named_parameters()), recorder).recipe("weight")
+    torch.manual_seed(SEED)
+    wanted = factory().get_parameter("weight").detach()
+    assert recipe is not None
+    assert torch.equal(made(recipe, wanted), wanted)
 
 
 # -- hostile recipes -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshcee.capture import capture
 from meshcee.errors import CaptureError
 from tests.capture.exactness import WIDTH, difference, job_of
+from tests.rig.strides import ODD
 
 HERE = r"test_watch\.py:\d+"
 CALLS = 0
@@ -201,3 +202,9 @@ def test_statistics_of_a_single_value() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     with pytest.raises(CaptureError, match="more than 1 value per channel"):
         capture(job_of(model, micro_batch_size=1))
+
+
+@pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.numel()])
+def test_a_tensor_that_forward_closes_over_may_have_any_strides(name: str) -> None:
+    scale = ODD[name].reshape(1)
+    assert difference(job_of(Keeps(lambda m, h: m.b(h) * scale))) == ""

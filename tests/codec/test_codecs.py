@@ -17,6 +17,7 @@ from meshcee.codec.coder import relative_error
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.figures import workload
 from tests.rig import small
+from tests.rig.strides import ODD
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LOSSY = [codec for codec in LADDER if codec.name != "none"]
@@ -53,6 +54,14 @@ def test_every_type_and_shape_keeps_the_bound(
     back = there_and_back(codec, tensor, seed)
     own = 2 * torch.finfo(dtype).eps if codec.name != "none" else 0.0  # the result's own rounding
     assert relative_error(tensor, back) <= (codec.worst if seed is None else 2.2 * codec.worst) + own
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
+@pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.is_floating_point()])
+def test_one_element_or_none_is_coded_whatever_its_strides(codec: Codec, name: str) -> None:
+    flat = torch.tensor(ODD[name].tolist(), dtype=ODD[name].dtype).reshape(ODD[name].shape)
+    found, wanted = (None if coded is None else coded.tolist() for coded in map(codec.encode, (ODD[name], flat)))
+    assert found == wanted
 
 
 @every_codec

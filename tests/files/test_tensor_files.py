@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import Checkpoint, TensorFile, byte_view
+from meshcee.files.tensor_files import Checkpoint, TensorFile, byte_view, flat_bytes
+from tests.rig.strides import ODD
 
 TENSORS = {
     "b.flag": torch.tensor([True, False, True]),
@@ -108,7 +109,25 @@ def test_what_is_no_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
         Checkpoint.at(tmp_path)
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", TENSORS | ODD)
 def test_a_tensors_bytes_are_those_of_its_elements_in_their_order(name: str) -> None:
-    tensor = TENSORS[name]
+    tensor = (TENSORS | ODD)[name]
     assert bytes(byte_view(tensor)) == bytes(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
+
+
+def test_flat_bytes_are_the_tensors_own_memory_where_it_is_contiguous() -> None:
+    for tensor in (torch.randn(3, 5), *ODD.values()):
+        flat = flat_bytes(tensor)
+        assert (flat.shape, flat.stride()) == ((tensor.nbytes,), (1,))
+        assert not tensor.numel() or flat.data_ptr() == tensor.data_ptr()
+    turned = torch.randn(4, dtype=torch.complex64)
+    assert bytes(byte_view(turned.conj())) == bytes(byte_view(turned.conj().resolve_conj().clone()))
+
+
+def test_a_file_holds_tensors_of_any_strides(tmp_path: Path) -> None:
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ODD.items()}
+    with TensorFile(tmp_path / "odd.safetensors", layout) as file:
+        for name, tensor in ODD.items():
+            file.write(name, tensor)
+    found = safetensors.torch.load_file(tmp_path / "odd.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in ODD.items())

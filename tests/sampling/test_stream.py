@@ -22,6 +22,7 @@ from meshcee.sampling import probes, repeats, source_of
 from meshcee.sampling.order import generators_put_back, seed_generators
 from meshcee.sampling.stream import LOOKED_AT, MOST_STATES, OTHERS, READ_AGAIN, RECENT, UNUSED
 from tests.rig.streams import Counted, Plain, Shuffled, sample_of
+from tests.rig.strides import ODD
 
 BATCH, STEPS = 8, 40
 
@@ -332,3 +333,24 @@ def test_a_step_is_a_batch_again_though_collate_changes_its_samples() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert repeats(job, keeps=False)
     assert repeats(job, keeps=False), "what is looked at is kept, too"
+
+
+class Strided(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((tensor, tensor) for tensor in itertools.islice(itertools.cycle(ODD.values()), 64))
+
+
+def test_samples_of_one_element_or_none_are_told_apart_whatever_their_strides() -> None:
+    source = source_of(job_of(Strided(), collate=None))
+    first = source.samples(2, 0, BATCH)
+    again = source.samples(2, 0, BATCH)
+    assert all(a[0].shape == b[0].shape and torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+
+
+def test_samples_in_memory_of_any_strides_are_the_same_when_they_are_read_again() -> None:
+    odd = [tensor for tensor in ODD.values() if tensor.shape == (1,)]
+
+    def strided(rows: list[Any]) -> Any:
+        return odd[int(rows[0])], odd[int(rows[0])]
+
+    assert repeats(job_of([i % len(odd) for i in range(64)], collate=strided), keeps=False)

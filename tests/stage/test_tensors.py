@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshcee.errors import ProtocolError
+from meshcee.files.tensor_files import flat_bytes
 from meshcee.stage.tensors import _DTYPES, Value, pack, unpack
+from tests.rig.strides import ODD
 
 
 def cross(values: list[Value]) -> list[Value]:
@@ -22,12 +24,8 @@ def cross(values: list[Value]) -> list[Value]:
     return unpack(msgpack.unpackb(msgpack.packb(meta)), [bytearray(payload) for payload in payloads])
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def identical(a: torch.Tensor, b: Any) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b))
 
 
 @pytest.mark.parametrize("dtype", list(_DTYPES.values()), ids=list(_DTYPES))
@@ -41,6 +39,12 @@ def test_every_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> Non
     assert identical(tensor, back)
     assert isinstance(back, torch.Tensor)
     assert back.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_one_element_or_none_crosses_whatever_its_strides(name: str) -> None:
+    (back,) = cross([ODD[name]])
+    assert identical(ODD[name], back)
 
 
 def test_special_values_keep_their_bits() -> None:

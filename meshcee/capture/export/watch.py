@@ -29,6 +29,7 @@ from meshcee.capture.export.settings import matmul_precision
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.errors import CaptureError
+from meshcee.files.tensor_files import byte_view
 from meshcee.user_code import avoided, is_ours, library_of
 
 __all__ = ["Watch", "keeping"]
@@ -97,8 +98,7 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return "unknown"
         with _disable_current_modes():
-            whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            return hashlib.blake2b(whole.numpy().data, digest_size=12).hexdigest()  # it may be written: not kept
+            return hashlib.blake2b(byte_view(tensor), digest_size=12).hexdigest()  # it may be written: not kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

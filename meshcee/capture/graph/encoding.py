@@ -22,6 +22,7 @@ from meshcee.capture.graph.strides import canonical
 from meshcee.capture.graph.verify import MAX_ELEMENTS, NodeRefused, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
+from meshcee.files.tensor_files import byte_view
 
 __all__ = ["DTYPES", "decode_program", "encode_program"]
 
@@ -308,9 +309,7 @@ def _value(encoded: Any, name: str) -> Value:
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
-    if tensor.numel() == 0:
-        return b""
-    return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bytes(byte_view(tensor.cpu()))
 
 
 def _from_bytes(data: bytes, value: Value) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from meshcee.capture.graph import quiet
 from meshcee.errors import CaptureError, GraphError
+from meshcee.files.tensor_files import byte_view
 
 __all__ = ["Call", "Const", "Recipe", "View", "covers", "decode", "fresh"]
 
@@ -299,11 +300,10 @@ def _encoded(argument: Any, number: Mapping[int, int]) -> Any:
         dtype = str(argument.dtype).removeprefix("torch.")
         return {"v": [number[argument.slot], dtype, list(argument.size), list(argument.stride), argument.offset]}
     if isinstance(argument, Const):
-        tensor = argument.tensor.contiguous()
+        tensor = argument.tensor
         if argument.version != -1 or tensor.nbytes > MAX_CONSTANT_BYTES:
             raise ValueError("a large constant")
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        return {"c": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]}
+        return {"c": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes(byte_view(tensor))]}
     if isinstance(argument, list | tuple):
         return [_encoded(a, number) for a in argument]
     if isinstance(argument, torch.dtype):
