@@ -503,12 +503,6 @@ def _work(inputs: Sequence[Input], nodes: Sequence[Node], analysis: Analysis) ->
     return [f / flops + p / total for f, p in zip(analysis.flops, parameters)]
 
 
-def _only_reads(node: Node) -> bool:
-    """A batch norm that is evaluated leaves its statistics."""
-    names = node.operator.argument_names
-    return "running_mean" in names and node.args[names.index("running_mean") + 2] is False
-
-
 def _overlay(exported: Exported, train: Program) -> Program:
     """The evaluation program on the training program's blocks."""
     holds: dict[str, list[int]] = {}
@@ -519,12 +513,11 @@ def _overlay(exported: Exported, train: Program) -> Program:
                 if not blocks or blocks[-1] != node.block:
                     blocks.append(node.block)
     own, nodes, outputs, analysis = settled(exported)
-    for number in analysis.written:
-        writes = [node for p in analysis.mutations[analysis.group[number]] if not _only_reads(node := nodes[p])]
-        if own[number].mutated and writes:
+    for number, position in analysis.written.items():
+        if own[number].mutated:
             raise CaptureError(
-                f"model.eval() changes {own[number].name!r}{writes[0].at}, and training would go on with that; change it only "
-                "`if self.training`, or leave out eval_data"
+                f"model.eval() changes {own[number].name!r}{nodes[position].at}, and training would go on with that; change it "
+                "only `if self.training`, or leave out eval_data"
             )
     recomputed = find_recomputed(own, nodes, analysis)
     current, base = 0, len(own)

@@ -251,7 +251,7 @@ def _run(nodes: Sequence[tuple[int, Any]], values: dict[int, Any], numbers: set[
             args, kwargs = resolve(node.args, values), {k: resolve(v, values) for k, v in node.kwargs.items()}
             values[number] = node.operator.call(*args, **kwargs)
         numbers.update(digest(t) for t in tensors_in(values[number]))
-        for place in node.operator.mutates:
+        for place in node.writes:
             if place < len(args):
                 touched = {memory_of(t) for t in tensors_in(args[place])}
                 numbers.update(digest(t) for v in values.values() for t in tensors_in(v) if memory_of(t) in touched)

@@ -134,7 +134,7 @@ def values_of(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[list[An
                 )
             values.append(out)
             note(list(tensors_in(out)))
-            for place in node.operator.mutates:
+            for place in node.writes:
                 if place < len(node.args):
                     for written in tensors_in(resolve(node.args[place], values)):
                         found.update(digest(t) for t in of_memory.get(memory_of(written), ()))

@@ -90,7 +90,7 @@ class Deferral:
 
 def _changes_what_its_target_is(node: Node, kinds: tuple[Set[int], Set[int]], made: Set[int]) -> bool:
     """Whether the node writes into a tensor something that this one did not depend on: activations, or parameters."""
-    for place in node.operator.mutates:
+    for place in node.writes:
         target: Any = node.args[place] if place < len(node.args) else None
         known = isinstance(target, Ref) and target.index in made
         if known and any(target.index not in kind and any(r in kind for r in node.refs) for kind in kinds):
@@ -102,7 +102,7 @@ def _can_wait(node: Node) -> bool:
     operator = node.operator
     if not operator.is_aten or operator.num_outputs != 1 or node.value.multiple or not node.value.is_tensor:
         return False
-    if any(place < len(node.args) and place == 0 for place in operator.mutates):
+    if any(place < len(node.args) and place == 0 for place in node.writes):
         return False
     name = operator.name.removeprefix("aten.").removesuffix(".default")
     composed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")

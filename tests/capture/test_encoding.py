@@ -15,10 +15,13 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from meshcee.capture import Program, capture, decode_program, encode_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
+from meshcee.job import Job, Optimizer
 from tests.rig import zoo
 
 
@@ -151,6 +154,46 @@ def test_the_decoder_refuses(what: str) -> None:
     tracemalloc.stop()
     assert elapsed_s < 1
     assert peak - 2 * len(data) < 10 << 20
+
+
+def frozen_norm() -> Any:
+    """The document of a model whose batch norm is in eval mode, and its node."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    job = Job(model=model, loss=F.mse_loss, data=data, optimizer=Optimizer("SGD", lr=0.1), batch_size=4, steps=1)
+    tree = msgpack.unpackb(encode_program(capture(job).train), raw=False)
+    return tree, node(tree, "aten.batch_norm.default")
+
+
+@pytest.mark.parametrize("flag", [True, 1, 0, "computed"])
+def test_a_norm_that_may_write_its_statistics_needs_a_buffer_that_is_marked(flag: Any) -> None:
+    """Else a member would keep other numbers than its neighbours, and say nothing."""
+    tree, norm = frozen_norm()
+    assert decode_program(msgpack.packb(tree)).slice(0, 1).mutated == ()
+    if flag == "computed":
+        tree[1].append("int.eq")
+        at = tree[3].index(norm)
+        tree[3].insert(at, [len(tree[1]) - 1, [1, 1], {}, [0], 0, False])
+        flag = {"r": len(tree[2]) + at}
+        renumbered(tree, len(tree[2]) + at)
+    norm[1][5] = flag
+    with pytest.raises(GraphError, match=r"writes to '1\.running_mean', which is not marked so"):
+        decode_program(msgpack.packb(tree))
+
+
+def renumbered(tree: Any, first: int) -> None:
+    """References behind a node that was put in as this value."""
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [moved(a) for a in argument]
+        if isinstance(argument, dict) and argument.get("r", -1) >= first:
+            return {"r": argument["r"] + 1}
+        return argument
+
+    for one in tree[3][first - len(tree[2]) + 1 :]:
+        one[1] = moved(one[1])
+    tree[4] = [number + (number >= first) for number in tree[4]]
 
 
 def test_a_fresh_process_decodes_and_refuses_in_a_second_without_an_import(tmp_path: Path) -> None:

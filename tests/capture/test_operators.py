@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from meshcee.capture.graph import Node, Ref, Value
 from meshcee.capture.graph.operators import find_operator
 from meshcee.errors import GraphError
 
@@ -69,3 +72,35 @@ def test_what_the_schema_does_not_say() -> None:
     assert find_operator("aten.dropout.default").aliases == (0,)
     assert find_operator("aten.view.default").aliases == (0,)
     assert find_operator("aten.relu_.default").mutates == (0,)
+
+
+def norm(flag: Any, operator: str = "aten.batch_norm.default", **named: Any) -> Node:
+    """A norm of the values 0 to 4, whose flag is this one; without a flag, where there is none."""
+    rest = [] if flag is None else [flag, 0.1, 1e-5, True]
+    return Node(find_operator(operator), (*map(Ref, range(5)), *rest), named, Value("n", torch.float32))
+
+
+@pytest.mark.parametrize("operator", ["aten.batch_norm.default", "aten.instance_norm.default"])
+def test_a_norm_writes_its_statistics_unless_the_node_itself_says_that_it_does_not(operator: str) -> None:
+    statistics = (3, 4)
+    assert norm(False, operator).writes == ()
+    named = find_operator(operator).argument_names[5]
+    assert norm(None, operator, **{named: False}).writes == ()
+    assert norm(True, operator).writes == norm(None, operator).writes == statistics
+    assert norm(None, operator, **{named: True}).writes == statistics
+    assert norm(Ref(7), operator).writes == norm(0, operator).writes == norm("", operator).writes == statistics
+
+
+def test_a_call_that_is_no_norm_writes_what_its_schema_says() -> None:
+    node = Node(find_operator("aten.add_.Tensor"), (Ref(0), False), {}, Value("n", torch.float32))
+    assert node.writes == (0,)
+
+
+def test_a_norm_that_is_evaluated_leaves_its_statistics() -> None:
+    """As the rule says, which trusts these kernels."""
+    for name in ("batch_norm", "instance_norm"):
+        mean, var = torch.randn(64), torch.rand(64)
+        before = mean.clone(), var.clone()
+        for training in (False, True):
+            getattr(torch, name)(torch.randn(7, 64, 5), None, None, mean, var, training, 0.1, 1e-5, False)
+            assert (torch.equal(mean, before[0]), torch.equal(var, before[1])) == (not training,) * 2

@@ -396,6 +396,12 @@ def test_evaluation_that_changes_what_training_goes_on_with_is_refused(counts: C
         capture(dataclasses.replace(job, eval_data=job.data))
 
 
+def test_a_norm_in_eval_mode_changes_nothing_and_one_in_train_mode_its_statistics() -> None:
+    program = capture(job_of(Counting(lambda model: model.training))).train
+    written = program.slice(0, program.num_blocks).mutated
+    assert set(written) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen"}
+
+
 def test_evaluation_may_read_what_training_changes() -> None:
     job = job_of(Counting(lambda model: model.training))
     assert capture(dataclasses.replace(job, eval_data=job.data)).evaluate is not None

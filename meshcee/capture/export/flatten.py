@@ -351,7 +351,7 @@ def _canonical(exported: Exported) -> Exported:
     base = len(inputs)
     needed = set(exported.outputs)
     for i in range(len(nodes) - 1, -1, -1):
-        if base + i in needed or nodes[i].operator.mutates or is_random(nodes[i]):
+        if base + i in needed or nodes[i].writes or is_random(nodes[i]):
             needed.update(nodes[i].refs)
             needed.add(base + i)
     taken: dict[int, list[int]] = {}

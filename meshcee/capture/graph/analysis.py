@@ -162,13 +162,13 @@ def _aliases(
         if node.operator.name == "getitem":
             parent[root(number)] = root(node.refs[0])
         names = node.operator.argument_names
-        for place in {*node.operator.aliases, *node.operator.mutates}:
+        for place in {*node.operator.aliases, *node.writes}:
             argument = node.args[place] if place < len(node.args) else node.kwargs.get(names[place])
             for shared in argument if isinstance(argument, list) else [argument]:
                 if isinstance(shared, Ref):
                     if place in node.operator.aliases:
                         parent[root(number)] = root(shared.index)
-                    if place in node.operator.mutates:
+                    if place in node.writes:
                         written.append((shared.index, position))
     first: dict[int, int] = {}  # storage -> the first value in it
     for number, storages in enumerate(memory):
@@ -197,7 +197,7 @@ def unfolded(inputs: Iterable[tuple[int, Input]], nodes: Iterable[tuple[int, Nod
     made: dict[int, frozenset[int]] = {number: frozenset() for number in held}
     found: dict[int, tuple[int, ...]] = {}
     for number, node in calls.items():
-        if not node.refs or is_random(node) or node.operator.mutates or any(r not in sources for r in node.refs):
+        if not node.refs or is_random(node) or node.writes or any(r not in sources for r in node.refs):
             continue
         sources[number] = frozenset().union(*(sources[r] for r in node.refs))
         made[number] = frozenset({number}).union(*(made[r] for r in node.refs))
@@ -215,7 +215,7 @@ def _written(nodes: Mapping[int, Node], made: Mapping[int, frozenset[int]]) -> s
     for node in nodes.values():
         places = [
             node.args[k] if k < len(node.args) else node.kwargs.get(node.operator.argument_names[k])
-            for k in node.operator.mutates
+            for k in node.writes
         ]
         pending = [
             ref.index
@@ -253,7 +253,7 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
             sources[i] = frozenset()
     for position, node in enumerate(nodes):
         number = base + position
-        if node.operator.mutates or is_random(node) or analysis.group[number] in analysis.mutations:
+        if node.writes or is_random(node) or analysis.group[number] in analysis.mutations:
             continue
         if _is_size(base, nodes, number):
             sources[number] = frozenset()  # carried, for a few bytes, to whoever computes with it

@@ -63,7 +63,7 @@ class _Draw:
         if self.cut.dim is None:
             return out
         kept = self._rows(out, self.cut.dim)
-        for place in node.operator.mutates:
+        for place in node.writes:
             target: torch.Tensor = resolve(node.args[place], own)
             return target.copy_(kept)
         return kept

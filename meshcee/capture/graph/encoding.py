@@ -134,7 +134,7 @@ def _program(document: Any) -> Program:
             raise NodeRefused(i, called.name, str(error)) from error
     numbers = frozenset(_index(r, base + len(made_nodes)) for r in recomputed)
     for number in numbers:
-        if number < base or made_nodes[number - base].operator.mutates or made_nodes[number - base].operator.random:
+        if number < base or made_nodes[number - base].writes or made_nodes[number - base].operator.random:
             raise GraphError(f"value {number} cannot be recomputed by every stage")
     ends = tuple(_index(o, base + len(made_nodes)) for o in outputs)
     return Program(tuple(made_inputs), tuple(made_nodes), ends, num_blocks, numbers)
@@ -210,7 +210,7 @@ def _check_call(node: Node, inputs: Sequence[Input]) -> None:
         given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
         if kind == "Generator" and given is not None:
             raise GraphError(f"{operator.name} must draw from the default generator")
-        if place in operator.mutates and isinstance(given, Ref) and given.index < len(inputs):
+        if place in node.writes and isinstance(given, Ref) and given.index < len(inputs):
             entry = inputs[given.index]
             if not entry.mutated:
                 raise GraphError(f"{operator.name} writes to {entry.name[:80]!r}, which is not marked so")

@@ -163,6 +163,18 @@ class Node:
         collect_refs(tuple(self.kwargs.values()), found)
         return tuple(found)
 
+    @functools.cached_property
+    def writes(self) -> tuple[int, ...]:
+        """Positions of arguments that this call writes. A norm only reads its statistics where its flag for them is the constant
+        False; a flag that is computed may be True."""
+        names = self.operator.argument_names
+        if "running_var" in names:
+            place = names.index("running_var") + 1  # `training` of batch norm, `use_input_stats` of instance norm
+            flag = self.args[place] if place < len(self.args) else self.kwargs.get(names[place])
+            if flag is False:
+                return ()
+        return self.operator.mutates
+
     def run(self, values: Mapping[int, Any], device: torch.device) -> Any:
         """The call, with these values by number."""
         kwargs = {k: _linked(v, values, device) for k, v in self.kwargs.items()}

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from meshcee.job import Job
+from meshcee.capture import capture
+from meshcee.equality import why_not_shared
+from meshcee.job import Job, Optimizer
+from meshcee.stage.plan_checks import why_one_pipeline
 from tests.rig import zoo
 from tests.rig.mesh_fixture import Trained, beside, train
 from tests.rig.reference import reference
@@ -25,6 +29,40 @@ ROWS: dict[str, Sequence[Row]] = {
     "cut differently": ((1, (1,)), (3, (0.3, 1))),
     "three": ((2, (0.6, 1)), (1, (1,)), (3, (0.4, 1))),
 }
+
+
+class FineTuned(nn.Module):
+    """Batch norms that keep the statistics they have, in a model that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(8, 5)
+        self.train()
+
+    def train(self, mode: bool = True) -> FineTuned:
+        super().train(mode)
+        for layer in self.layers:
+            layer[1].eval()  # type: ignore[index]
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.layers(x))
+        return found
+
+
+def fine_tuned(rows: Sequence[Row]) -> Job:
+    torch.manual_seed(3)
+    model = FineTuned()
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_()
+    data = [(torch.randn(8), i % 5) for i in range(60)]
+    batch_size = MICRO * sum(n for n, _ in rows)
+    settings: dict[str, Any] = {"batch_size": batch_size, "micro_batch_size": MICRO, "steps": 3, "codec": "none"}
+    return Job(
+        model=model, loss=nn.functional.cross_entropy, data=data, optimizer=Optimizer("AdamW", lr=0.01), **settings
+    )
 
 
 async def beside_each_other(job: Job, rows: Sequence[Row]) -> Trained:
@@ -54,6 +92,18 @@ def job_of(name: str, rows: Sequence[Row], **options: Any) -> Job:
 async def test_a_gpt_with_dropout_and_a_tied_weight(rows: str, clip_norm: float | None) -> None:
     job = job_of("char_gpt", ROWS[rows], clip_norm=clip_norm)
     assert_equal(await beside_each_other(job, ROWS[rows]), job)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+async def test_a_fine_tune_whose_batch_norms_are_frozen(rows: str) -> None:
+    job = fine_tuned(ROWS[rows])
+    assert why_one_pipeline(capture(job).train) == ""
+    assert_equal(await beside_each_other(job, ROWS[rows]), job)
+
+
+def test_devices_may_share_the_samples_of_a_fine_tune_whose_batch_norms_are_frozen() -> None:
+    job = fine_tuned(ROWS["alike"])
+    assert why_not_shared(job, capture(job)) == ""
 
 
 @pytest.mark.parametrize(
