@@ -275,6 +275,10 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
                 model.eval()
                 eval_wrap = _WithLoss(model, job, example, evaluate=True)
                 eval_wrap.rebound = train_wrap.rebound
+                with contextlib.suppress(Exception):  # torch and the user's code raise what they like; export says more
+                    eval_wrap.rebound = _watch(
+                        _WithLoss(model, job, example, evaluate=True), job, example, names
+                    ).assigned()
                 evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
                 _accepted(evaluation)
                 paths = eval_wrap.seen.paths
@@ -340,6 +344,16 @@ def _own_sizes(job: Job) -> list[int]:
     return [size for size in (micro, job.batch_size % micro) if size]
 
 
+def _watch(wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str]) -> Watch:
+    return Watch(
+        wrap,
+        data_rules.inputs_of(example),
+        lambda path: names[path.removeprefix("model.")],
+        lambda: Remembered(wrap.model, job.loss),
+        EXAMPLES,
+    )
+
+
 def _watched(
     wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str], sizes: Sequence[int]
 ) -> Callable[[Program], None]:
@@ -347,13 +361,7 @@ def _watched(
 
     What is found before is told after, since export says more of what it cannot do at all.
     """
-    watch = Watch(
-        wrap,
-        data_rules.inputs_of(example),
-        lambda path: names[path.removeprefix("model.")],
-        lambda: Remembered(wrap.model, job.loss),
-        EXAMPLES,
-    )
+    watch = _watch(wrap, job, example, names)
     found: Exception | None = None
     try:
         wrap.rebound = watch.eager()

@@ -402,8 +402,56 @@ def test_a_norm_in_eval_mode_changes_nothing_and_one_in_train_mode_its_statistic
     assert set(written) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen"}
 
 
-def test_evaluation_may_read_what_training_changes() -> None:
-    job = job_of(Counting(lambda model: model.training))
+class Assigning(Counting):
+    """The same by assignment."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts(self):
+            self.seen = self.seen + 1
+        return self.norm(self.linear(x)) * self.seen
+
+
+@pytest.mark.parametrize("counts", [lambda model: not model.training, lambda model: True], ids=["eval", "always"])
+def test_evaluation_that_assigns_a_buffer_is_refused(counts: Callable[[nn.Module], bool]) -> None:
+    job = job_of(Assigning(counts))
+    with pytest.raises(CaptureError, match=r"model\.eval\(\) changes 'seen', .*self\.training"):
+        capture(dataclasses.replace(job, eval_data=job.data))
+
+
+class Elsewhere(nn.Module):
+    """Training assigns a buffer that evaluation writes in a way of its own."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(4, 4), write
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.training:
+            self.seen = self.seen + h.detach().mean(0)
+        else:
+            self.write(self.seen, h)
+        return h + self.seen
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda seen, h: seen.add_(1),
+        lambda seen, h: seen[1:].add_(1),
+        lambda seen, h: F.batch_norm(h, seen, torch.ones(4), training=True),  # torch counts no write of this
+    ],
+)
+def test_evaluation_that_writes_into_what_training_assigns_is_refused(write: Callable[..., Any]) -> None:
+    job = job_of(Elsewhere(write))
+    with pytest.raises(CaptureError, match=r"model\.eval\(\) changes 'seen' at .*self\.training"):
+        capture(dataclasses.replace(job, eval_data=job.data))
+
+
+@pytest.mark.parametrize("kind", [Counting, Assigning])
+def test_evaluation_may_read_what_training_changes(kind: type[Counting]) -> None:
+    job = job_of(kind(lambda model: model.training))
     assert capture(dataclasses.replace(job, eval_data=job.data)).evaluate is not None
 
 

@@ -394,6 +394,15 @@ class Watch:
         self._first = runs[0]
         return tuple(path for path in rebound)
 
+    def assigned(self) -> tuple[str, ...]:
+        """The buffers that one call of forward assigns."""
+        before = self._remember()
+        try:
+            _, rebound = eager_runs(self._module, self._arguments, self._name_of, self._samples)
+        finally:
+            before.put_back()
+        return tuple(rebound)
+
     def compare(self, program: Program, sizes: Sequence[int]) -> None:
         """Raises CaptureError where the graph is not what forward does, with as many samples as the job has."""
         before = self._remember()

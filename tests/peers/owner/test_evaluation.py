@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import meshcee
+from meshcee.eager import plain_steps
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from peers.member.coding import Coding
@@ -110,3 +112,48 @@ async def test_what_cannot_be_evaluated_is_said_at_once() -> None:
         state = job.model.state_dict()
         with pytest.raises(UsageError, match="in the state and"):
             await mesh.predict(job, DATA, state=state | {"embed.weight": torch.zeros(2, 2)})
+
+
+class Centred(torch.nn.Module):
+    """A mean of what was seen, which training assigns or writes and evaluation reads."""
+
+    mean: torch.Tensor
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        self.register_buffer("mean", torch.zeros(8))
+        self.assigns = assigns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.training and self.assigns:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        elif self.training:
+            self.mean[1:] += 0.1 * h.detach().mean(0)[1:]
+        out: torch.Tensor = self.b((h - self.mean).relu())
+        return out
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+async def test_a_buffer_that_only_training_changes_is_as_in_a_plain_loop_with_evaluations(assigns: bool) -> None:
+    torch.manual_seed(4)
+    data = [(torch.randn(8), torch.tensor(i % 3)) for i in range(24)]
+    job = replace(job_of(steps=3, eval_data=data, eval_every=1), model=Centred(assigns), data=data)
+    losses, evaluated = [], []
+    for done in plain_steps(job):
+        parts = [torch.stack(part) for part in zip(*data)]
+        done.module.eval()
+        with torch.no_grad():
+            each = [float(job.loss(done.module(x), y)) * len(y) for x, y in zip(*(part.split(6) for part in parts))]
+        done.module.train()
+        losses.append(done.loss)
+        evaluated.append(sum(each) / len(data))
+        state = {name: tensor.clone() for name, tensor in done.state_dict.items()}
+    async with meshcee.join(local=2) as mesh:
+        reports = [report async for report in mesh.train(job, stages=2)]
+        found = mesh.result.state_dict
+    assert [report.loss for report in reports] == losses
+    assert [report.metrics["loss"] for report in reports] == evaluated
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert state["mean"].abs().max() > 0
