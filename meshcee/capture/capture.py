@@ -87,12 +87,29 @@ class Capture:
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
     took_s: float = 0.0  # the capture
+    rounded: Mapping[str, torch.dtype] = dataclasses.field(
+        default_factory=dict
+    )  # buffers that have another type in the plain loop
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
 
     @property
     def state_bytes(self) -> int:
         """Of parameters and buffers, in full precision."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.layout.values())
+
+    @property
+    def kept(self) -> Layout:
+        """As `layout`, with the types of the plain loop: in bf16 its buffers are rounded, and parameters have masters in full."""
+        return {name: (self.rounded.get(name, dtype), shape) for name, (dtype, shape) in self.layout.items()}
+
+    def over(self, kept: Mapping[str, torch.Tensor]) -> Capture:
+        """The same with a state that was kept: members are sent all buffers in the types of `layout`, and round them."""
+
+        def read(name: str) -> torch.Tensor:
+            tensor = kept[name]
+            return tensor.to(self.layout[name][0]) if name in self.rounded else tensor
+
+        return dataclasses.replace(self, state=OnDemand(kept, read))
 
     @staticmethod
     def inputs_of(batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
@@ -126,10 +143,15 @@ class Capture:
         return _tree(dict(zip(self.output_paths, tensors, strict=True)))
 
     def state_dict(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """A state as `model.load_state_dict` expects it: persistent entries under all their names, read on demand."""
+        """A state as the plain loop leaves it, for `load_state_dict`: persistent entries under all their names, read on demand."""
         names = {n: n for n in self.persistent}
         names |= {other: name for other, name in self.aliases.items() if name in names}
-        return OnDemand(names, lambda name: state[names[name]])
+
+        def read(name: str) -> torch.Tensor:
+            tensor = state[names[name]]
+            return tensor.to(self.rounded.get(names[name], tensor.dtype))
+
+        return OnDemand(names, read)
 
 
 def _said(dtype: torch.dtype | None, shape: Sequence[Dim]) -> str:
@@ -259,6 +281,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         _refuse_types(model, job, example)
     try:
         with _as_trained(model, job) as before:
+            rounded = _rounded(model, names, layout)
             train_wrap = _WithLoss(model, job, example, evaluate=False)
             watch = _watched(train_wrap, job, example, names, _own_sizes(job))
             with asked_for_masks() as asked:
@@ -297,6 +320,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
         took_s=time.perf_counter() - start_s,
+        rounded=rounded,
         built=None if recorder is None else model,
     )
 
@@ -437,6 +461,13 @@ def _norm_order(model: nn.Module) -> tuple[str, ...]:
 
 def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _rounded(model: nn.Module, names: Mapping[str, str], layout: Layout) -> dict[str, torch.dtype]:
+    """Buffers of the model, as it is trained, that have another type than in `layout`."""
+    buffers = {names[name]: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
+    trained = {names[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: dtype for name, dtype in buffers.items() if name not in trained and dtype != layout[name][0]}
 
 
 def _round_fakes(model: nn.Module, keep_fp32: Sequence[str]) -> None:

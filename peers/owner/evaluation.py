@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,13 +145,13 @@ def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> C
         if name not in state:
             raise UsageError(f"the state has no entry {name!r}; give a whole state_dict of this model")
         given, (dtype, shape) = state[name].detach(), captured.layout[name]
-        if given.dtype != dtype or tuple(given.shape) != shape:
+        if given.dtype not in (dtype, captured.rounded.get(name)) or tuple(given.shape) != shape:
             raise UsageError(
                 f"{name!r} is {given.dtype}{tuple(given.shape)} in the state and {dtype}{shape} in the "
                 "model; give a state_dict of this model"
             )
         found[name] = given
-    return replace(captured, state=ChainMap(found, captured.state))  # type: ignore[arg-type]
+    return captured.over(ChainMap(found, captured.state))  # type: ignore[arg-type]
 
 
 class Predictions:

@@ -281,7 +281,7 @@ class Training:
         self._numbers.begins = base.next_step
         self.base = self._durable = base
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
-        self._captured = replace(captured, state=base.weights(captured.state))
+        self._captured = captured.over(base.weights(captured.state))
         return base.next_step, base.manifest["devices"]
 
     def _same_threads(self, kinds: Sequence[Any], run: str) -> int | None:

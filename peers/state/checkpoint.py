@@ -233,7 +233,7 @@ class Draft:
         writer = self.create(FROZEN, header)
         try:
             for name in starts:  # in the order of their places
-                tensor = state[name].detach().cpu().contiguous()
+                tensor = state[name].detach().cpu().to(layout[name][0]).contiguous()
                 if tensor.numel():
                     writer.write(byte_view(tensor))
             writer.close()
