@@ -1,7 +1,8 @@
 """What callbacks have asked of a run: an end, evaluations, checkpoints, other learning rates.
 
 The idea: a wish counts from the first step that has not begun, so what was computed stays true. Changes of the learning rate are
-numbers that a run writes down beside its losses: a step that is computed again, by whatever owner, has the rate that it had.
+numbers that a run writes down beside its losses: a step that is computed again, by whatever owner, has the rate that it had. So are
+evaluations and checkpoints that were asked for: an owner that comes later makes them, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Control:
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step
-        self._new: list[Change] = []  # that nobody has written down
+        self._news: dict[str, list[Any]] = {}  # that nobody has written down
         self._evaluations: set[int] = set()
         self._checkpoints: set[int] = set()
         self._spared: list[int] = []
@@ -56,20 +57,22 @@ class Control:
             raise UsageError("a callback asks for an evaluation: give the job eval_data")
         with self._lock:
             self._evaluations.add(self._next)
+            self._note("evaluations", self._next)
 
     def checkpoint(self, *, keep: bool = False) -> None:
         """Save the state before the next step that begins. `keep`: it outlives newer ones, until the next that is kept."""
         self._check_saves()
         with self._lock:
             self._checkpoints.add(self._next)
+            self._note("checkpoints", self._next)
             if keep:
-                self._spared.append(self._next)
+                self._spare(self._next)
 
     def keep(self, steps: int) -> None:
         """The checkpoint after so many steps outlives newer ones, until the next that is kept."""
         self._check_saves()
         with self._lock:
-            self._spared.append(steps)
+            self._spare(steps)
 
     def scale_lr(self, times: float, *, least: float = 0.0, step: int | None = None) -> int:
         """Multiply every rate that the schedule gives, from this step or the next that begins; it goes no lower than `least`.
@@ -93,8 +96,17 @@ class Control:
                 raise UsageError(f"the rate of step {begins + 1} was to change, but step {self._next} has begun")
             change = Change(begins, float(times), float(least))
             insort(self._changes, change, key=lambda known: known.step)
-            self._new.append(change)
+            self._note("lr_changes", change)
         return begins
+
+    def _spare(self, steps: int) -> None:
+        self._spared.append(steps)
+        self._note("kept_checkpoints", steps)
+
+    def _note(self, what: str, wish: Any) -> None:
+        found = self._news.setdefault(what, [])
+        if found[-1:] != [wish] or what == "lr_changes":  # two equal changes multiply a rate twice
+            found.append(wish)
 
     def _check_saves(self) -> None:
         if not self._saves:
@@ -133,8 +145,12 @@ class Control:
     def put_off(self, step: int) -> None:
         """Members have no room for a copy before this step: the next will do."""
         with self._lock:
-            self._checkpoints = {s + (s == step) for s in self._checkpoints}
-            self._spared = [s + (s == step) for s in self._spared]
+            if step in self._checkpoints:
+                self._checkpoints = self._checkpoints - {step} | {step + 1}
+                self._note("checkpoints", step + 1)
+            if step in self._spared:
+                self._spared = [s + (s == step) for s in self._spared]
+                self._note("kept_checkpoints", step + 1)
 
     @property
     def is_stopping(self) -> bool:
@@ -147,14 +163,19 @@ class Control:
             self._spared = self._spared[-1000:]
             return next((s for s in reversed(self._spared) if s in there), None)
 
-    def news(self) -> list[Change]:
-        """Changes that were asked for since the last call."""
+    def news(self) -> dict[str, list[Any]]:
+        """What was asked for since the last call, as a report has it (meshcee/files/home.py)."""
         with self._lock:
-            found, self._new = self._new, []
+            found, self._news = self._news, {}
         return found
 
-    def restore(self, changes: Iterable[Sequence[Any]], next_step: int) -> None:
-        """A run goes on, of which these are written down, at steps before this one."""
+    def restore(self, reports: Sequence[Mapping[str, Any]], next_step: int) -> None:
+        """A run goes on that has told these, in this order, of steps before this one."""
+
+        def told(what: str) -> list[Any]:
+            return [wish for line in reports for wish in line.get(what, ())]
+
         with self._lock:
-            self._changes = sorted((Change(*change) for change in changes), key=lambda change: change.step)
-            self._next = next_step
+            self._changes = sorted((Change(*change) for change in told("lr_changes")), key=lambda change: change.step)
+            self._evaluations, self._checkpoints = set(told("evaluations")), set(told("checkpoints"))
+            self._spared, self._next = told("kept_checkpoints"), next_step

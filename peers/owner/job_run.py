@@ -262,10 +262,8 @@ class Training:
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
         self._numbers.shares, self._numbers.coded = about.rounds
-        known = {line["step"]: line for line in reports}  # of a step that was told twice the last
-        changes = (change for line in known.values() for change in line.get("lr_changes", ()))
-        self._steering.control.restore(changes, 1 + max(known, default=-1))
-        return list(known.values())
+        self._steering.control.restore(reports, 1 + max((line["step"] for line in reports), default=-1))
+        return reports
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
@@ -438,9 +436,8 @@ class Training:
         """A step into the run's folder; what callbacks want of the run counts at once."""
         if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
             self.stop()
-        line, changes = report.to_json(), self._steering.control.news()
         if self._diary is not None:
-            self._diary.report({**line, "lr_changes": changes} if changes else line)
+            self._diary.report({**report.to_json(), **self._steering.control.news()})
 
     async def _listen(self, call: Callable[[], None] | None, owner: Owner | None = None) -> None:
         """Callbacks are the user's code. While steps are fed they share the thread of the data: both may draw random numbers."""

@@ -111,11 +111,19 @@ class Telling:
 
 
 def once(call: Callable[[], None]) -> Callable[[], None]:
-    """It runs at the first call alone: who waits for its thread may be interrupted, and the thread is not."""
-    waiting = [call]
+    """It runs at the first call alone: who waits for its thread may be interrupted, and the thread is not.
+
+    An error comes at each call. A step that a callback has failed in is so never told of, and a resumed run tells it again.
+    """
+    waiting, errors = [call], list[Exception]()
 
     def run() -> None:
         while waiting:
-            waiting.pop()()
+            try:
+                waiting.pop()()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     return run

@@ -74,11 +74,11 @@ class Keeping:
     async def at(self, next_step: int, *, asked: bool = False) -> bool:
         """Before this step is fed: ask for what is due, or `asked` for by the user. False if members have no room for that now."""
         keep = self.copying.is_due(next_step)
-        wanted = self.saving.is_due(next_step) or (asked and self.saving.can_save)
+        asked = asked and self.saving.can_save and (self._base is None or self._base.next_step != next_step)
         # Members have room for one copy beside those that they may go back to.
-        save = wanted and (keep or not self.copying.is_first_to_copy)
+        save = (asked or self.saving.is_due(next_step)) and (keep or not self.copying.is_first_to_copy)
         await self.ask(next_step, keep=keep, save=save)
-        return save or not (wanted and asked)
+        return save or not asked
 
     async def end(self, next_step: int, *, hand_over: bool = False) -> bool:
         """Nothing is trained from here on: have the owner read what it has not, so that the weights are never lost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -32,12 +33,9 @@ def test_changes_add_up_in_the_order_of_their_steps() -> None:
     assert [rates(control, step) for step in (1, 2, 4, 6)] == [[0.1, 1.0], [0.05, 0.1], [0.02, 0.02], [0.01, 0.01]]
     assert control.options(2, GROUPS)[0]["betas"] == [0.9, 0.99]
     assert GROUPS[0]["lr"] == 0.1
-    assert [change.step for change in control.news()] == [
-        6,
-        4,
-        2,
-    ]  # in the order in which they were asked for, and once
-    assert control.news() == []
+    told = control.news()["lr_changes"]
+    assert [change.step for change in told] == [6, 4, 2]  # in the order in which they were asked for, and once
+    assert control.news() == {}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.floats(0.1, 3.0)), max_size=12), st.integers(0, 8))
@@ -47,7 +45,7 @@ def test_a_control_that_is_restored_gives_every_step_the_same_rates(
     first, second = Control(), Control()
     for sets, later, value in wishes:
         (first.set_lr if sets else first.scale_lr)(value, step=later)
-    second.restore([list(change) for change in first.news()], begun)
+    second.restore([json.loads(json.dumps({"step": 0, **first.news()}))], begun)
     assert [rates(second, step) for step in range(20)] == [rates(first, step) for step in range(20)]
     assert second.next_step == begun
 
@@ -67,6 +65,26 @@ def test_what_has_begun_stays_as_it_was() -> None:
     control.put_off(5)
     assert control.saves_before(6)
     assert not control.saves_before(5)
+
+
+def test_a_control_that_is_restored_evaluates_and_saves_when_that_was_asked_for() -> None:
+    first, second = (Control(metrics=["loss"], saves=True) for _ in range(2))
+    lines: list[dict[str, object]] = [{"step": 0}]  # as it was written before wishes were
+    for step in (1, 2, 5):
+        first.begin(step)
+        first.evaluate()
+        first.evaluate()
+        first.checkpoint(keep=step < 5)
+        lines.append(json.loads(json.dumps({"step": step, **first.news()})))
+    first.put_off(3)
+    lines.append({"step": 6, **first.news()})
+    second.restore(lines, 7)
+    for control in (first, second):
+        assert [s for s in range(10) if control.evaluates_after(s)] == [2, 3, 6]
+        assert {s for s in range(10) if control.saves_before(s)} - {3} == {2, 4, 6}
+        assert control.spares([1, 2, 4, 6]) == 4
+    assert second.news() == {}, "it is written down"
+    assert second.next_step == 7
 
 
 def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,76 @@ async def test_evaluations_and_checkpoints_come_when_they_are_asked_for(tmp_path
     assert asks.ends == [(STEPS, None)]
     expected = plain(job_of(), STEPS, MICRO)
     assert_same(result, expected.losses, expected.state_dict)
+
+
+class Cut(Exception):
+    """The end of an owner, in the middle of something."""
+
+
+@pytest.mark.parametrize("at", [3, 4])
+async def test_a_resumed_run_evaluates_and_saves_when_that_was_asked_for(tmp_path: Path, at: int) -> None:
+    """It is cut off before the step that is to be evaluated is told of, or behind it; its checkpoints are gone."""
+
+    class Asks(Callback):
+        waits = "steps"
+
+        def on_step(self, run: Control, report: Any) -> None:
+            if report.step == 2:
+                run.evaluate()
+                run.checkpoint(keep=True)
+            if report.step == at:
+                raise Cut
+
+    class Hears(Callback):
+        def __init__(self) -> None:
+            self.saved: list[int] = []
+            self.evaluated: list[int] = []
+
+        def on_evaluate(self, run: Control, report: Any) -> None:
+            self.evaluated.append(report.step)
+
+        def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+            self.saved.append(steps)
+
+    home, hears = Home(tmp_path), Hears()
+    with pytest.raises(UsageError, match="Cut"):
+        await run(job_of(checkpoint_every=1000), [Asks()], home)
+    cut = home.run("last")
+    for lost in CheckpointStore(cut.checkpoints).complete():
+        shutil.rmtree(lost.folder)
+    result, reports = await run(job_of(checkpoint_every=1000), [hears], home, stages=2, resume=cut.id)
+    assert [step for step, _ in result.metrics] == [3, 9]
+    assert [report.step for report in reports if report.metrics] == hears.evaluated == [3, 9][at - 3 :]
+    assert hears.saved == [3, 10]
+    assert {c.next_step for c in CheckpointStore(cut.checkpoints).complete()} == {3, 10}
+    expected = plain(job_of(), STEPS, MICRO)
+    assert_same(result, expected.losses, expected.state_dict)
+
+
+async def test_a_resumed_run_lowers_its_rate_after_an_evaluation_that_was_asked_for(tmp_path: Path) -> None:
+    class Asks(Callback):
+        waits = "steps"
+
+        def __init__(self, cut: int | None = None) -> None:
+            self.cut = cut
+
+        def on_step(self, run: Control, report: Any) -> None:
+            if report.step == 2:
+                run.evaluate()
+            if report.step == self.cut:
+                raise Cut
+
+    def callbacks(cut: int | None = None) -> list[Callback]:
+        return [Asks(cut), meshcee.ReduceOnPlateau("loss", patience=0, threshold=0.9)]
+
+    home = Home(tmp_path)
+    job = job_of(eval_every=2, checkpoint_every=2)
+    uncut, _ = await run(job, callbacks())
+    with pytest.raises(UsageError, match="Cut"):
+        await run(job, callbacks(3), home)
+    resumed, _ = await run(job, callbacks(), home, stages=2, resume=home.run("last").id)
+    assert resumed.metrics == uncut.metrics
+    assert_same(resumed, uncut.losses, uncut.state_dict)
 
 
 # -- what cannot be
