@@ -71,6 +71,8 @@ class Control:
     def keep(self, steps: int) -> None:
         """The checkpoint after so many steps outlives newer ones, until the next that is kept."""
         self._check_saves()
+        if not isinstance(steps, int) or steps < 0:
+            raise UsageError(f"keep({steps!r:.40}): a number of steps")
         with self._lock:
             self._spare(steps)
 

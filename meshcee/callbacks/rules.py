@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import structlog
 import torch
 
 from meshcee.callbacks.callback import Callback
@@ -17,6 +18,10 @@ from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
 
 __all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
+
+log = structlog.get_logger()
+
+ENDED = "EarlyStop has ended this run: raise its patience or leave it out to train on"
 
 
 class _OnMetric(Callback, ABC):
@@ -77,7 +82,10 @@ class KeepBest(_Best):
 
 
 class EarlyStop(_Best):
-    """End the run when so many evaluations in a row were no better than the best by more than `min_delta`."""
+    """End the run when so many evaluations in a row were no better than the best by more than `min_delta`.
+
+    A run that it has ended ends at once when it is resumed with it: raise `patience` or leave it out to train on.
+    """
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
         super().__init__(metric, mode, min_delta)
@@ -94,6 +102,12 @@ class EarlyStop(_Best):
     def on_evaluate(self, run: Control, report: Any) -> None:
         self._hear(report.step + 1, self._value(report.metrics))
         if self._in_vain >= self.patience:
+            run.stop()
+
+    def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        super().on_resume(run, reports)
+        if self._in_vain >= self.patience:
+            log.warning(ENDED, metric=self.metric, evaluations=self._in_vain, best=self.best)
             run.stop()
 
 

@@ -59,9 +59,7 @@ class _Line:
     step: Count
     loss: Finite | None
     metrics: Mapping[str, Finite | None] = field(default_factory=dict)
-    lr_changes: tuple[
-        tuple[Count, NotNegative, NotNegative], ...
-    ] = ()  # this and the others: meshcee/callbacks/control.py
+    lr_changes: tuple[tuple[Count, NotNegative, NotNegative], ...] = ()  # from here on: meshcee/callbacks/control.py
     evaluations: tuple[Count, ...] = ()
     checkpoints: tuple[Count, ...] = ()
     kept_checkpoints: tuple[Count, ...] = ()

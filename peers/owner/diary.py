@@ -44,6 +44,10 @@ class Losses:
     def __contains__(self, step: int) -> bool:
         return step < len(self._losses) and not math.isnan(self._losses[step])
 
+    def __len__(self) -> int:
+        """Of the steps up to the last that was told of."""
+        return len(self._losses)
+
     def __getitem__(self, step: int) -> float:
         """NaN for a step that was not told of."""
         return self._losses[step] if step < len(self._losses) else math.nan

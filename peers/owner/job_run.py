@@ -312,6 +312,8 @@ class Training:
             members=members,
             failed=failed,
         )
+        if self._steering.control.is_stopping:  # at the wish of a callback that has heard of the steps before
+            going.handle(moves.Stopped())
         commands = going.begin()
         while going.state is not course.State.OVER:
             if going.state is course.State.SEARCHING:
@@ -617,7 +619,7 @@ class Training:
                 self.base,
                 store,
                 self._cadence,
-                len(self.result.losses),
+                max(len(self.result.losses), len(self._numbers.losses) if self._steering.control.is_stopping else 0),
                 holders,
                 self.copies if chosen is not None else None,
                 chosen or Keepers(),

@@ -104,6 +104,7 @@ def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None
         (lambda control: control.set_lr(math.inf), "not negative"),
         (lambda control: control.evaluate(), "give the job eval_data"),
         (lambda control: control.checkpoint(), "no folder"),
+        (lambda control: Control(saves=True).keep(-1), "a number of steps"),
         (lambda control: called([EarlyStop]), "a function of"),
         (lambda control: called(EarlyStop()), "a list"),
         (lambda control: EarlyStop(patience=0), "at least 1"),
@@ -155,5 +156,15 @@ def test_a_resumed_rule_goes_on_as_it_would_have() -> None:
         one.on_resume(control, [{"step": 9, "metrics": {}}, *lines])
     assert best.best == (2, 2.0)
     assert control.spares([1, 2, 3]) == 2
+    assert not control.is_stopping
     stop.on_evaluate(control, type("Report", (), {"step": 4, "metrics": {"loss": 2.0}}))
     assert control.is_stopping
+
+
+def test_a_resumed_rule_stops_where_it_would_have() -> None:
+    lines = [{"step": step, "metrics": {"loss": loss}} for step, loss in enumerate([3.0, 2.0, None, 2.5])]
+    again, longer = Control(), Control()
+    EarlyStop(patience=2).on_resume(again, lines)
+    assert again.is_stopping
+    EarlyStop(patience=3).on_resume(longer, lines)
+    assert not longer.is_stopping

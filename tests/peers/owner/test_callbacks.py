@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -226,6 +227,32 @@ async def test_a_run_that_gets_no_better_ends_after_the_same_step_always() -> No
     expected = plain(job_of(), 6, MICRO)
     assert_same(result, expected.losses, expected.state_dict)
     assert stop.best == (2, reports[1].metrics["loss"])
+
+
+@pytest.mark.parametrize("saved", [True, False])
+async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: Path, saved: bool) -> None:
+    """It was left in the step whose evaluation ends it. Without its checkpoints every step is done again."""
+
+    def stop() -> meshcee.EarlyStop:
+        return meshcee.EarlyStop("loss", patience=2, min_delta=100.0)
+
+    home, job = Home(tmp_path), job_of(eval_every=2, checkpoint_every=2)
+    uncut, _ = await run(job, [stop()])
+    await run(job, [stop()], home, until=5)
+    cut = home.run("last")
+    if not saved:
+        shutil.rmtree(cut.checkpoints)
+    with structlog.testing.capture_logs() as lines:
+        resumed, reports = await run(job, [stop()], home, stages=2, resume=cut.id)
+    assert resumed.stopped
+    assert reports == []
+    assert resumed.metrics == uncut.metrics
+    assert_same(resumed, uncut.losses, uncut.state_dict)
+    assert [line["evaluations"] for line in lines if "EarlyStop has ended this run" in line["event"]] == [2]
+    later = meshcee.EarlyStop("loss", patience=3, min_delta=100.0)
+    longer, reports = await run(job, [later], home, stages=2, resume=cut.id)
+    assert [report.step for report in reports] == [6, 7]
+    assert longer.losses == plain(job_of(), 8, MICRO).losses
 
 
 async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None:
