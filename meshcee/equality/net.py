@@ -465,6 +465,12 @@ class _Net:
         if kind == "state":
             slot = self.watch.look()[what.split("'")[1]]
             line = line_that(lambda: slot.look() != slot.seen, self._forward)
+            self._put_back(state)
+            if self.backward and self._writes_again(slot):
+                return (
+                    f"; it is written{line}, and once more in the backward pass, as under torch.utils.checkpoint: leave that "
+                    "out, and set Job(recompute=True)"
+                )
             return f"; it is written{line}: let forward change a buffer in place, under torch.no_grad()"
         recorder, loss = self._recorded()
         told = recorder.told
@@ -491,6 +497,13 @@ class _Net:
             f"{found}: what it computes with is not what it was while the model was captured, or lies otherwise in memory; keep it "
             "in parameters, buffers and inputs, contiguous, and choose kernels outside of the model"
         )
+
+    def _writes_again(self, slot: Slot) -> bool:
+        """Whether the backward pass changes what forward has left there."""
+        loss = self._forward()
+        left = slot.look()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return bool(slot.look() != left)
 
     def _recorded(self) -> tuple[Recorder, torch.Tensor]:
         recorder = Recorder()

@@ -356,6 +356,43 @@ def test_a_loss_with_a_parameter_is_refused() -> None:
         capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=loss))
 
 
+def test_a_loss_that_writes_a_buffer_of_its_own_is_refused() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return F.mse_loss(output, target)
+
+    with pytest.raises(CaptureError, match=rf"no buffer of the model .*{HERE} .*a loss .* must be a part of the model"):
+        capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=Counts()))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_module_over_lengths_is_told_to_have_one(kind: type[nn.Module]) -> None:
+    class Tags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kind(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x)[0].sum(1)
+            return found
+
+    def padded(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        xs, ys = zip(*rows, strict=True)
+        return nn.utils.rnn.pad_sequence(xs, batch_first=True), torch.stack(ys)
+
+    data = [(torch.randn(3 + i % 4, 4), torch.randn(4)) for i in range(8)]
+    job = dataclasses.replace(job_of(Tags()), data=data, collate=padded, micro_batch_size=2)
+    with pytest.raises(
+        CaptureError, match=rf"{HERE} .*an LSTM, GRU or RNN .* one length.*pad all samples to one length"
+    ):
+        capture(job)
+
+
 def test_code_of_a_library_is_told_with_the_users_line_and_no_advice_to_rewrite_it(tmp_path: Path) -> None:
     package = tmp_path / "somelib"
     package.mkdir()

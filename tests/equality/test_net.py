@@ -167,6 +167,13 @@ def test_what_the_graph_does_not_hold_is_refused_with_its_line(name: str, tmp_pa
     assert re.search(rf"job\.py:{line}\b", str(refused.value))
 
 
+def test_a_checkpoint_that_writes_twice_is_told_with_what_recomputes_without(tmp_path: Path) -> None:
+    twice = "x = torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False)  # HERE"
+    job, line = job_of(tmp_path, twice, "self.norm = nn.BatchNorm1d(8)", "", 4)
+    with pytest.raises(UnequalError, match=rf"job\.py:{line} .*once more in the backward pass.*Job\(recompute=True\)"):
+        captured_and_examined(job, 4)
+
+
 def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

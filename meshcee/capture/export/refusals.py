@@ -26,6 +26,7 @@ from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules import rnn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -167,6 +168,7 @@ RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
+ONE_LENGTH = "pad all samples to one length, in the data or in collate"
 
 
 def _loops(code: str) -> bool:
@@ -202,6 +204,12 @@ class Watched(logging.Handler):
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", RANKS)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
+            if given[0] not in self._samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
+                self.fix(
+                    "specialized",
+                    "an LSTM, GRU or RNN computes step by step, and a graph holds steps of one length",
+                    ONE_LENGTH,
+                )
             if given[0] in self._samples and _loops(self.at.text):
                 self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
 

@@ -33,10 +33,12 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
         if entry.kind == "parameter" and not entry.trainable:
             entry = dataclasses.replace(entry, kind="buffer")
         if entry.kind != "buffer":
-            what = f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer"
+            what = (
+                f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer of the model"
+            )
             raise CaptureError(
                 f"the model changes {what} in place{nodes[position].at}; work on a copy of it, or register_buffer what is "
-                "to be kept"
+                "to be kept in a module of the model; a loss that keeps buffers must be a part of the model, too"
             )
         inputs[number] = dataclasses.replace(entry, mutated=True)
     return inputs, nodes, outputs, analysis
