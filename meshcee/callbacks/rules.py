@@ -16,12 +16,11 @@ import torch
 from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
+from meshcee.events import Event
 
 __all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
 
 log = structlog.get_logger()
-
-ENDED = "EarlyStop has ended this run: raise its patience or leave it out to train on"
 
 
 class _OnMetric(Callback, ABC):
@@ -107,7 +106,7 @@ class EarlyStop(_Best):
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         super().on_resume(run, reports)
         if self._in_vain >= self.patience:
-            log.warning(ENDED, metric=self.metric, evaluations=self._in_vain, best=self.best)
+            log.warning(Event.ENDED_EARLY, metric=self.metric, evaluations=self._in_vain, best=self.best)
             run.stop()
 
 

@@ -87,9 +87,7 @@ class Capture:
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
     took_s: float = 0.0  # the capture
-    rounded: Mapping[str, torch.dtype] = dataclasses.field(
-        default_factory=dict
-    )  # buffers that have another type in the plain loop
+    rounded: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)  # buffers, as the plain loop has them
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
 
     @property

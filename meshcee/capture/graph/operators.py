@@ -72,9 +72,7 @@ class Operator:
     argument_names: tuple[str, ...] = ()
     argument_types: tuple[str, ...] = ()  # of one: what a list of it holds
     schema_types: tuple[str, ...] = ()  # in full: "Optional[List[int]]"
-    mutates: tuple[
-        int, ...
-    ] = ()  # positions of arguments that it may write in place; Node.writes has those that a call does
+    mutates: tuple[int, ...] = ()  # positions of arguments that it may write in place; Node.writes: of a call
     aliases: tuple[int, ...] = ()  # positions of arguments whose memory an output may share
     random: bool = False
     num_outputs: int = 1

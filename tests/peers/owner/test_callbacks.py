@@ -19,6 +19,7 @@ from meshcee.callbacks import Callback, Control
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError, unwrap
+from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job, Optimizer, Schedule
 from peers.node.assemble import JoinOptions, join
@@ -248,7 +249,7 @@ async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: P
     assert reports == []
     assert resumed.metrics == uncut.metrics
     assert_same(resumed, uncut.losses, uncut.state_dict)
-    assert [line["evaluations"] for line in lines if "EarlyStop has ended this run" in line["event"]] == [2]
+    assert [line["evaluations"] for line in lines if line["event"] == Event.ENDED_EARLY] == [2]
     later = meshcee.EarlyStop("loss", patience=3, min_delta=100.0)
     longer, reports = await run(job, [later], home, stages=2, resume=cut.id)
     assert [report.step for report in reports] == [6, 7]
