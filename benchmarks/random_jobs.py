@@ -61,11 +61,8 @@ class Rates(Callback):
             run.set_lr(value) if how == "set" else run.scale_lr(value)
 
 
-def work_of(drawn: Drawn) -> Work:
-    """The job, and what a plain loop makes of it; RuntimeError if nothing, MeshceeError where it is refused."""
-    expected = reference(job_of(drawn), rates=drawn.rates, in_place=True)
-    if not all(map(math.isfinite, expected.totals)):
-        raise RuntimeError("a loss is no finite number")
+def work_of(drawn: Drawn, expected: Reference) -> Work:
+    """The job, and what a plain loop makes of it; MeshceeError where it is refused."""
     job = job_of(drawn)
     captured = capture(job)
     blocks = captured.train.num_blocks
@@ -124,13 +121,17 @@ def play(seed: int, blows: int = 2, drawn: Drawn | None = None) -> dict[str, Any
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # its kernels have other bits in eval mode: docs/models.md
         try:
-            work = work_of(drawn)
-        except MeshceeError as error:
-            return {**about, "outcome": "refused", "why": str(error)}
-        except RuntimeError as error:
+            expected = reference(job_of(drawn), rates=drawn.rates, in_place=True)
+        except (RuntimeError, TypeError, ValueError) as error:  # as of LSTMs in bf16
             return {**about, "outcome": "nothing to equal", "why": str(error)}
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+        if not all(map(math.isfinite, expected.totals)):
+            return {**about, "outcome": "nothing to equal", "why": "a loss is no finite number"}
+        try:
+            work = work_of(drawn, expected)
+        except MeshceeError as error:
+            return {**about, "outcome": "refused", "why": str(error)}
         with decided_by(seed):
             result = run(one(seed, logged, work, kinds, blows, pace=Pace(drawn.pace)), inline=True)
     if result["outcome"] != "equal":
