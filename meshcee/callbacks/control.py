@@ -34,7 +34,7 @@ class Control:
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step
-        self._news: dict[str, list[Any]] = {}  # that nobody has written down
+        self._news: dict[str, Any] = {}  # that nobody has written down
         self._evaluations: set[int] = set()
         self._checkpoints: set[int] = set()
         self._spared: list[int] = []
@@ -49,7 +49,8 @@ class Control:
 
     def stop(self) -> None:
         """End after the steps that have begun, with everything saved."""
-        self._stops = True
+        with self._lock:
+            self._stops = self._news["stops"] = True
 
     def evaluate(self) -> None:
         """Evaluate after the next step that begins."""
@@ -165,14 +166,14 @@ class Control:
             self._spared = self._spared[-1000:]
             return next((s for s in reversed(self._spared) if s in there), None)
 
-    def news(self) -> dict[str, list[Any]]:
+    def news(self) -> dict[str, Any]:
         """What was asked for since the last call, as a report has it (meshcee/files/home.py)."""
         with self._lock:
             found, self._news = self._news, {}
         return found
 
-    def restore(self, reports: Sequence[Mapping[str, Any]], next_step: int) -> None:
-        """A run goes on that has told these, in this order, of steps before this one."""
+    def restore(self, reports: Sequence[Mapping[str, Any]], next_step: int, *, is_over: bool = False) -> None:
+        """A run goes on that has told these, in this order, of steps before this one. `is_over`: it has ended since, as asked."""
 
         def told(what: str) -> list[Any]:
             return [wish for line in reports for wish in line.get(what, ())]
@@ -181,3 +182,7 @@ class Control:
             self._changes = sorted((Change(*change) for change in told("lr_changes")), key=lambda change: change.step)
             self._evaluations, self._checkpoints = set(told("evaluations")), set(told("checkpoints"))
             self._spared, self._next = told("kept_checkpoints"), next_step
+            asked = next((line["stops"] for line in reversed(reports) if "stops" in line), False)
+            self._stops = asked and not is_over
+            if asked and is_over:
+                self._news["stops"] = False

@@ -63,6 +63,7 @@ class _Line:
     evaluations: tuple[Count, ...] = ()
     checkpoints: tuple[Count, ...] = ()
     kept_checkpoints: tuple[Count, ...] = ()
+    stops: bool = False
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,8 @@ class Training:
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
         self._numbers.shares, self._numbers.coded = about.rounds
-        self._steering.control.restore(reports, 1 + max((line["step"] for line in reports), default=-1))
+        is_over = run.result.get("state") in ("stopped", "done")
+        self._steering.control.restore(reports, len(self._numbers.losses), is_over=is_over)
         return reports
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
@@ -312,7 +313,7 @@ class Training:
             members=members,
             failed=failed,
         )
-        if self._steering.control.is_stopping:  # at the wish of a callback that has heard of the steps before
+        if self._steering.control.is_stopping:  # as was asked before
             going.handle(moves.Stopped())
         commands = going.begin()
         while going.state is not course.State.OVER:

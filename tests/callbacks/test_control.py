@@ -87,6 +87,18 @@ def test_a_control_that_is_restored_evaluates_and_saves_when_that_was_asked_for(
     assert second.next_step == 7
 
 
+def test_a_stop_that_was_asked_for_counts_until_the_run_is_over() -> None:
+    first, cut, over, later = (Control() for _ in range(4))
+    first.stop()
+    lines = [{"step": 0}, {"step": 1, **first.news()}, {"step": 2}]
+    cut.restore(lines, 3)
+    assert cut.is_stopping
+    over.restore(lines, 3, is_over=True)
+    assert not over.is_stopping
+    later.restore([*lines, {"step": 3, **over.news()}], 4)
+    assert not later.is_stopping
+
+
 def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None:
     control = Control(saves=True)
     assert control.spares([1, 2, 3]) is None

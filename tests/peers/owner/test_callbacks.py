@@ -256,6 +256,31 @@ async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: P
     assert longer.losses == plain(job_of(), 8, MICRO).losses
 
 
+async def test_a_run_that_a_callback_was_ending_ends_there_when_it_is_resumed(tmp_path: Path) -> None:
+    """Its owner was killed before it could. Who resumes it once more trains on."""
+
+    class Ends(Callback):
+        waits = "steps"
+
+        def on_step(self, run: Control, report: Any) -> None:
+            if report.step == 3:
+                run.stop()
+
+    home, job = Home(tmp_path), job_of(checkpoint_every=2)
+    await run(job, [Ends()], home, until=3)
+    cut = home.run("last")
+    (cut.folder / "result.json").unlink(missing_ok=True)
+    resumed, reports = await run(job, [], home, stages=2, resume=cut.id)
+    assert resumed.stopped
+    assert reports == []
+    expected = plain(job_of(), 4, MICRO)
+    assert_same(resumed, expected.losses, expected.state_dict)
+    await run(job, [], home, stages=2, resume=cut.id, until=6)
+    (cut.folder / "result.json").unlink(missing_ok=True)
+    whole, _ = await run(job, [], home, stages=2, resume=cut.id)
+    assert whole.losses == plain(job_of(), STEPS, MICRO).losses
+
+
 async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None:
     """Here the first evaluation is the best, as the rate is far too high afterwards; every second step is saved."""
 
