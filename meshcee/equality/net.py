@@ -359,7 +359,7 @@ class _Net:
 
     def _forward(self, recorder: Recorder | None = None) -> torch.Tensor:
         x, y = self.batch
-        tensors = self.captured.inputs_of(self.batch)
+        tensors = {n: t.clone() for n, t in self.captured.inputs_of(self.batch).items()}  # forward may write there
         if self.job.precision == "bf16":
             tensors = {
                 n: t.bfloat16() if n.split(".")[0] == "x" and t.is_floating_point() else t for n, t in tensors.items()

@@ -1,0 +1,326 @@
+"""What people do to gradients and to weights in a forward pass: checkpoints, hooks, functions of their own, writes in place."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.rig.habits.registry import WIDTH, WORDS, blocks, habit
+
+
+@habit("tok", "toky")
+class CheckpointedBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(WORDS, WIDTH)
+        self.b = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+        self.h = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        h = self.e(x)
+        for i, b in enumerate(self.b):
+            h = h + (torch.utils.checkpoint.checkpoint(b, h, use_reentrant=False) if self.training and i % 2 else b(h))
+        return self.h(h)
+
+
+@habit("tok", "toky")
+class CheckpointedSequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(WORDS, WIDTH)
+        self.b = blocks(4)
+        self.h = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        return self.h(torch.utils.checkpoint.checkpoint_sequential(self.b, 2, self.e(x), use_reentrant=False))
+
+
+@habit("tok", "toky", refused="use_reentrant=False")
+class ReentrantCheckpoint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(WORDS, WIDTH)
+        self.b = blocks(4)
+        self.h = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        return self.h(torch.utils.checkpoint.checkpoint(self.b, self.e(x), use_reentrant=True))
+
+
+@habit("vec", "cls", refused="remove the hook")
+class BackwardHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+        self.b[1].register_full_backward_hook(lambda m, gi, go: tuple(g * 0.5 for g in gi))
+
+    def forward(self, x):
+        return self.h(self.b(x))
+
+
+@habit("vec", "cls", refused="remove the hook")
+class ParameterHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+        self.h.weight.register_hook(lambda g: g * 0.5)
+
+    def forward(self, x):
+        return self.h(self.b(x))
+
+
+@habit("vec", "cls", refused="remove the hook")
+class TensorHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        h = self.b(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return self.h(h)
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@habit("vec", "cls", refused="remove the hook")
+class AccumulateHook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+        self.h.weight.register_post_accumulate_grad_hook(halve)
+
+    def forward(self, x):
+        return self.h(self.b(x))
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.abs() < 1)
+
+
+@habit("vec", "cls", refused="with its own backward")
+class CustomFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.h(StraightThrough.apply(self.b(x)) + x)
+
+
+@habit("vec", "cls", refused="use .detach()")
+class DataWrite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        self.l.weight.data.clamp_(-0.2, 0.2)
+        return self.h(self.l(self.b(x)))
+
+
+@habit("vec", "cls", refused="work on a copy of it")
+class WeightNormInit(nn.Module):
+    """normalises its weight in place under no_grad, as weight-tied ArcFace heads do"""
+
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.l = nn.Linear(WIDTH, 4, bias=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.l.weight.div_(self.l.weight.norm(dim=1, keepdim=True))
+        return self.l(F.normalize(self.b(x), dim=-1)) * 8
+
+
+@habit("vec", "cls", refused="no multiple of the batch size")
+class InplaceView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        h = self.b(x).clone()
+        h[:, :3] = 0
+        h[:, 4:] += 1
+        h[x > 1] = 0.5
+        h.view(-1)[0::5].mul_(2)
+        return self.h(h)
+
+
+@habit("vec", "cls")
+class InplaceInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        x[:, 0] = 0
+        x.mul_(2)
+        return self.h(self.b(x))
+
+
+@habit("vec", "cls")
+class NoGradPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.t = blocks(2)
+        self.b = blocks(2)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            t = self.t(x)
+        return self.h(self.b(x + t))
+
+
+@habit("vec", "cls", refused="torch.inference_mode, which a graph does not hold")
+class InferencePart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.t = blocks(2)
+        self.b = blocks(2)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            t = self.t(x)
+        return self.h(self.b(x + t.clone()))
+
+
+@habit("vec", "cls")
+class DetachedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.p = nn.Linear(WIDTH, 4)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        h = self.b(x)
+        return self.h(h) + self.p(h.detach()) + self.h(h).detach()
+
+
+@habit("vec", "cls", loss=lambda o, y: F.cross_entropy(o, y) if True else 0, refused="which a graph does not hold")
+class GradPenalty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        o = self.h(self.b(x))
+        (g,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        return o + g.pow(2).sum()
+
+
+@habit("vec", "cls", refused="Job(precision='bf16')")
+class AutocastPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.b(x)
+        return self.h(h.float())
+
+
+@habit("vec", "cls")
+class FrozenBackbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = (
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)
+            )
+            .requires_grad_(False)
+            .eval()
+        )
+        self.h = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.b.eval()
+        return self
+
+    def forward(self, x):
+        return self.h(self.b(x))
+
+
+@habit("vec", "cls", refused="changes attribute 'n'")
+class UnfreezeLater(nn.Module):
+    """requires_grad toggled in forward (gradual unfreezing)"""
+
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        self.b[0].requires_grad_(self.n > 8)
+        return self.h(self.b(x))
+
+
+@habit("img", "cls", refused="set Job(recompute=True)")
+class CheckpointedBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)
+        )
+        self.h = nn.Linear(3, 4)
+
+    def forward(self, x):
+        for b in self.b:
+            x = torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False)
+        return self.h(x.mean((2, 3)))
+
+
+@habit("vec", "cls", refused="use .detach()")
+class MomentumEncoder(nn.Module):
+    """BYOL/MoCo: momentum encoder updated in forward"""
+
+    def __init__(self):
+        super().__init__()
+        self.q = blocks(2)
+        self.k = copy.deepcopy(self.q).requires_grad_(False)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                for a, b in zip(self.q.parameters(), self.k.parameters()):
+                    b.data = b.data * 0.9 + a.data * 0.1
+        with torch.no_grad():
+            k = self.k(x)
+        return self.h(self.q(x) * k)
