@@ -90,8 +90,9 @@ def draw(seed: int) -> Drawn:
         micro = max(2, micro)
     optimizer, options, groups = _optimizer(r)
     ema, precision = r.choice([None, None, 0.9]), "bf16" if r.random() < 0.12 else "fp32"
+    audit = 0.3 if precision == "fp32" and r.random() < 0.2 else 0.0
     rates = {}
-    if r.random() < 0.2:
+    if r.random() < 0.2 and not audit:  # which may tell callbacks of a step twice: docs/watch.md
         rates = {r.randrange(steps): r.choice([("set", 1e-3), ("scale", 0.5), ("set", 0.0)]) for _ in range(2)}
     return Drawn(
         seed=seed,
@@ -122,7 +123,7 @@ def draw(seed: int) -> Drawn:
         precision=precision,
         keep_fp32=("*Norm*", "layers.0") if precision == "bf16" and r.random() < 0.5 else (),
         recompute=r.random() < 0.25,
-        audit=0.3 if precision == "fp32" and r.random() < 0.2 else 0.0,
+        audit=audit,
         eval_every=r.choice([0, 0, 1, 2]),
         eval_samples=r.randint(1, 9),
         job_seed=r.choice([0, 3, 12345678901, r.randrange(1 << 40)]),
