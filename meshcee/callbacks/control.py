@@ -181,7 +181,7 @@ class Control:
         with self._lock:
             self._changes = sorted((Change(*change) for change in told("lr_changes")), key=lambda change: change.step)
             self._evaluations, self._checkpoints = set(told("evaluations")), set(told("checkpoints"))
-            self._spared, self._next = told("kept_checkpoints"), next_step
+            self._spared, self._next, self._news = told("kept_checkpoints"), next_step, {}
             asked = next((line["stops"] for line in reversed(reports) if "stops" in line), False)
             self._stops = asked and not is_over
             if asked and is_over:

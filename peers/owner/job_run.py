@@ -507,7 +507,7 @@ class Training:
         self.result.take_back(step, liars)
         told = self._numbers.losses.take_back(step)
         if self._diary is not None:
-            self._diary.take_back(told)
+            self._steering.control.restore(self._diary.take_back(told, step), step)
         self.copies.forget_after(step)
         if self._store is not None:
             await asyncio.to_thread(self._store.forget_after, step)

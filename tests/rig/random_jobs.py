@@ -92,7 +92,7 @@ def draw(seed: int) -> Drawn:
     ema, precision = r.choice([None, None, 0.9]), "bf16" if r.random() < 0.12 else "fp32"
     audit = 0.3 if precision == "fp32" and r.random() < 0.2 else 0.0
     rates = {}
-    if r.random() < 0.2 and not audit:  # which may tell callbacks of a step twice: docs/watch.md
+    if r.random() < 0.2:
         rates = {r.randrange(steps): r.choice([("set", 1e-3), ("scale", 0.5), ("set", 0.0)]) for _ in range(2)}
     return Drawn(
         seed=seed,

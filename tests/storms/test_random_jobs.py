@@ -41,6 +41,32 @@ def drawn(**changes: Any) -> Drawn:
     return replace(draw(0), **{**usual, **sizes, **layers, "clip": None, "rates": {}, **changes})
 
 
+def test_what_callbacks_ask_for_in_steps_that_are_taken_back_counts_once() -> None:
+    """A peer is killed while it is audited, after the first step has halved the rate: that step is told of once more."""
+    one = drawn(
+        **{
+            "seed": 3281,
+            "width": 6,
+            "length": 3,
+            "inputs": "words",
+            "layers": ("parameter_dict", "bilinear", "permute"),
+        },
+        **{"loss": "l1", "micro": 3, "micros": 4, "steps": 12, "samples": 25, "tied": False, "several": False},
+        **{"optimizer": "RAdam", "options": {"lr": 0.003}, "groups": {"layers.1*|head*": {"lr": 0.001}}, "clip": 0.5},
+        **{"ema": None, "eval_every": 0, "audit": 0.3, "job_seed": 0, "codec": "none", "checkpoint_every": 1},
+        **{
+            "rates": {2: ("set", 0.0), 0: ("scale", 0.5)},
+            "peers": 4,
+            "pace": 1e5,
+            "augmented": False,
+            "weighted": False,
+        },
+    )
+    found = play(3281, drawn=one)
+    assert found["outcome"] == "equal"
+    assert any("killed" in blow for blow in found["blows"])
+
+
 @pytest.mark.parametrize("turn", range(8))
 def test_every_kind_of_layer_is_trained(turn: int) -> None:
     found = play(1, 0, drawn(layers=tuple(KINDS)[turn::8], eval_every=0, ema=None, micro=2, micros=2, steps=2))
