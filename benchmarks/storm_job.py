@@ -38,8 +38,10 @@ class Work:
     losses: list[float]
     differs: Callable[[Result, Home], str]  # in what a run does, besides losses; "" if in nothing
     another_plan: Callable[[Sequence[str], random.Random], Plan]  # over some of these peers
-    how: Mapping[str, Any] = field(default_factory=dict)  # it is begun
-    callbacks: Callable[[], Mapping[str, Any]] = dict  # each time
+    how: Mapping[str, Any] = field(default_factory=dict)  # what the run is begun with, besides the job
+    callbacks: Callable[[], Mapping[str, Any]] = (
+        dict  # new ones, as each owner of the run has them: {"callbacks": [...]} or {}
+    )
     breaks_at: int | None = None  # the step after which the user leaves it, and resumes it
 
 

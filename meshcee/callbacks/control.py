@@ -17,6 +17,8 @@ from meshcee.errors import UsageError
 
 __all__ = ["Change", "Control"]
 
+WISHES = frozenset({"lr_changes", "evaluations", "checkpoints", "kept_checkpoints", "stops"})  # in a report
+
 
 class Change(NamedTuple):
     """From this step on every group's rate is multiplied, and then raised to `least`."""
@@ -34,7 +36,8 @@ class Control:
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step
-        self._news: dict[str, Any] = {}  # that nobody has written down
+        self._news: dict[str, Any] = {}  # that belong to no report yet
+        self._told: dict[int, Mapping[str, Any]] = {}  # of reports with wishes, by step
         self._evaluations: set[int] = set()
         self._checkpoints: set[int] = set()
         self._spared: list[int] = []
@@ -166,11 +169,17 @@ class Control:
             self._spared = self._spared[-1000:]
             return next((s for s in reversed(self._spared) if s in there), None)
 
-    def news(self) -> dict[str, Any]:
-        """What was asked for since the last call, as a report has it (meshcee/files/home.py)."""
+    def news(self, step: int) -> dict[str, Any]:
+        """What was asked for since the report before that of this step, as a report has it (meshcee/files/home.py)."""
         with self._lock:
             found, self._news = self._news, {}
+            if found:
+                self._told[step] = {"step": step, **found}
         return found
+
+    def take_back(self, step: int) -> None:
+        """This step and later ones are done again, and told of again: what was asked for since then is withdrawn."""
+        self.restore([line for told, line in sorted(self._told.items()) if told < step], step)
 
     def restore(self, reports: Sequence[Mapping[str, Any]], next_step: int, *, is_over: bool = False) -> None:
         """A run goes on that has told these, in this order, of steps before this one. `is_over`: it has ended since, as asked."""
@@ -182,6 +191,7 @@ class Control:
             self._changes = sorted((Change(*change) for change in told("lr_changes")), key=lambda change: change.step)
             self._evaluations, self._checkpoints = set(told("evaluations")), set(told("checkpoints"))
             self._spared, self._next, self._news = told("kept_checkpoints"), next_step, {}
+            self._told = {line["step"]: line for line in reports if WISHES & line.keys()}
             asked = next((line["stops"] for line in reversed(reports) if "stops" in line), False)
             self._stops = asked and not is_over
             if asked and is_over:

@@ -297,9 +297,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
                 eval_wrap = _WithLoss(model, job, example, evaluate=True)
                 eval_wrap.rebound = train_wrap.rebound
                 with contextlib.suppress(Exception):  # torch and the user's code raise what they like; export says more
-                    eval_wrap.rebound = _watch(
-                        _WithLoss(model, job, example, evaluate=True), job, example, names
-                    ).assigned()
+                    looked_at = _WithLoss(model, job, example, evaluate=True)
+                    eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
                 evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
                 _accepted(evaluation)
                 paths = eval_wrap.seen.paths

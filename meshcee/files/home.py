@@ -123,6 +123,11 @@ class Run:
     def state(self) -> str:
         return "running" if self.is_owned else str(self.result.get("state", "died"))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended as it was to, at its last step or because somebody asked."""
+        return self.result.get("state") in ("stopped", "done")
+
     def hold(self) -> BinaryIO:
         """Own it until this is closed, or the process ends; UsageError while another process does."""
         lock = (self.folder / LOCK).open("ab")

@@ -68,7 +68,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor, element by element; not copied if it is contiguous. A flat view may have gaps yet."""
+    """The bytes of a CPU tensor in the order of its elements; not copied where it is contiguous."""
     view: memoryview = flat_bytes(tensor).numpy().data
     return view
 

@@ -161,11 +161,10 @@ class Diary:
                 self._retry_s = self._trouble.monotonic() + RETRY_S
                 self._trouble.tell(LINES, error, sum(map(len, self._waiting)))
 
-    def take_back(self, steps: Iterable[int], first: int) -> list[dict[str, Any]]:
-        """These were told of, and do not count; what stands of the steps before the first of them."""
+    def take_back(self, steps: Iterable[int]) -> None:
+        """These were told of, and do not count."""
         for step in steps:
             self.report({"step": step, "loss": None})
-        return [line for line in self.run.reports() if line["step"] < first]
 
     def _append(self) -> None:
         if self._waiting:

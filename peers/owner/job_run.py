@@ -256,14 +256,12 @@ class Training:
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
-        for line in reports:
-            if line.get("metrics") and line["step"] < done:
-                self.result.metrics.append((line["step"], line["metrics"]))
+        measured = (line for line in reports if line.get("metrics") and line["step"] < done)
+        self.result.metrics += [(line["step"], line["metrics"]) for line in measured]
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
         self._numbers.shares, self._numbers.coded = about.rounds
-        is_over = run.result.get("state") in ("stopped", "done")
-        self._steering.control.restore(reports, len(self._numbers.losses), is_over=is_over)
+        self._steering.control.restore(reports, len(self._numbers.losses), is_over=run.is_over)
         return reports
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
@@ -439,8 +437,9 @@ class Training:
         """A step into the run's folder; what callbacks want of the run counts at once."""
         if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
             self.stop()
+        line = {**report.to_json(), **self._steering.control.news(report.step)}
         if self._diary is not None:
-            self._diary.report({**report.to_json(), **self._steering.control.news()})
+            self._diary.report(line)
 
     async def _listen(self, call: Callable[[], None] | None, owner: Owner | None = None) -> None:
         """Callbacks are the user's code. While steps are fed they share the thread of the data: both may draw random numbers."""
@@ -507,7 +506,8 @@ class Training:
         self.result.take_back(step, liars)
         told = self._numbers.losses.take_back(step)
         if self._diary is not None:
-            self._steering.control.restore(self._diary.take_back(told, step), step)
+            self._diary.take_back(told)
+        self._steering.control.take_back(step)
         self.copies.forget_after(step)
         if self._store is not None:
             await asyncio.to_thread(self._store.forget_after, step)

@@ -33,9 +33,9 @@ def test_changes_add_up_in_the_order_of_their_steps() -> None:
     assert [rates(control, step) for step in (1, 2, 4, 6)] == [[0.1, 1.0], [0.05, 0.1], [0.02, 0.02], [0.01, 0.01]]
     assert control.options(2, GROUPS)[0]["betas"] == [0.9, 0.99]
     assert GROUPS[0]["lr"] == 0.1
-    told = control.news()["lr_changes"]
+    told = control.news(1)["lr_changes"]
     assert [change.step for change in told] == [6, 4, 2]  # in the order in which they were asked for, and once
-    assert control.news() == {}
+    assert control.news(2) == {}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.floats(0.1, 3.0)), max_size=12), st.integers(0, 8))
@@ -45,7 +45,7 @@ def test_a_control_that_is_restored_gives_every_step_the_same_rates(
     first, second = Control(), Control()
     for sets, later, value in wishes:
         (first.set_lr if sets else first.scale_lr)(value, step=later)
-    second.restore([json.loads(json.dumps({"step": 0, **first.news()}))], begun)
+    second.restore([json.loads(json.dumps({"step": 0, **first.news(0)}))], begun)
     assert [rates(second, step) for step in range(20)] == [rates(first, step) for step in range(20)]
     assert second.next_step == begun
 
@@ -75,27 +75,27 @@ def test_a_control_that_is_restored_evaluates_and_saves_when_that_was_asked_for(
         first.evaluate()
         first.evaluate()
         first.checkpoint(keep=step < 5)
-        lines.append(json.loads(json.dumps({"step": step, **first.news()})))
+        lines.append(json.loads(json.dumps({"step": step, **first.news(step)})))
     first.put_off(3)
-    lines.append({"step": 6, **first.news()})
+    lines.append({"step": 6, **first.news(6)})
     second.restore(lines, 7)
     for control in (first, second):
         assert [s for s in range(10) if control.evaluates_after(s)] == [2, 3, 6]
         assert {s for s in range(10) if control.saves_before(s)} - {3} == {2, 4, 6}
         assert control.spares([1, 2, 4, 6]) == 4
-    assert second.news() == {}, "it is written down"
+    assert second.news(7) == {}, "it is written down"
     assert second.next_step == 7
 
 
 def test_a_stop_that_was_asked_for_counts_until_the_run_is_over() -> None:
     first, cut, over, later = (Control() for _ in range(4))
     first.stop()
-    lines = [{"step": 0}, {"step": 1, **first.news()}, {"step": 2}]
+    lines = [{"step": 0}, {"step": 1, **first.news(1)}, {"step": 2}]
     cut.restore(lines, 3)
     assert cut.is_stopping
     over.restore(lines, 3, is_over=True)
     assert not over.is_stopping
-    later.restore([*lines, {"step": 3, **over.news()}], 4)
+    later.restore([*lines, {"step": 3, **over.news(3)}], 4)
     assert not later.is_stopping
 
 
@@ -180,3 +180,41 @@ def test_a_resumed_rule_stops_where_it_would_have() -> None:
     assert again.is_stopping
     EarlyStop(patience=3).on_resume(longer, lines)
     assert not longer.is_stopping
+
+
+@given(st.lists(st.sampled_from(["rate", "evaluate", "checkpoint", "keep", "stop", ""]), max_size=12), st.data())
+def test_what_was_asked_for_since_a_step_that_is_taken_back_is_withdrawn(
+    wishes: list[str], data: st.DataObject
+) -> None:
+    """Then the control is as one that never heard of that step: what it gives, and what it tells of the step later."""
+
+    def ask(control: Control, step: int, wish: str) -> None:
+        control.begin(step)
+        acts = {
+            "rate": lambda: control.scale_lr(0.5),
+            "evaluate": control.evaluate,
+            "checkpoint": control.checkpoint,
+            "keep": lambda: control.checkpoint(keep=True),
+            "stop": control.stop,
+        }
+        if wish:
+            acts[wish]()
+
+    back = data.draw(st.integers(0, len(wishes)))
+    one, other = (Control(metrics=["loss"], saves=True) for _ in range(2))
+    for step, wish in enumerate(wishes):
+        ask(one, step, wish)
+        if step < len(wishes) - 1:  # of the last step no report was written
+            one.news(step)
+        if step < back:
+            ask(other, step, wish)
+            other.news(step)
+    if back < len(wishes):
+        one.take_back(back)
+    seen = [
+        (rates(c, s), c.evaluates_after(s), c.saves_before(s), c.spares([s]), c.is_stopping)
+        for s in range(15)
+        for c in (one, other)
+    ]
+    assert seen[::2] == seen[1::2]
+    assert back == len(wishes) or one.news(back) == {}

@@ -13,12 +13,13 @@ import torch
 
 from meshcee.errors import UsageError
 
-__all__ = ["matmul_precision", "refuse_settings"]
+__all__ = ["refuse_settings"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
 _mkldnn: Any = torch.backends.mkldnn
 EXACT = ("none", "ieee", "tf32")  # no CPU of today has tf32
+MATMUL = "torch.backends.{}.matmul.fp32_precision (torch.set_float32_matmul_precision)"
 
 
 def _flushes() -> bool:
@@ -26,30 +27,19 @@ def _flushes() -> bool:
     return float(torch.tensor([2.0**-140]) * torch.tensor([0.5])) == 0.0
 
 
-def matmul_precision() -> tuple[str, str]:
-    """Of CPUs and GPUs. `torch.get_float32_matmul_precision` fails where a script has used both of torch's ways to set them."""
-    return _mkldnn.matmul.fp32_precision, _cuda.matmul.fp32_precision
-
-
 ON_CPUS: Mapping[str, Setting] = {
     "torch.backends.mkldnn.enabled": (lambda: torch._C._get_mkldnn_enabled(), (True,)),
     "torch.backends.cuda.flash_sdp_enabled()": (_cuda.flash_sdp_enabled, (True,)),
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (_cuda.mem_efficient_sdp_enabled, (True,)),
     "torch.backends.cuda.math_sdp_enabled()": (_cuda.math_sdp_enabled, (True,)),
-    "torch.backends.mkldnn.matmul.fp32_precision (torch.set_float32_matmul_precision)": (
-        lambda: _mkldnn.matmul.fp32_precision,
-        EXACT,
-    ),
+    MATMUL.format("mkldnn"): (lambda: _mkldnn.matmul.fp32_precision, EXACT),
     "torch.backends.mkldnn.conv.fp32_precision": (lambda: _mkldnn.conv.fp32_precision, EXACT),
     "torch.backends.mkldnn.rnn.fp32_precision": (lambda: _mkldnn.rnn.fp32_precision, EXACT),
     "what torch.set_flush_denormal() sets": (_flushes, (False,)),
 }
 ON_GPUS: Mapping[str, Setting] = {
     "torch.backends.cuda.cudnn_sdp_enabled()": (_cuda.cudnn_sdp_enabled, (True,)),
-    "torch.backends.cuda.matmul.fp32_precision (torch.set_float32_matmul_precision)": (
-        lambda: _cuda.matmul.fp32_precision,
-        ("none", "ieee"),
-    ),
+    MATMUL.format("cuda"): (lambda: _cuda.matmul.fp32_precision, ("none", "ieee")),
     "torch.backends.cudnn.enabled": (lambda: torch._C._get_cudnn_enabled(), (True,)),
     "torch.backends.cudnn.allow_tf32": (lambda: torch._C._get_cudnn_allow_tf32(), (True,)),
 }

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH
 from meshcee.capture.export.remember import Remembered
-from meshcee.capture.export.settings import matmul_precision
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.errors import CaptureError
@@ -157,7 +156,8 @@ def _surroundings() -> dict[str, Any]:
     """What changes numbers or gradients and is no part of a graph."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     own = hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
-    kernels: Any = torch.backends.cuda
+    backends: Any = torch.backends
+    kernels = backends.cuda
     return {
         "torch.inference_mode": torch.is_inference_mode_enabled(),
         "saved_tensors_hooks": own,
@@ -174,7 +174,8 @@ def _surroundings() -> dict[str, Any]:
             torch._C._get_cudnn_allow_tf32(),
             torch._C._get_cublas_allow_tf32(),
         ),
-        "torch.set_float32_matmul_precision": matmul_precision(),
+        # Not torch.get_float32_matmul_precision, which fails where a script has used both of torch's ways to set it.
+        "torch.set_float32_matmul_precision": (backends.mkldnn.matmul.fp32_precision, kernels.matmul.fp32_precision),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.set_num_threads": torch.get_num_threads(),
     }

@@ -165,8 +165,10 @@ class Node:
 
     @functools.cached_property
     def writes(self) -> tuple[int, ...]:
-        """Positions of arguments that this call writes. A norm only reads its statistics where its flag for them is the constant
-        False; a flag that is computed may be True."""
+        """Positions of arguments that this call writes.
+
+        A norm only reads its statistics where its flag for them is the constant False. A flag that is computed may be True.
+        """
         names = self.operator.argument_names
         if "running_var" in names:
             place = names.index("running_var") + 1  # `training` of batch norm, `use_input_stats` of instance norm

@@ -57,12 +57,11 @@ class Court(Protocol):
 def _offered(captured: Capture, base: Checkpoint | CopySet | None, offer: Offer) -> str:
     """The root of the state that a member begins with."""
     begins, (weights, optimizer) = state_for(offer, captured, base), offer.layouts
-    state = begins["state"]
     if base is None:
         trained = {name: offer.expected_state[name] for name in offer.specs[offer.index].trainable}
         moments = first_moments(offer.terms.optimizer, trained)
         begins["optimizer"] = Beginning(moments, moments)
-    kept = begins["optimizer"]
+    state, kept = begins["state"], begins["optimizer"]
 
     def digests(part: Beginning, names: Iterable[str], layout: Mapping[str, Shape]) -> dict[str, str]:
         said = part.digests

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.rig.habits.registry import WIDTH, WORDS, blocks, habit
+from tests.rig.habits.registry import WIDTH, WORDS, Blocks, blocks, habit
 
 
 @habit("tok", "toky")
@@ -390,13 +390,8 @@ class FixedPoint(nn.Module):
 
 
 @habit("vec", "cls")
-class RowsSeeRows(nn.Module):
+class RowsSeeRows(Blocks):
     """rows see one another"""
-
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
 
     def forward(self, x):
         h = F.normalize(self.b(x), dim=-1)
@@ -446,12 +441,7 @@ class TopK(nn.Module):
 
 
 @habit("vec", "cls", refused="use a mask of fixed size")
-class MaskSelected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class MaskSelected(Blocks):
     def forward(self, x):
         h = self.b(x)
         return self.h(h + h[h > 0.1].mean())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.rig.habits.registry import WIDTH, WORDS, blocks, habit
+from tests.rig.habits.registry import WIDTH, WORDS, Blocks, blocks, habit
 
 
 @habit("tok", "toky")
@@ -51,11 +51,9 @@ class ReentrantCheckpoint(nn.Module):
 
 
 @habit("vec", "cls", refused="remove the hook")
-class BackwardHook(nn.Module):
+class BackwardHook(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.b[1].register_full_backward_hook(lambda m, gi, go: tuple(g * 0.5 for g in gi))
 
     def forward(self, x):
@@ -63,11 +61,9 @@ class BackwardHook(nn.Module):
 
 
 @habit("vec", "cls", refused="remove the hook")
-class ParameterHook(nn.Module):
+class ParameterHook(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.h.weight.register_hook(lambda g: g * 0.5)
 
     def forward(self, x):
@@ -75,12 +71,7 @@ class ParameterHook(nn.Module):
 
 
 @habit("vec", "cls", refused="remove the hook")
-class TensorHook(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class TensorHook(Blocks):
     def forward(self, x):
         h = self.b(x)
         if h.requires_grad:
@@ -94,11 +85,9 @@ def halve(parameter: torch.Tensor) -> None:
 
 
 @habit("vec", "cls", refused="remove the hook")
-class AccumulateHook(nn.Module):
+class AccumulateHook(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.h.weight.register_post_accumulate_grad_hook(halve)
 
     def forward(self, x):
@@ -118,12 +107,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 @habit("vec", "cls", refused="with its own backward")
-class CustomFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class CustomFunction(Blocks):
     def forward(self, x):
         return self.h(StraightThrough.apply(self.b(x)) + x)
 
@@ -157,12 +141,7 @@ class WeightNormInit(nn.Module):
 
 
 @habit("vec", "cls", refused="no multiple of the batch size")
-class InplaceView(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class InplaceView(Blocks):
     def forward(self, x):
         h = self.b(x).clone()
         h[:, :3] = 0
@@ -173,12 +152,7 @@ class InplaceView(nn.Module):
 
 
 @habit("vec", "cls")
-class InplaceInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class InplaceInput(Blocks):
     def forward(self, x):
         x[:, 0] = 0
         x.mul_(2)
@@ -227,12 +201,7 @@ class DetachedHead(nn.Module):
 
 
 @habit("vec", "cls", loss=lambda o, y: F.cross_entropy(o, y) if True else 0, refused="which a graph does not hold")
-class GradPenalty(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class GradPenalty(Blocks):
     def forward(self, x):
         x = x.requires_grad_()
         o = self.h(self.b(x))
@@ -241,12 +210,7 @@ class GradPenalty(nn.Module):
 
 
 @habit("vec", "cls", refused="Job(precision='bf16')")
-class AutocastPart(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class AutocastPart(Blocks):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
             h = self.b(x)
@@ -276,13 +240,11 @@ class FrozenBackbone(nn.Module):
 
 
 @habit("vec", "cls", refused="changes attribute 'n'")
-class UnfreezeLater(nn.Module):
+class UnfreezeLater(Blocks):
     """requires_grad toggled in forward (gradual unfreezing)"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.n = 0
 
     def forward(self, x):

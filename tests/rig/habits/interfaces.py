@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.rig.habits.registry import WIDTH, blocks, habit
+from tests.rig.habits.registry import WIDTH, Blocks, blocks, habit
 
 
 @dataclass
@@ -20,12 +20,7 @@ class Output:
 
 
 @habit("vec", "cls", loss=lambda o, y: F.cross_entropy(o.logits, y) + 0.1 * o.aux)
-class GivesDataclass(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class GivesDataclass(Blocks):
     def forward(self, x):
         h = self.b(x)
         return Output(self.h(h), h.pow(2).mean())
@@ -38,12 +33,7 @@ class Named(NamedTuple):
 
 
 @habit("vec", "cls", loss=lambda o, y: F.cross_entropy(o.logits, y) + 0.1 * o.aux.mean())
-class GivesNamedTuple(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class GivesNamedTuple(Blocks):
     def forward(self, x):
         h = self.b(x)
         return Named(self.h(h), h.pow(2))
@@ -65,12 +55,7 @@ class GivesNested(nn.Module):
 
 
 @habit({"a": "vec", "b": "vec"}, "cls")
-class KeywordOnly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class KeywordOnly(Blocks):
     def forward(self, *, a, b=None, scale=1.0, flag=False, **kw):
         h = self.b(a)
         h = h if b is None else h + b
@@ -78,12 +63,7 @@ class KeywordOnly(nn.Module):
 
 
 @habit(("vec", "vec"), "cls")
-class AnyArguments(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class AnyArguments(Blocks):
     def forward(self, *xs):
         return self.h(sum(self.b(x) for x in xs))
 
@@ -108,11 +88,9 @@ class Dictionary(nn.Module):
 
 
 @habit("vec", "cls")
-class Hooked(nn.Module):
+class Hooked(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.b[0].register_forward_hook(lambda m, i, o: o * 1.5)
         self.b[1].register_forward_pre_hook(lambda m, i: (i[0] + 0.1,))
         self.acts = []
@@ -227,11 +205,9 @@ class OldWeightNorm(nn.Module):
 
 
 @habit("vec", "cls")
-class IntegerBuffers(nn.Module):
+class IntegerBuffers(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.register_buffer("perm", torch.randperm(WIDTH))
         self.register_buffer("w8", torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8))
         self.register_buffer("i16", torch.arange(WIDTH, dtype=torch.int16))
@@ -241,11 +217,9 @@ class IntegerBuffers(nn.Module):
 
 
 @habit("vec", "cls")
-class AppliedInit(nn.Module):
+class AppliedInit(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.apply(lambda m: nn.init.trunc_normal_(m.weight, std=0.02) if isinstance(m, nn.Linear) else None)
 
     def forward(self, x):
@@ -265,23 +239,16 @@ class MixedTypes(nn.Module):
 
 
 @habit("vec", "cls")
-class ShapeBranch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class ShapeBranch(Blocks):
     def forward(self, x):
         h = self.b(x)
         return self.h(h) / (x.shape[0] if x.shape[0] > 1 else 1)
 
 
 @habit("vec", "cls")
-class LossInAttribute(nn.Module):
+class LossInAttribute(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.aux = 0.0
 
     def forward(self, x):
@@ -341,11 +308,9 @@ class Hypernetwork(nn.Module):
 
 
 @habit("vec", "cls")
-class UnusedOutput(nn.Module):
+class UnusedOutput(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.x = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):

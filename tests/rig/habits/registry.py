@@ -90,3 +90,21 @@ def ce(o, y):
 
 def blocks(n=3):
     return nn.Sequential(*[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(n)])
+
+
+class Blocks(nn.Module):
+    """For habits that need some layers and a head; what they do with these is theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+
+
+class Convolutions(nn.Module):
+    """The same over images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.h = nn.Linear(3, 4)

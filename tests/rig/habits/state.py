@@ -11,17 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.rig.habits.registry import WIDTH, blocks, habit
+from tests.rig.habits.registry import WIDTH, Blocks, Convolutions, blocks, habit
 
 
 @habit("img", "cls", refused="layers are left out by chance")
-class DepthByTorch(nn.Module):
+class DepthByTorch(Convolutions):
     """depth by python branch on a random number: data-dependent"""
-
-    def __init__(self):
-        super().__init__()
-        self.b = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.h = nn.Linear(3, 4)
 
     def forward(self, x):
         for b in self.b:
@@ -32,12 +27,7 @@ class DepthByTorch(nn.Module):
 
 
 @habit("img", "cls", refused="draw with torch.rand")
-class DepthByNumpy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.h = nn.Linear(3, 4)
-
+class DepthByNumpy(Convolutions):
     def forward(self, x):
         for b in self.b:
             if self.training and np.random.rand() < 0.3:
@@ -47,12 +37,7 @@ class DepthByNumpy(nn.Module):
 
 
 @habit("img", "cls", refused="draw with torch.rand")
-class PythonRandom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.h = nn.Linear(3, 4)
-
+class PythonRandom(Convolutions):
     def forward(self, x):
         for b in self.b:
             x = x + F.relu(b(x)) * random.random()
@@ -60,12 +45,7 @@ class PythonRandom(nn.Module):
 
 
 @habit("img", "cls", refused="draw with torch.rand")
-class NumpyNoise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.h = nn.Linear(3, 4)
-
+class NumpyNoise(Convolutions):
     def forward(self, x):
         if self.training:
             x = x + torch.from_numpy(np.random.randn(*x.shape)).float()
@@ -75,12 +55,7 @@ class NumpyNoise(nn.Module):
 
 
 @habit("vec", "cls", refused="torch.where or a mask")
-class ItemBranch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class ItemBranch(Blocks):
     def forward(self, x):
         h = self.b(x)
         if h.abs().max().item() > 1.5:
@@ -89,23 +64,16 @@ class ItemBranch(nn.Module):
 
 
 @habit("vec", "cls", refused="keep it a tensor")
-class ItemScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class ItemScale(Blocks):
     def forward(self, x):
         h = self.b(x)
         return self.h(h * h.std().item())
 
 
 @habit("vec", "cls", refused="registered buffer")
-class PythonStep(nn.Module):
+class PythonStep(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.step = 0
 
     def forward(self, x):
@@ -114,11 +82,9 @@ class PythonStep(nn.Module):
 
 
 @habit("vec", "cls", refused="registered buffer")
-class PythonStepInTraining(nn.Module):
+class PythonStepInTraining(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.calls = 0
 
     def forward(self, x):
@@ -128,11 +94,9 @@ class PythonStepInTraining(nn.Module):
 
 
 @habit("vec", "cls", refused="registered buffer")
-class PythonCountUnused(nn.Module):
+class PythonCountUnused(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.calls = 0
 
     def forward(self, x):
@@ -141,11 +105,9 @@ class PythonCountUnused(nn.Module):
 
 
 @habit("vec", "cls")
-class TensorAttribute(nn.Module):
+class TensorAttribute(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.scale = torch.linspace(0.5, 1.5, WIDTH)
         self.ids = [torch.tensor([3, 1, 0, 2])]
 
@@ -154,13 +116,11 @@ class TensorAttribute(nn.Module):
 
 
 @habit("vec", "cls", refused="keep state in registered buffers")
-class TensorAttributeAssigned(nn.Module):
+class TensorAttributeAssigned(Blocks):
     """running mean in a plain attribute"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.m = torch.zeros(WIDTH)
 
     def forward(self, x):
@@ -171,11 +131,9 @@ class TensorAttributeAssigned(nn.Module):
 
 
 @habit("vec", "cls", refused="register_buffer what is to be kept")
-class TensorAttributeWritten(nn.Module):
+class TensorAttributeWritten(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.m = torch.zeros(WIDTH)
 
     def forward(self, x):
@@ -189,11 +147,9 @@ MEAN = torch.zeros(WIDTH)
 
 
 @habit("vec", "cls", refused="register_buffer what is to be kept")
-class GlobalWritten(nn.Module):
+class GlobalWritten(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         MEAN.zero_()
 
     def forward(self, x):
@@ -203,13 +159,11 @@ class GlobalWritten(nn.Module):
 
 
 @habit("vec", "cls", refused="keep state in registered buffers")
-class CacheInAttribute(nn.Module):
+class CacheInAttribute(Blocks):
     """KV-like cache kept in an attribute from a call to the next"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.prev = None
 
     def forward(self, x):
@@ -220,13 +174,11 @@ class CacheInAttribute(nn.Module):
 
 
 @habit("vec", "cls")
-class LazyCache(nn.Module):
+class LazyCache(Blocks):
     """positions made at first use"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.pos = None
 
     def forward(self, x):
@@ -282,11 +234,9 @@ class BatchNormsOfAllKinds(nn.Module):
 
 
 @habit("vec", "cls")
-class BufferOfAnotherShape(nn.Module):
+class BufferOfAnotherShape(Blocks):
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.register_buffer("k", torch.zeros(1))
         self.register_buffer("none", None)
 
@@ -298,13 +248,11 @@ class BufferOfAnotherShape(nn.Module):
 
 
 @habit("vec", "cls", refused="keep state in registered buffers")
-class ClassAttribute(nn.Module):
+class ClassAttribute(Blocks):
     COUNT: ClassVar[list[int]] = [0]
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         ClassAttribute.COUNT[0] = 0
 
     def forward(self, x):
@@ -313,13 +261,11 @@ class ClassAttribute(nn.Module):
 
 
 @habit("vec", "cls", refused="registered buffer")
-class Annealed(nn.Module):
+class Annealed(Blocks):
     """temperature that the user's loop would anneal from outside: closure on a list"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.temps = []
 
     def forward(self, x):
@@ -328,13 +274,11 @@ class Annealed(nn.Module):
 
 
 @habit("vec", "cls", refused="cannot be captured at")
-class OwnGenerator(nn.Module):
+class OwnGenerator(Blocks):
     """noise from its own generator"""
 
     def __init__(self):
         super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
         self.g = torch.Generator().manual_seed(0)
 
     def forward(self, x):
@@ -342,12 +286,7 @@ class OwnGenerator(nn.Module):
 
 
 @habit("vec", "cls", refused="a seed of its own")
-class SeededInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class SeededInside(Blocks):
     def forward(self, x):
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -356,12 +295,7 @@ class SeededInside(nn.Module):
 
 
 @habit("vec", "cls", refused="registered buffer")
-class TimeInForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = blocks()
-        self.h = nn.Linear(WIDTH, 4)
-
+class TimeInForward(Blocks):
     def forward(self, x):
         self.t = time.time()
         return self.h(self.b(x))
