@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshcee.capture import Program
+from meshcee.capture.graph import Node, is_random
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
 
 __all__ = ["check_generators", "check_pipelines", "why_one_pipeline"]
+
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
@@ -40,6 +43,17 @@ def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> 
             f"the plan draws random numbers (dropout) on {' and '.join(sorted(drawing))} devices, which draw different ones; "
             "lend devices of one kind, or fewer stages (--stages), or set dropout to 0"
         )
+    if "cuda" in drawing and (dropping := [n for n in program.nodes if _drops_between_layers(n)]):
+        raise PlanError(
+            f"the recurrent module{dropping[0].at} has dropout between its layers, and {drawing['cuda']} is a GPU: cuDNN draws "
+            "for it from numbers of its own, so no step could be done again; put nn.Dropout between modules of one layer each, "
+            "or lend CPUs (--device cpu)"
+        )
+
+
+def _drops_between_layers(node: Node) -> bool:
+    name = node.operator.name.split(".")[1] if node.operator.is_aten else ""
+    return name in RECURRENT and node.argument("num_layers") != 1 and is_random(node)
 
 
 def why_one_pipeline(program: Program) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph import StageSpec, Value, copied, unfolded
+from meshcee.capture.graph import StageSpec, Value, copied, moved, unfolded
 from meshcee.errors import ProtocolError
 from meshcee.job import Optimizer
 from meshcee.sampling import GENERATORS
@@ -345,7 +345,7 @@ class StageRunner:
             return given
         if not value.admits(given, on_wire=True):
             raise ProtocolError(f"activation {value.name} arrived as {given.dtype}{tuple(given.shape)}")
-        return value.from_wire(given.to(self.device))
+        return value.from_wire(moved(given, self.device))
 
     def _compute(
         self,
@@ -389,7 +389,7 @@ class StageRunner:
         for value, number, sent, grad in rows:
             if grad is None or not isinstance(sent, torch.Tensor) or not sent.requires_grad:
                 continue
-            given = value.from_wire(grad.to(self.device)) if grad.dim() == sent.dim() else grad
+            given = value.from_wire(moved(grad, self.device)) if grad.dim() == sent.dim() else grad
             _check(value.name, given, sent)
             roots.append(sent)
             values.append(given)
@@ -410,7 +410,7 @@ class StageRunner:
                 raise ProtocolError(f"no later stage holds {name!r}")
             _check(name, partial, self.trainable[name])
             starts.append(self.trainable[name])
-            given.append(partial.to(self.device))
+            given.append(moved(partial, self.device))
         for name, earlier in self.terms.items():
             if (grad := self.trainable[name].grad) is not None:
                 earlier.append(grad)

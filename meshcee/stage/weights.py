@@ -71,10 +71,16 @@ class Weights:
             parameter.grad = None
 
     def norms(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        """The 2-norm of each gradient there is, as the optimizer will see it."""
-        found = [(n, g.to(self.masters[n].dtype)) for n in names if (g := self.trainable[n].grad) is not None]
-        norms = torch._foreach_norm([g for _, g in found], 2.0) if found else []
-        return [(n, norm) for (n, _), norm in zip(found, norms)]
+        """The 2-norm of each gradient there is, as the optimizer will see it.
+
+        Of one type at a time, as torch takes them: on a GPU it has another kernel for gradients of several types.
+        """
+        found = {n: g.to(self.masters[n].dtype) for n in names if (g := self.trainable[n].grad) is not None}
+        norms: dict[str, torch.Tensor] = {}
+        for dtype in {grad.dtype for grad in found.values()}:
+            alike = {n: grad for n, grad in found.items() if grad.dtype == dtype}
+            norms |= zip(alike, torch._foreach_norm(list(alike.values()), 2.0))
+        return [(n, norms[n]) for n in found]
 
     def not_finite(self) -> str | None:
         """The first parameter whose gradient has a number that is NaN or infinite.

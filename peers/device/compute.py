@@ -5,14 +5,18 @@ the device's work (encoding, decoding, a GPU's copies) has one thread of its own
 is over when its kernels are, so what comes next is chosen when the device is free, and times are the device's. For
 emulation a device can be paced: the small real computation is done, then the thread's result is held until the emulated time
 has passed.
+
+A GPU's kernels may add in another order each time. A step that is done again must have the same bits. So while this process has a
+GPU at work, torch takes only kernels that always give the same. An operator without one is an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Compute", "Pace", "one_thread"]
 
 T = TypeVar("T")
+fills: Any = torch.utils.deterministic
 _TIMER_S = 0.002  # of waking up late, and of the loop's own work between two calls
 
 
@@ -58,6 +63,32 @@ def staging_of(device: torch.device) -> Staging | None:
     return Staging(device)
 
 
+class _Repeatable:
+    """While a GPU of this process is at work, torch takes kernels that always give the same bits; then what was set before."""
+
+    def __init__(self) -> None:
+        self._users, self._before = 0, (False, False)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        if not self._users:
+            self._before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at this process's first product
+            torch.use_deterministic_algorithms(True)
+            fills.fill_uninitialized_memory = False  # slow, and no kernel of torch reads what nobody has written
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                exact, fills.fill_uninitialized_memory = self._before
+                torch.use_deterministic_algorithms(exact)
+
+
+_repeatable = _Repeatable()
+
+
 class Compute:
     """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
 
@@ -70,8 +101,11 @@ class Compute:
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
         self._threads = torch.get_num_threads()
         self._pool, self._helper = (one_thread(f"{name}-{device}") for name in ("compute", "beside"))
+        self._scope = ExitStack()
 
     async def __aenter__(self) -> Compute:
+        if self.device.type == "cuda":
+            self._scope.enter_context(_repeatable.here())
         return self
 
     async def __aexit__(
@@ -80,6 +114,7 @@ class Compute:
         # A kernel cannot be interrupted: the thread ends with the call that it is in.
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._helper.shutdown(wait=False, cancel_futures=True)
+        self._scope.close()
 
     def run_aside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
@@ -133,6 +168,15 @@ class Compute:
 
     @staticmethod
     def _settled(staging: Staging, call: Callable[..., T], *args: Any) -> T:
-        result = call(*args)
+        try:
+            result = call(*args)
+        except RuntimeError as error:
+            name, found, _ = str(error).partition(" does not have a deterministic implementation")
+            if not found:
+                raise
+            raise PlanError(
+                f"{name} adds in another order each time on a GPU, so no step could be done again with the same bits; replace that "
+                "module (docs/models.md names them), or lend CPUs (--device cpu)"
+            ) from error
         staging.mark().synchronize()
         return result

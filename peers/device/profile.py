@@ -18,6 +18,7 @@ from peers.device.this_host import capability, cores, quiet, versions
 
 __all__ = ["measure_device", "resolve_device"]
 
+SIZES_OF_A_CPU, SIZES_OF_A_GPU, LONG_S = (256,), (1024, 2048, 4096), 0.005
 MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
 
 
@@ -55,11 +56,20 @@ def _device_name(device: torch.device) -> str:
 
 
 def _timed_speed(device: torch.device) -> float:
-    """FLOP/s of a product, an addition and a nonlinearity at a size that fits every device.
+    """FLOP/s of a product, an addition and a nonlinearity.
 
-    The most of several tries: whatever disturbs one makes it slower.
+    A CPU is timed at a size that fits every one. A GPU's grows until its kernels take the time, and not their starts.
     """
-    size = 1024 if device.type != "cpu" else 256
+    found = 0.0
+    for size in SIZES_OF_A_CPU if device.type == "cpu" else SIZES_OF_A_GPU:
+        found = max(found, speed := _speed_at(size, device))
+        if 2 * size**3 / speed > LONG_S:
+            break
+    return found
+
+
+def _speed_at(size: int, device: torch.device) -> float:
+    """The most of several tries: whatever disturbs one makes it slower."""
     own = torch.Generator(device).manual_seed(0)  # members in this process may be drawing from the default one
     a = torch.randn(size, size, generator=own, device=device)
     b = torch.randn(size, size, generator=own, device=device)

@@ -182,7 +182,7 @@ class DirectSum:
     def _met(self) -> Any:
         rank, size, limit = self._group.index(self.peer), len(self._group), datetime.timedelta(seconds=TIMEOUT_S)
         own = _own_address(self._host)
-        if self._compute.device.type == "cuda":
+        if self._compute.device.type == "cuda" and self._apart(rank, size):
             # NCCL would take the first interface that it finds.
             os.environ |= {**NCCL, "NCCL_SOCKET_IFNAME": f"={interface_of(own)}"}
             options = distributed.ProcessGroupNCCL.Options()
@@ -196,6 +196,12 @@ class DirectSum:
         except BaseException:
             options._devices = []  # they listen, as long as anybody looks at this error
             raise
+
+    def _apart(self, rank: int, size: int) -> bool:
+        """Whether each member has a GPU of its own: NCCL takes none twice. Gloo does, and copies through the host."""
+        own = str(torch.cuda.get_device_properties(self._compute.device).uuid)
+        self._meeting.set(f"gpu/{rank}", own)
+        return len({bytes(self._meeting.get(f"gpu/{other}")) for other in range(size)}) == size
 
     def reduce_apart(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """On a GPU in the stream of sums: what waits for other members there holds up no call to the device."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import RANKS, Watched, explain, instead, where
 from meshcee.capture.graph import (
     Batch,
@@ -76,7 +77,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), Watched() as watched:
+        with quiet(), one_order(most), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:

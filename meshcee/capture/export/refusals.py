@@ -224,8 +224,8 @@ class Watched(logging.Handler):
         self._LOG.setLevel(logging.INFO)
         Watched.now = self
         self._patches = contextlib.ExitStack()
-        self._patches.enter_context(_replaced(vmap, "_vmap_increment_nesting", self._noting))
-        self._patches.enter_context(_replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _lines))
+        self._patches.enter_context(replaced(vmap, "_vmap_increment_nesting", self._noting))
+        self._patches.enter_context(replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _lines))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -249,7 +249,7 @@ def _lines(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummar
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Another value of an attribute meanwhile; nothing where this torch has no such attribute."""
     inherited = getattr(owner, name, None)
     if inherited is None:
@@ -391,12 +391,12 @@ def faithful(model: nn.Module) -> Iterator[None]:
     before = _python_generators()
     with contextlib.ExitStack() as patches:
         patches.enter_context(_Looking(model))
-        patches.enter_context(_replaced(torch.distributions.Distribution, "__init__", _unvalidated))
+        patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         for owner, name, words in _GRADIENTS:
-            patches.enter_context(_replaced(owner, name, _refusing(words)))
+            patches.enter_context(replaced(owner, name, _refusing(words)))
         drawing: dict[str, Place] = {}
         for owner, name in _DRAWING:
-            patches.enter_context(_replaced(owner, name, _telling(owner, name, drawing)))
+            patches.enter_context(replaced(owner, name, _telling(owner, name, drawing)))
         try:
             yield
         except MeshceeError:

@@ -12,7 +12,7 @@ from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program
 from meshcee.capture.graph.rows import Cut, divided
 from meshcee.capture.graph.same_work import alike, tied
 from meshcee.capture.graph.sizes import integer
-from meshcee.capture.graph.strides import canonical, contiguous, copied, dense, laid_out, unexpanded
+from meshcee.capture.graph.strides import canonical, contiguous, copied, dense, laid_out, moved, unexpanded
 from meshcee.capture.graph.verify import NodeRefused
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "integer",
     "is_random",
     "laid_out",
+    "moved",
     "operator_name",
     "quiet",
     "resolve",

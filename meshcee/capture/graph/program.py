@@ -171,11 +171,16 @@ class Node:
         """
         names = self.operator.argument_names
         if "running_var" in names:
-            place = names.index("running_var") + 1  # `training` of batch norm, `use_input_stats` of instance norm
-            flag = self.args[place] if place < len(self.args) else self.kwargs.get(names[place])
-            if flag is False:
+            after = names.index("running_var") + 1  # `training` of batch norm, `use_input_stats` of instance norm
+            if self.argument(names[after]) is False:
                 return ()
         return self.operator.mutates
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument of this name in the operator's schema; the default where it has none, or none is given."""
+        names = self.operator.argument_names
+        position = names.index(name) if name in names else -1
+        return self.args[position] if 0 <= position < len(self.args) else self.kwargs.get(name, default)
 
     def run(self, values: Mapping[int, Any], device: torch.device) -> Any:
         """The call, with these values by number."""
@@ -237,16 +242,10 @@ def is_random(node: Node) -> bool:
     """Whether the node draws from the generator. Dropout that is off, or has probability 0, does not."""
     if not node.operator.random:
         return False
-    names = node.operator.argument_names
-
-    def given(name: str, default: Any) -> Any:
-        position = names.index(name) if name in names else -1
-        if 0 <= position < len(node.args):
-            return node.args[position]
-        return node.kwargs.get(name, default)
-
+    given = node.argument
     if node.operator.name == "aten.scaled_dot_product_attention.default":
         return bool(given("dropout_p", 0.0))
+    names = node.operator.argument_names
     if "train" in names and ("p" in names or "dropout" in names):
         return bool(given("train", True)) and bool(given("p", given("dropout", 0.0)))
     if "training" in names:

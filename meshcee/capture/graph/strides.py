@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["canonical", "contiguous", "copied", "dense", "laid_out", "unexpanded"]
+__all__ = ["canonical", "contiguous", "copied", "dense", "laid_out", "moved", "unexpanded"]
 
 _GAP = 16  # elements: as much as a cache line of fp32, so that rows that were aligned stay so
 _MOST = 4  # times the elements: tensors with wider gaps in all travel without them
@@ -59,6 +59,11 @@ def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, gaps and all."""
     return laid_out(tensor.clone(), tensor.stride())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On that device, with the same strides: torch's own `to` leaves gaps out."""
+    return laid_out(tensor.to(device), tensor.stride())
 
 
 def _fast_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.resources
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -123,10 +124,17 @@ def device() -> Device:
         _quota(),
         {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         sum(_is_nvidia(place) for place in Path("/sys/bus/pci/devices").glob("*")),
-        _first_line(Path("/proc/driver/nvidia/version")).partition("Module")[2].strip().partition("  ")[0],
+        driver_of(_first_line(Path("/proc/driver/nvidia/version"))),
         torch.version.cuda or "",
         cuda,
     )
+
+
+def driver_of(line: str) -> str:
+    """What the driver says of itself, in one of two ways: "... x86_64 Kernel Module  535.104.05  Sat ..." or, where its source is
+    open, "... Open Kernel Module for x86_64  580.159.04  Release ..."."""
+    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", f"{line} ")
+    return found[1] if found else ""
 
 
 def _first_line(path: Path) -> str:

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from peers.device.this_host import lock_file, locks
@@ -39,17 +40,23 @@ FILES = (
 )
 
 
+# What its process keeps. Its driver names its threads by writing /proc/self/task/*/comm (measured: the first refusal of landlock).
+OF_A_GPU = ("landlock, memory, seccomp: nobody knows yet all that a GPU's driver needs",)
+
 # Of what the plan counts on: heaps have holes, and Python and the kernels of torch take memory of their own.
 SLACK, SLACK_BYTES = 1.25, 512 << 20
 
 
 def confine(device: str) -> Confinement:
-    """Once: before the first thread. What a GPU's driver needs is not known yet, so its process keeps everything."""
-    if device != "cpu":
-        return Confinement((), (f"everything: only on a CPU, and this is {device}",), ())
+    """Once: before the first thread, and before a GPU's driver is asked for anything."""
+    if device != "cpu" and not device.startswith("cuda"):
+        return Confinement((), (f"everything: only on a CPU or a CUDA device, and this is {device}",), ())
     if (file := lock_file()) is not None:
         locks.append(file)
-    return tried(GUARDS, {})
+    if device == "cpu":
+        return tried(GUARDS, {})
+    found = tried({name: guard for name, guard in GUARDS.items() if name != "landlock"}, {})
+    return replace(found, missing=(*found.missing, *OF_A_GPU))
 
 
 def refuse_rings() -> None:
@@ -62,7 +69,7 @@ def refuse_rings() -> None:
 def confine_fully(device: str, before: Confinement, memory_bytes: int) -> Confinement:
     """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
     if device != "cpu":
-        return before
+        return replace(before, possible=tried({}, POSSIBLE).possible)
     files = partial(_filter_calls, may_read="landlock" in before.got)
     after = tried({"memory": limit_to, "seccomp": files}, POSSIBLE, memory_bytes)
     return Confinement(before.got + after.got, before.missing + after.missing, after.possible)

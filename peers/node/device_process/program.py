@@ -148,7 +148,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
             compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
         )
         transport = Bridged(begin.peer, channel, limits=begin.limits, timeouts=begin.timeouts)
-        await compute.run(_first_steps)
+        await compute.run(_first_steps, compute.device)
         await _first_stream()
         confinement = await asyncio.to_thread(give_up, device.memory_bytes)
         async with transport, asyncio.TaskGroup() as group:
@@ -183,10 +183,10 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                         transport.take(message, handle)
 
 
-def _first_steps() -> None:
+def _first_steps(device: torch.device) -> None:
     """Of every optimizer that a job may have: what torch imports or opens for a step, this process has then."""
     for name in sorted(PER_PARAMETER):
-        weight = torch.nn.Parameter(torch.ones(8, 8))
+        weight = torch.nn.Parameter(torch.ones(8, 8, device=device))
         optimizer = Optimizer(name, lr=0.1).build({"weight": weight})
         with seeded(0, 0, 0):
             torch.nn.functional.dropout(weight @ weight).sum().backward()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +33,35 @@ def test_random_numbers_on_unlike_devices_are_refused() -> None:
     check_generators(program, plan, {"p0": "cuda", "p1": "cuda", "p2": "cuda"})
     with pytest.raises(PlanError, match=r"random numbers .* on cpu and cuda devices, .*--stages"):
         check_generators(program, plan, {"p0": "cuda", "p1": "cpu", "p2": "cuda"})
+
+
+def test_dropout_between_the_layers_of_a_recurrent_module_is_refused_on_a_gpu() -> None:
+    def checked(layers: int, dropout: float, kind: str) -> None:
+        torch.manual_seed(0)
+        data = [(torch.randn(3, 4), torch.randn(3, 4)) for _ in range(4)]
+        settings = {"batch_size": 2, "micro_batch_size": 2, "steps": 1, "optimizer": Optimizer("SGD", lr=0.1)}
+        model = First(nn.GRU(4, 4, layers, dropout=dropout, batch_first=True))
+        program = capture(Job(model=model, loss=nn.functional.mse_loss, data=data, **settings)).train
+        check_generators(program, even_plan(program.num_blocks, 1, 2, 2), {"p0": kind})
+
+    checked(2, 0.0, "cuda")
+    checked(2, 0.3, "cpu")
+    with pytest.raises(
+        PlanError, match=r"recurrent module at .*dropout between its layers, and p0 is a GPU.*nn\.Dropout"
+    ):
+        checked(2, 0.3, "cuda")
+
+
+class First(nn.Module):
+    """Of what a recurrent module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)[0]
+        return found
 
 
 def test_a_stage_that_draws_nothing_may_lie_anywhere() -> None:
@@ -165,14 +195,25 @@ def differences(device: str, *cases: str) -> dict[str, list[str]]:
 NO_GPU = "torch finds no CUDA device here; on a machine with one these compare mesh, stages and eager loop on it"
 
 
+FULL_ONLY = ("unet", "fno")  # their plain loops end with an error of torch in bf16 on a GPU
+IN_BF16 = [name for name in zoo.ALL if name not in FULL_ONLY]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parity_on_a_gpu(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "models"), [("fp32", zoo.ALL[::2]), ("fp32", zoo.ALL[1::2]), ("bf16", IN_BF16)])
+def test_parity_on_a_gpu(precision: str, models: Sequence[str]) -> None:
     """Graphs captured on the CPU, generator state carried with dropout, norms added up on the device."""
-    models = ("char_gpt", "cnn", "gpt2", "shared_layer", "unet", "bert", "vit", "resnet", "moe", "lora")
     found = differences("cuda:0", *(f"{m}:{precision}" for m in models))
     assert {case: unequal for case, unequal in found.items() if unequal} == {}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+@pytest.mark.parametrize("first", range(7000, 7060, 20))
+def test_random_jobs_on_a_gpu(first: int) -> None:
+    found = differences("cuda:0", *(f"random:{seed}" for seed in range(first, first + 20)))
+    assert {case: unequal for case, unequal in found.items() if unequal} == {}
+
+
 def test_the_comparison_on_a_device_is_tried_on_the_cpu() -> None:
-    assert differences("cpu", "char_gpt:fp32") == {"char_gpt:fp32": []}
+    cases = "char_gpt:fp32", "random:7035"
+    assert differences("cpu", *cases) == {case: [] for case in cases}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshcee.errors import PlanError
 from meshcee.stage import tensors
 from peers.device.compute import Compute
 from peers.device.staging import Locked, Staging
@@ -264,6 +266,39 @@ async def test_a_call_is_over_when_its_kernels_are(gpu: Played) -> None:
         compute.staging = Staging(compute.device)
         await compute.run(lambda: gpu.computing.queue.append(lambda: value.fill_(1)))
     assert value.item() == 1
+
+
+async def test_a_kernel_that_never_adds_alike_is_refused_in_words(gpu: Played) -> None:
+    def fails(text: str) -> None:
+        raise RuntimeError(text)
+
+    async with Compute() as compute:
+        compute.staging = Staging(compute.device)
+        with pytest.raises(PlanError, match=r"^nll_loss2d_cuda adds in another order .*--device cpu"):
+            await compute.run(
+                fails, "nll_loss2d_cuda does not have a deterministic implementation, but you set 'torch..."
+            )
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await compute.run(fails, "CUDA out of memory")
+
+
+async def test_a_gpu_computes_repeatably_as_long_as_it_is_lent(gpu: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_exact() -> tuple[bool, bool, str | None]:
+        fills: Any = torch.utils.deterministic
+        exact = torch.are_deterministic_algorithms_enabled()
+        return exact, fills.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = is_exact()
+    async with Compute() as _:
+        assert is_exact() == before == (False, True, None)
+        first, second = Compute("cuda:0"), Compute("cuda:0")
+        async with first:
+            await second.__aenter__()
+            assert is_exact() == (True, False, ":4096:8")
+        assert is_exact()[0]  # the other is still at work
+        await second.__aexit__(None, None, None)
+        assert is_exact()[:2] == before[:2]
 
 
 # -- where there is a GPU ----------------------------------------------------------------------------------------------

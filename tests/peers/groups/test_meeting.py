@@ -15,6 +15,8 @@ from peers.groups import direct_sum
 from peers.groups.direct_sum import NCCL, DirectSum
 from peers.groups.meeting import MOST_VALUE_BYTES, Meeting
 from peers.member.service import Member
+from peers.transport.base import Frame
+from peers.wire import messages
 from tests.peers.groups.test_groups import train_shared
 from tests.rig.faults import job_of
 
@@ -161,6 +163,33 @@ def test_on_a_gpu_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def met(monkeypatch: pytest.MonkeyPatch, *cards: str) -> DirectSum:
+    """A member of two, who has heard on which GPU each computes."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cards[0]))
+    monkeypatch.setattr(Meeting, "set", lambda self, key, value: None)  # the others hear it
+    one = made(Device())
+    for rank, card in enumerate(cards):
+        one.take("b", Frame(messages.MEET, {"key": f"gpu/{rank}", "value": card.encode()}))
+    return one
+
+
+def test_members_on_one_gpu_sum_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses a GPU that comes twice."""
+
+    class Made:
+        _Options = SimpleNamespace
+        create_device = staticmethod(lambda hostname: None)
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(direct_sum, "distributed", SimpleNamespace(ProcessGroupGloo=Made))
+    one = met(monkeypatch, "GPU-1", "GPU-1")
+    one.connect()
+    assert isinstance(one.process_group, Made)
+    one.close()
+
+
 def test_nccl_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its variables are read when a group is made."""
     seen: dict[str, str | None] = {}
@@ -175,7 +204,7 @@ def test_nccl_may_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*NCCL, "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "to be restored")
     monkeypatch.setattr(direct_sum, "distributed", SimpleNamespace(ProcessGroupNCCL=Made))
-    one = made(Device())
+    one = met(monkeypatch, "GPU-1", "GPU-2")
     one.connect()
     one.close()
     assert seen.pop("rank") == "0 of 2"

@@ -210,8 +210,27 @@ def rows(path: Path) -> list[tuple[str, str]]:
     return [(name, value.strip()) for name, _, value in (row.partition(":") for row in path.read_text().splitlines())]
 
 
+async def test_the_process_of_a_gpu_gives_up_what_its_driver_can_spare() -> None:
+    script = """
+from peers.node.device_process import confine
+before = confine.confine("cuda:0")
+after = confine.confine_fully("cuda:0", before, 1 << 30)
+print(*before.got, sep=", ")
+print(after.missing[-1])
+print("reach the network" in after.possible)
+"""
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ran = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), stdout=asyncio.subprocess.PIPE, env={**os.environ, **variables}
+    )
+    said, _ = await asyncio.wait_for(ran.communicate(), WAIT_S)
+    got, missing, reaches = said.decode().splitlines()
+    assert got.split(", ") == [name for name in confine.GUARDS if name != "landlock"]
+    assert (missing, reaches) == (*confine.OF_A_GPU, "False")
+
+
 async def test_what_a_process_cannot_give_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert confine.confine("cuda:0").missing == ("everything: only on a CPU, and this is cuda:0",)
+    assert confine.confine("mps").missing == ("everything: only on a CPU or a CUDA device, and this is mps",)
     found = Confinement(("one thread",), ("namespaces: no",), ("reach the network",))
     with structlog.testing.capture_logs() as lines:
         async with faked(monkeypatch, confinement=found):
