@@ -1,7 +1,8 @@
 """What a user writes to hear of a run while it trains.
 
 The idea: each event is a method that does nothing until a subclass says otherwise. Every event comes once, whatever the mesh has to
-do twice; what a callback wants of the run it asks of the `Control` that it is given.
+do twice. Only steps that an audit has taken back are told anew, and what was asked for in them is forgotten. What a callback wants
+of the run it asks of the `Control` that it is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Callbacks that everybody needs: keep the best state, stop when nothing improves, lower the rate on a plateau.
 
 The idea: each is a function of the evaluations so far. A run that is resumed hears of them again, and so goes on as it would have.
+Where an audit takes steps back, their evaluations come anew, and count once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ log = structlog.get_logger()
 
 
 class _OnMetric(Callback, ABC):
-    """`_hear` gets one value an evaluation, in order."""
+    """`_hear` gets one value an evaluation, in order; after `_restart` they come from the first on."""
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
             raise UsageError(f"mode is 'min' or 'max', not {mode!r:.40}")
         self.metric, self.mode = metric, mode
+        self._heard: list[tuple[int, float]] = []
+        self._restart()
 
     def _value(self, metrics: Mapping[str, float]) -> float:
         if self.metric not in metrics:
@@ -38,6 +41,19 @@ class _OnMetric(Callback, ABC):
             )
         return float(metrics[self.metric])
 
+    def _tell(self, steps: int, value: float) -> bool:
+        if self._heard and steps <= self._heard[-1][0]:  # taken back
+            counting = [(known, heard) for known, heard in self._heard if known < steps]
+            self._heard.clear()
+            self._restart()
+            for known, heard in counting:
+                self._tell(known, heard)
+        self._heard.append((steps, value))
+        return self._hear(steps, value)
+
+    @abstractmethod
+    def _restart(self) -> None: ...
+
     @abstractmethod
     def _hear(self, steps: int, value: float) -> bool: ...
 
@@ -45,15 +61,17 @@ class _OnMetric(Callback, ABC):
         for line in reports:
             if line.get("metrics"):
                 value = line["metrics"].get(self.metric)
-                self._hear(int(line["step"]) + 1, math.nan if value is None else float(value))
+                self._tell(int(line["step"]) + 1, math.nan if value is None else float(value))
 
 
 class _Best(_OnMetric):
     """Remembers the best value so far and after how many steps it came."""
 
     def __init__(self, metric: str, mode: str, min_delta: float = 0.0) -> None:
-        super().__init__(metric, mode)
         self._min_delta = min_delta
+        super().__init__(metric, mode)
+
+    def _restart(self) -> None:
         self.best: tuple[int, float] | None = None
 
     def _hear(self, steps: int, value: float) -> bool:
@@ -71,7 +89,7 @@ class KeepBest(_Best):
         super().__init__(metric, mode)
 
     def on_evaluate(self, run: Control, report: Any) -> None:
-        if self._hear(report.step + 1, self._value(report.metrics)):
+        if self._tell(report.step + 1, self._value(report.metrics)):
             run.checkpoint(keep=True)
 
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -91,6 +109,9 @@ class EarlyStop(_Best):
         if patience < 1:
             raise UsageError("patience is a number of evaluations, at least 1")
         self.patience = patience
+
+    def _restart(self) -> None:
+        super()._restart()
         self._in_vain = 0
 
     def _hear(self, steps: int, value: float) -> bool:
@@ -99,7 +120,7 @@ class EarlyStop(_Best):
         return better
 
     def on_evaluate(self, run: Control, report: Any) -> None:
-        self._hear(report.step + 1, self._value(report.metrics))
+        self._tell(report.step + 1, self._value(report.metrics))
         if self._in_vain >= self.patience:
             run.stop()
 
@@ -125,13 +146,17 @@ class ReduceOnPlateau(_OnMetric):
         min_lr: float = 0.0,
         **options: Any,
     ) -> None:
+        self._factor, self._min_lr, self._options = (
+            factor,
+            min_lr,
+            {"mode": mode, "factor": factor, "eps": 0.0, **options},
+        )
         super().__init__(metric, mode)
-        self._factor, self._min_lr = factor, min_lr
+
+    def _restart(self) -> None:
         self._rate = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         try:
-            self._rule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                self._rate, mode=mode, factor=factor, eps=0.0, **options
-            )
+            self._rule = torch.optim.lr_scheduler.ReduceLROnPlateau(self._rate, **self._options)
         except (TypeError, ValueError) as error:
             raise UsageError(f"torch.optim.lr_scheduler.ReduceLROnPlateau: {error}") from error
 
@@ -141,5 +166,5 @@ class ReduceOnPlateau(_OnMetric):
         return bool(self._rate.param_groups[0]["lr"] < 1.0)
 
     def on_evaluate(self, run: Control, report: Any) -> None:
-        if self._hear(report.step + 1, self._value(report.metrics)):
+        if self._tell(report.step + 1, self._value(report.metrics)):
             run.scale_lr(self._factor, least=self._min_lr)

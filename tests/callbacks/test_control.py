@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshcee.callbacks import Callback, Control, Listeners, called
@@ -218,3 +220,27 @@ def test_what_was_asked_for_since_a_step_that_is_taken_back_is_withdrawn(
     ]
     assert seen[::2] == seen[1::2]
     assert back == len(wishes) or one.news(back) == {}
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6).map(float)), min_size=1, max_size=25))
+@settings(max_examples=100, deadline=None)
+def test_an_evaluation_that_comes_anew_counts_once(told: list[tuple[int, float]]) -> None:
+    """An audit takes steps back: what was heard since the step that comes next is as if it had not been."""
+    counting: list[tuple[int, float]] = []
+    for step, loss in told:
+        counting = [*(one for one in counting if one[0] < step), (step, loss)]
+
+    def outcome(evaluations: list[tuple[int, float]]) -> Any:
+        best, stop, plateau = KeepBest(), EarlyStop(patience=3), ReduceOnPlateau(factor=0.5, patience=1)
+        control = Control(metrics=["loss"], saves=True)
+        last = 0
+        for step, loss in evaluations:
+            if step <= last:
+                control.take_back(step)
+            control.begin(last := step)
+            for one in (best, stop, plateau):
+                one.on_evaluate(control, SimpleNamespace(step=step, metrics={"loss": loss}))
+            control.news(step)
+        return best.best, stop.best, control.is_stopping, rates(control, 99), [control.spares([s]) for s in range(11)]
+
+    assert outcome(told) == outcome(counting)

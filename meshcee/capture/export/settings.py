@@ -41,6 +41,7 @@ ON_GPUS: Mapping[str, Setting] = {
     "torch.backends.cuda.cudnn_sdp_enabled()": (_cuda.cudnn_sdp_enabled, (True,)),
     MATMUL.format("cuda"): (lambda: _cuda.matmul.fp32_precision, ("none", "ieee")),
     "torch.backends.cudnn.enabled": (lambda: torch._C._get_cudnn_enabled(), (True,)),
+    "torch.backends.cudnn.benchmark": (lambda: torch._C._get_cudnn_benchmark(), (False,)),
     "torch.backends.cudnn.allow_tf32": (lambda: torch._C._get_cudnn_allow_tf32(), (True,)),
 }
 
