@@ -83,6 +83,21 @@ class Optimizer:
                 return i
         return len(self.groups)
 
+    def check(self, types: Mapping[str, torch.dtype]) -> None:
+        """Raise UsageError where a step reads more than one parameter at a time, for parameters of these types.
+
+        Where Adafactor is not told its first eps, it takes that of the first parameter's type for all of a group (torch 2.13).
+        """
+        for group, extra in enumerate([*self.groups.values(), {}]):
+            told = extra.get("eps", self.options.get("eps") if extra.get("class", self.name) == self.name else None)
+            alike = {types[name] for name in types if self.group_of(name) == group}
+            if extra.get("class", self.name) == "Adafactor" and (told is None or told[0] is None) and len(alike) > 1:
+                said = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in alike))
+                raise UsageError(
+                    f"Adafactor takes the first of its eps from the first parameter of a group, and one holds {said}; "
+                    "say Optimizer('Adafactor', eps=(1e-7, 1e-3))"
+                )
+
     def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""
         groups: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -68,6 +68,19 @@ def test_muon_takes_matrices_and_says_what_to_do_with_others() -> None:
         Optimizer("Muon", groups={"*.bias": {"class": "LBFGS"}})
 
 
+def test_adafactor_over_several_types_wants_its_eps() -> None:
+    """Without, the type of the first parameter decides for the others of its group, whichever stage holds them."""
+    types = {"a.weight": torch.bfloat16, "b.weight": torch.float32}
+    with pytest.raises(UsageError, match=r"one holds bfloat16 and float32; say .*eps="):
+        Optimizer("Adafactor").check(types)
+    with pytest.raises(UsageError, match=r"eps="):
+        Optimizer("AdamW", lr=0.1, groups={"*": {"class": "Adafactor", "lr": 0.1}}).check(types)
+    Optimizer("Adafactor", eps=(1e-7, 1e-3)).check(types)
+    Optimizer("Adafactor", groups={"a.*": {"lr": 0.1}}).check(types)
+    Optimizer("AdamW", lr=0.1).check(types)
+    Optimizer("Adafactor").check(dict.fromkeys(types, torch.float32))
+
+
 def test_two_classes_update_as_two_optimizers_of_torch() -> None:
     """Patterns may be several; each class has its own options, and a schedule drives both."""
     optimizer = Optimizer("Muon", lr=0.1, momentum=0.8, groups={"*.bias|norm.*": {"class": "AdamW", "lr": 0.01}})
