@@ -122,7 +122,7 @@ def play(seed: int, blows: int = 2, drawn: Drawn | None = None) -> dict[str, Any
         torch.backends.mha.set_fastpath_enabled(False)  # its kernels have other bits in eval mode: docs/models.md
         try:
             expected = reference(job_of(drawn), rates=drawn.rates, in_place=True)
-        except (MeshceeError, RuntimeError, TypeError, ValueError) as error:  # as of LSTMs in bf16
+        except (MeshceeError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of torch
             return {**about, "outcome": "nothing to equal", "why": str(error)}
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
