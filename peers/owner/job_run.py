@@ -510,7 +510,7 @@ class Training:
         self._steering.control.take_back(step)
         self.copies.forget_after(step)
         if self._store is not None:
-            await asyncio.to_thread(self._store.forget_after, step)
+            await asyncio.to_thread(self._store.take_back, step)
 
     async def _states(self, done: int, without: Collection[str]) -> moves.States:
         """What is on the disk, and the copies that peers hold."""

@@ -259,6 +259,7 @@ class Draft:
                 _remove(before)
             disk.move(place, before)
         disk.move(self.folder, place)
+        self._store.taken_back.discard(place)
         disk.sync_folder(self._store.folder)
         if before.exists():
             _remove(before)
@@ -323,6 +324,7 @@ class CheckpointStore:
         self.rely = rely
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
         self.place: Callable[[int], Mapping[str, Any]] = lambda step: {}  # of the data before a step
+        self.taken_back: set[Path] = set()  # whose steps count no more; a disk that cannot be written still has them
         self.pinned = 0  # the step of one that outlives newer ones, too
         self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
@@ -356,7 +358,7 @@ class CheckpointStore:
         }
         store = cls(folder, about, rely)
         if before is not None:
-            store.lock = before.lock
+            store.lock, store.taken_back = before.lock, before.taken_back
         return store
 
     def complete(self) -> list[Checkpoint]:
@@ -367,7 +369,7 @@ class CheckpointStore:
     def list_complete(self) -> list[Checkpoint]:
         """As `complete`, for who holds the lock."""
         found = [f for f in self.folder.glob("step-*") if (f / MANIFEST).exists()] if self.folder.exists() else []
-        return [Checkpoint(f) for f in sorted(found, key=_age)]
+        return [Checkpoint(f) for f in sorted(found, key=_age) if f not in self.taken_back]
 
     def find(self, step: str, run: str) -> Checkpoint:
         """The newest, or that before this step; UsageError when there is none. `run` is its id, for people."""
@@ -385,8 +387,23 @@ class CheckpointStore:
                 if later.next_step > next_step:
                     _remove(later.folder)
 
+    def take_back(self, step: int) -> None:
+        """What was written later counts no more: it is removed at once, or as soon as the disk lets it."""
+        with self.lock:
+            self.taken_back |= {later.folder for later in self.list_complete() if later.next_step > step}
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Of what was taken back, for who holds the lock."""
+        for folder in sorted(self.taken_back):
+            with contextlib.suppress(OSError):
+                _remove(folder)
+            if not folder.exists():
+                self.taken_back.discard(folder)
+
     def draft(self, next_step: int) -> Draft:
         with self.lock:
+            self.let_go()
             return Draft(self, next_step)
 
 

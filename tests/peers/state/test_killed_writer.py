@@ -6,6 +6,7 @@ half arrives. Every one of them is tried.
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable
@@ -201,3 +202,29 @@ def test_the_place_in_the_data_is_asked_for_before_anybody_must_wait(tmp_path: P
     found = write(store, 3)
     assert held == [False]
     assert found.manifest["data"] == {"position": 12}
+
+
+def test_what_is_taken_back_counts_no_more_though_the_disk_still_has_it(tmp_path: Path) -> None:
+    """An audit takes steps back while the disk cannot be written; the disk's error ended the run."""
+
+    class ReadOnly(NoPlatter):
+        def rename(self, old: Path, new: Path) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", str(old))
+
+    with disk.using(NoPlatter()):
+        store = store_in(tmp_path)
+        for step in (3, 6):
+            write(store, step)
+        with disk.using(ReadOnly()):
+            with pytest.raises(OSError, match="Read-only"):
+                store.forget_after(3)  # whoever resumes a run has to be able to
+            store.take_back(3)
+            assert [c.next_step for c in store.complete()] == [3]
+        assert [c.next_step for c in CheckpointStore(tmp_path).complete()] == [
+            6,
+            3,
+        ]  # what cannot be written is forgotten
+        again = store_in(tmp_path, before=store)
+        check(write(again, 6))
+        assert [c.next_step for c in again.complete()] == [6, 3]
+        assert len(list(tmp_path.iterdir())) == 2
