@@ -440,9 +440,8 @@ async def train(
     done, losses = 0, work.losses
     for reports in told:  # who goes on may tell again of what was told in the owner's last moments
         steps = [report.step for report in reports]
-        goes_on = (
-            work.breaks_at is not None or not steps or steps[0] <= done
-        )  # who leaves has not heard of the last steps
+        # Who has left the run did not hear of its last steps.
+        goes_on = work.breaks_at is not None or not steps or steps[0] <= done
         in_order = goes_on and (not steps or steps == list(range(steps[0], steps[-1] + 1)))
         if not in_order and not work.job.audit:  # which may take steps back
             return "steps were lost or told of twice"

@@ -89,9 +89,10 @@ class Optimizer:
         Where Adafactor is not told its first eps, it takes that of the first parameter's type for all of a group (torch 2.13).
         """
         for group, extra in enumerate([*self.groups.values(), {}]):
-            told = extra.get("eps", self.options.get("eps") if extra.get("class", self.name) == self.name else None)
+            kind = extra.get("class", self.name)
+            eps = {**(self.options if kind == self.name else {}), **extra}.get("eps") or (None,)
             alike = {types[name] for name in types if self.group_of(name) == group}
-            if extra.get("class", self.name) == "Adafactor" and (told is None or told[0] is None) and len(alike) > 1:
+            if kind == "Adafactor" and eps[0] is None and len(alike) > 1:
                 said = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in alike))
                 raise UsageError(
                     f"Adafactor takes the first of its eps from the first parameter of a group, and one holds {said}; "

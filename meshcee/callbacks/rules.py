@@ -22,6 +22,7 @@ from meshcee.events import Event
 __all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
 
 log = structlog.get_logger()
+RULE: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class _OnMetric(Callback, ABC):
@@ -146,17 +147,14 @@ class ReduceOnPlateau(_OnMetric):
         min_lr: float = 0.0,
         **options: Any,
     ) -> None:
-        self._factor, self._min_lr, self._options = (
-            factor,
-            min_lr,
-            {"mode": mode, "factor": factor, "eps": 0.0, **options},
-        )
+        self._factor, self._min_lr = factor, min_lr
+        self._options = options
         super().__init__(metric, mode)
 
     def _restart(self) -> None:
         self._rate = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         try:
-            self._rule = torch.optim.lr_scheduler.ReduceLROnPlateau(self._rate, **self._options)
+            self._rule = RULE(self._rate, mode=self.mode, factor=self._factor, eps=0.0, **self._options)
         except (TypeError, ValueError) as error:
             raise UsageError(f"torch.optim.lr_scheduler.ReduceLROnPlateau: {error}") from error
 

@@ -124,6 +124,7 @@ def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None
         (lambda control: EarlyStop(patience=0), "at least 1"),
         (lambda control: KeepBest(mode="best"), "'min' or 'max'"),
         (lambda control: ReduceOnPlateau(cooling=3), "ReduceLROnPlateau.*cooling"),
+        (lambda control: ReduceOnPlateau(eps=1e-3), "ReduceLROnPlateau.*eps"),
     ],
 )
 def test_what_has_no_meaning_is_refused(wish: object, says: str) -> None:

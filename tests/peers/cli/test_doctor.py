@@ -315,6 +315,18 @@ def helper(pid: int, parent: int, module: str, named: int) -> machine.Row:
     return machine.Row(pid, parent, ["python", "-P", "-c", f"from {module} import main", "/root", str(named), "9"])
 
 
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", "580.159.04"),
+        ("", ""),
+    ],
+)
+def test_the_driver_says_its_version_in_two_ways(line: str, version: str) -> None:
+    assert machine.driver_of(line) == version
+
+
 def test_a_helper_under_another_parent_is_an_orphan() -> None:
     launcher = ["python", "-I", "-S", "/x/peers/transport/p2p/launcher.py", "/tmp/meshcee-1"]
     rows = [
