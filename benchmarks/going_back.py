@@ -3,7 +3,7 @@
 The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk,
 and of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the newest
 that is within reach, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two
-of them in this run. When none does, it is the newest copy in other regions, or the last checkpoint. Copies before the newest may
+of them in this run. A hand-over drops copies that are not whole, so these count as none. When no copy survives, it is the newest copy in other regions, or the last checkpoint. Copies before the newest may
 serve as long as they are there: members forget them when they are asked for the next. Copies are out of reach when two epochs that
 began with them did not bring all to a member, as when a link between two that live is cut.
 """
@@ -67,7 +67,9 @@ class Back:
 
 @dataclass
 class Past:
-    """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next."""
+    """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next, or from
+    whole ones to a hand-over.
+    """
 
     every: int = 0
     backs: list[Back] = field(default_factory=list)
@@ -81,7 +83,7 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id, as far as the log does not tell:
     who joins with the id of one that is gone has another name from then on.
     """
-    past, asked, kept, handed, in_peace = Past(), 0, 0, 0, True
+    past, asked, made, kept, handed, in_peace = Past(), 0, 0, 0, 0, True
     names = dict(names)
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
@@ -94,7 +96,11 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             asked = entry["next_step"]
         elif event in whole or event == "copies are handed over":
             tier = event if event in whole else "copies"
-            handed = handed if event in whole else entry["next_step"]
+            if event == "copies":
+                made = entry["next_step"]
+            elif event not in whole:
+                handed = entry["next_step"]
+                past.every = max(past.every, handed - made)
             held_by = [{names.get(peer, peer) for peer in peers} for peers in entry["held_by"]]
             older = [c for c in whole[tier] if c[0] < entry["next_step"]]
             whole[tier] = [*older[-1:], (entry["next_step"], held_by)]
@@ -129,6 +135,6 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -
             past.every = max(past.every, done - asked)
             past.backs.append(back)
             if back.next_step != handed:  # what was handed over dies with any of its makers
-                asked = back.next_step
+                asked = made = back.next_step
             kept = kept if back.with_peers else back.next_step
     return past

@@ -121,6 +121,18 @@ def test_what_is_handed_over_counts_as_long_as_its_makers_live() -> None:
     ]
 
 
+def test_copies_in_the_making_are_dropped_by_a_hand_over() -> None:
+    """Seed 8804002 of the virtual chaos: it came two steps after copies were asked for, and one of its makers hung then."""
+    over = {**whole(14, "a", "b"), "event": "copies are handed over"}
+    story = (*COPIED, asked(12), over, went(14, 14, with_peers=True), lost("a"), went(14, 8, with_peers=True))
+    past = read(*story)
+    assert (past.wrong, past.every) == ([], 6)
+    (wrong,) = read(*(e for e in story if e is not over)).wrong
+    assert wrong == "after 14 steps the run went back to 14 of peers, who held 8"
+    (wrong,) = read(*COPIED, asked(12), lost("a"), went(14, 8, with_peers=True)).wrong
+    assert "with copies every 4 steps at most" in wrong
+
+
 def test_copies_in_another_region_count_when_no_others_are_left_and_their_keepers_are_members() -> None:
     region = (whole(4, "ab", "bc", event="far copies"), *COPIED)
     assert read(*region, lost("a"), went(11, 8, with_peers=True)).wrong == []
