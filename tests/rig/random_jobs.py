@@ -7,19 +7,24 @@ as one likes, in the mesh and for the plain loop, and a fault is repeated by a n
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from meshcee.job import Job, Optimizer, Schedule
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from tests.rig.random_layers import KINDS, Layer
 from tests.rig.reference import stacked
+from tests.rig.streams import Counted, Plain, Shuffled
 
 __all__ = ["Drawn", "draw", "job_of", "plan_of"]
 
@@ -30,6 +35,8 @@ OPTIMIZERS = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "RMSprop", "Adagrad"),
     *("Adafactor", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
 )
+STREAMS = {"stream": Plain, "counted stream": Counted, "shuffled stream": Shuffled}
+ORDERS = ("function", "weighted", "replaced", "subset", "epochs")
 RATES = {"SGD": 0.05, "Adadelta": 0.5, "Adagrad": 0.02, "ASGD": 0.02}
 
 
@@ -75,6 +82,8 @@ class Drawn:
     breaks_at: int | None  # the step after which its user leaves it, and resumes it
     peers: int  # at most, of the first plan
     pace: float  # flops a second
+    order: str  # of the data: "shuffled", a sampler of ORDERS, or a stream of STREAMS
+    stored: bool  # its weights are in a file
 
 
 def draw(seed: int) -> Drawn:
@@ -133,6 +142,8 @@ def draw(seed: int) -> Drawn:
         breaks_at=r.randint(0, steps - 2) if r.random() < 0.25 else None,
         peers=r.randint(2, 4),
         pace=r.choice([1e4, 1e5, 1e6]),
+        order=r.choice([*ORDERS, *STREAMS]) if r.random() < 0.4 else "shuffled",
+        stored=r.random() < 0.1,
     )
 
 
@@ -273,6 +284,49 @@ def collated(samples: list[Any]) -> tuple[Any, Tensor]:
     return stacked([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
 
+def data_of(drawn: Drawn) -> Any:
+    data = Samples(drawn, drawn.samples)
+    return STREAMS[drawn.order](drawn.samples, data.__getitem__) if drawn.order in STREAMS else data
+
+
+class Epochs(Sampler[int]):
+    """Another order in each data epoch, as a DistributedSampler has one."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i * 7 + self.epoch) % self.count for i in range(self.count)])
+
+
+def sampler_of(drawn: Drawn) -> Any:
+    """With at least a batch in each data epoch."""
+    count = drawn.samples
+
+    def backwards(data_epoch: int, seed: int) -> list[int]:
+        return [(seed + data_epoch - i) % count for i in range(count)]
+
+    found = {
+        "function": backwards,
+        "weighted": WeightedRandomSampler([1.0 + i for i in range(count)], count + 1),
+        "replaced": RandomSampler(range(count), replacement=True, num_samples=2 * count),
+        "subset": SubsetRandomSampler([*range(count), 0]),
+        "epochs": Epochs(count),
+    }
+    return found.get(drawn.order)
+
+
+def weights_of(drawn: Drawn) -> Path:
+    """A file with the weights of another start of the model."""
+    torch.manual_seed(drawn.seed + 1)
+    found = Path(tempfile.gettempdir(), f"meshcee-job-{drawn.seed}.safetensors")
+    safetensors.torch.save_model(Net(drawn), str(found))
+    return found
+
+
 def model_of(drawn: Drawn) -> nn.Module:
     torch.manual_seed(drawn.seed)
     return Net(drawn)
@@ -285,7 +339,9 @@ def job_of(drawn: Drawn) -> Job:
     return Job(
         model=partial(Net, drawn) if drawn.made else model_of(drawn),
         loss=partial(_loss, drawn=drawn),
-        data=Samples(drawn, drawn.samples),
+        data=data_of(drawn),
+        sampler=sampler_of(drawn),
+        weights=weights_of(drawn) if drawn.stored else None,
         collate=collated if drawn.collated else None,
         optimizer=Optimizer(drawn.optimizer, groups=drawn.groups, **drawn.options),
         schedule=schedules(drawn.steps, momentum)[drawn.schedule] if drawn.schedule else None,

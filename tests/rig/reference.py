@@ -6,7 +6,8 @@ The idea: this loop is the definition of "exactly"; nothing of the capture or th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshcee.job import Job, seeded
-from meshcee.sampling.order import draw, read
+from meshcee.sampling.order import draw, generators_put_back, read, seed_generators
 
 __all__ = ["Reference", "call", "reference"]
 
@@ -127,6 +128,56 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     return {name: value / count for name, value in sums.items()}
 
 
+def samples_of(job: Job, steps: int) -> Iterator[list[Any]]:
+    """Of each step, in the order of the data, of a sampler, or shuffled; read under the seeds that docs/models.md tells."""
+    if job.streams:
+        yield from streamed(job, steps)
+    elif job.sampler is None:
+        for step in range(steps):
+            yield read(job.data, draw(job.seed, len(job.data), job.batch_size, step), job.seed, step)
+    else:
+        data_epoch, left = -1, []
+        for step in range(steps):
+            if len(left) < job.batch_size:
+                data_epoch += 1
+                left = ordered(job, data_epoch)
+            yield read(job.data, left[: job.batch_size], job.seed, step)
+            left = left[job.batch_size :]
+
+
+def ordered(job: Job, data_epoch: int) -> list[int]:
+    with generators_put_back():
+        seed_generators(job.seed, data_epoch, 0, "order")
+        if not isinstance(job.sampler, torch.utils.data.Sampler):
+            return [*job.sampler(data_epoch, job.seed)]  # type: ignore[misc]
+        if hasattr(job.sampler, "set_epoch"):
+            job.sampler.set_epoch(data_epoch)
+        return [int(i) for i in job.sampler]
+
+
+def streamed(job: Job, steps: int) -> Iterator[list[Any]]:
+    """A data epoch reads the set once; the samples of a batch that is not complete at its end are dropped."""
+    found: list[list[Any]] = []
+    with generators_put_back():
+        data, data_epoch = copy.deepcopy(job.data), 0
+        while len(found) < steps:
+            if hasattr(data, "set_epoch"):
+                data.set_epoch(data_epoch)
+            seed_generators(job.seed, data_epoch, 0, "set")
+            samples, batch = iter(data), []
+            for k in itertools.count():
+                seed_generators(job.seed, data_epoch, k)
+                sample = next(samples, None)
+                if sample is None or len(found) == steps:
+                    break
+                batch.append(sample)
+                if len(batch) == job.batch_size:
+                    found.append(batch)
+                    batch = []
+            data_epoch += 1
+    yield from found
+
+
 def reference(
     job: Job,
     steps: int | None = None,
@@ -158,11 +209,10 @@ def reference(
         average = AveragedModel(nn.ParameterList(trained.values()), multi_avg_fn=get_ema_multi_avg_fn(job.ema))  # type: ignore[no-untyped-call]
     asked: list[tuple[str, float]] = []  # of the learning rate
     out = Reference()
-    for step in range(steps):
-        drawn = draw(job.seed, len(job.data), job.batch_size, step)
+    for step, samples in enumerate(samples_of(job, steps)):
         losses, total = [], 0.0
-        parts = [drawn[i : i + micro_size] for i in range(0, len(drawn), micro_size)]
-        batches = [tuple(map(stacked, zip(*read(job.data, part, job.seed, step)))) for part in parts]
+        parts = [samples[i : i + micro_size] for i in range(0, len(samples), micro_size)]
+        batches = [tuple(map(stacked, zip(*part))) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
         for micro, (x, y) in enumerate(mapped(pair, lambda t: t.to(device)) for pair in batches):
             with seeded(job.seed, step, micro):

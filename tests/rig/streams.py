@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class Reads(list[int]):
 class Plain(IterableDataset[Any]):
     """Begins anew whenever it is iterated. `reads` are the numbers of the samples that anybody has read."""
 
-    def __init__(self, count: int = 50) -> None:
-        self.count, self.epoch, self.reads = count, 0, Reads()
+    def __init__(self, count: int = 50, make: Callable[[int], Any] = sample_of) -> None:
+        self.count, self.make, self.epoch, self.reads = count, make, 0, Reads()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -44,14 +44,14 @@ class Plain(IterableDataset[Any]):
         random.Random(self.epoch).shuffle(order)
         for number in order[self.begin() :]:
             self.reads.append(number)
-            yield sample_of(number)
+            yield self.make(number)
 
 
 class Counted(Plain):
     """Knows where it is, as a stream of `datasets`: state_dict() is that of the last iterator."""
 
-    def __init__(self, count: int = 50) -> None:
-        super().__init__(count)
+    def __init__(self, count: int = 50, make: Callable[[int], Any] = sample_of) -> None:
+        super().__init__(count, make)
         self._starting: Mapping[str, Any] | None = None
         self._state: dict[str, Any] = {"place": {"read": 0}, "epoch": 0}
 
