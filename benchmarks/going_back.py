@@ -3,9 +3,10 @@
 The idea: the log tells when copies are asked for, when all stages have them and who holds them, of each checkpoint on the disk,
 and of who was missed. What a run must go on from follows from these alone. While one copy of each stage survives, it is the newest
 that is within reach, and at most k + 1 steps are computed again, k being how often copies are made: the most steps between two
-of them in this run. A hand-over drops copies that are not whole, so these count as none. When no copy survives, it is the newest copy in other regions, or the last checkpoint. Copies before the newest may
-serve as long as they are there: members forget them when they are asked for the next. Copies are out of reach when two epochs that
-began with them did not bring all to a member, as when a link between two that live is cut.
+of them in this run. A hand-over drops copies that are not whole, so these count as none. When no copy survives, it is the newest
+copy in other regions, or the last checkpoint. Copies before the newest may serve as long as they are there: members forget them
+when they are asked for the next. Copies are out of reach when two epochs that began with them did not bring all to a member, as
+when a link between two that live is cut.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class Event(StrEnum):
     """Each is the sentence that people read."""
 
     PLANNED = "planned"
-    PLANNED_HERE = "planned here: the coordinator sees no way, and may see less of the mesh"
+    PLANNED_HERE = "planned here: the coordinator sees no way, or plans what was not asked for"
     PLAN_CHANGES = "the plan changes"
     PLAN_CHANGED = "since the plan changed"
     PLAN_STAYS = "the plan stays"

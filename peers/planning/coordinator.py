@@ -2,7 +2,7 @@
 
 The idea: whoever holds the lease plans, from the records that every peer publishes and what the owner found out about its
 job; nobody else does. A plan carries the term under which it was made, and members refuse terms older than the newest
-that they have accepted.
+that they have accepted. An owner holds a plan against what it asked for: one that rounds, or is of other work, is made here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import Meta
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
-from meshcee.figures import BlockTimes, JobCosts, LinkProfile, Measured, without_links
+from meshcee.figures import BlockTimes, DeviceProfile, JobCosts, LinkProfile, Measured, fitting, without_links
 from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan, Term
 from peers.mesh_view import MeshView
@@ -38,6 +38,8 @@ REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may u
 PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
 _Profiles = Meta(max_length=MAX_PROFILES)
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
+# The codecs of boundaries that a job's leaves to the planner (meshcee.planner.rules.between); any other is that of all.
+CHOICES = {"lossless": {"none", "lossless"}, "auto": {"none", "bf16", "bf16-lossless"}}
 
 
 class Planned(NamedTuple):
@@ -95,6 +97,34 @@ class PlanRequest:
         plan, notes = plan_job(measured, self.job, self.stages, HURRIED if self.hurried else None)
         left_out = (*plan.left_out, *(LeftOut(p, "it runs another job") for p in busy))
         return replace(plan, left_out=left_out), tuple(notes)
+
+    def check(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
+        """Raises PlanError where a coordinator's plan is not what was asked for. `devices` are those that its members lend.
+
+        One that is unknown here yet is not looked at. What members have memory for each of them checks itself.
+        """
+        job, members = self.job, {peer: devices[peer] for peer in plan.peers if peer in devices}
+        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+        codecs = {codec for stage in stages for codec in (stage.codec_out, stage.codec_back)}
+        counts = {len(pipeline.stages) for pipeline in plan.pipelines}
+        _, unfit = fitting(members, job.mix, job.threads, job.versions)
+        found = (
+            (plan.num_blocks != len(job.blocks), f"it has {plan.num_blocks} blocks, not {len(job.blocks)}"),
+            (plan.global_batch != job.batch_size, f"it takes {plan.global_batch} samples a step, not {job.batch_size}"),
+            (job.micro_batch not in (None, plan.micro_batch), f"its micro-batches are of {plan.micro_batch} samples"),
+            (len(plan.pipelines) > 1 and not job.pipelines, "it has several pipelines, and the job's model is for one"),
+            (self.stages is not None and counts != {self.stages}, f"it has not {self.stages} stages in each pipeline"),
+            (plan.shares_samples and not job.groups, "it has groups, which the job does not allow"),
+            (
+                not codecs <= CHOICES.get(job.codec, {"none", job.codec}),
+                f"it has {', '.join(sorted(codecs))} for {job.codec}",
+            ),
+            (plan.threads != job.threads, f"it computes with {plan.threads} threads, not {job.threads}"),
+            (not {*plan.peers}.isdisjoint(self.without), "it has peers that were just missed"),
+            *((True, f"it has peer {one.peer}, and {one.why}") for one in unfit),
+        )
+        if why := next((why for wrong, why in found if wrong), None):
+            raise PlanError(f"the coordinator's plan is not what was asked for: {why}")
 
 
 class PlanService:
@@ -187,7 +217,9 @@ async def _ask(agent: MeshView, peer_id: str, request: PlanRequest) -> Planned:
         await stream.aclose()
     if reply.kind == messages.REFUSED:
         raise messages.error_from(reply.header)
-    return _planned(reply)
+    planned = _planned(reply)
+    request.check(planned.plan, agent.lent())
+    return planned
 
 
 def _planned(frame: Frame) -> Planned:

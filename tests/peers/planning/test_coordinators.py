@@ -18,7 +18,7 @@ from meshcee.eager import plain
 from meshcee.epochs.course import REPLANS
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.events import Event
-from meshcee.plan import Plan
+from meshcee.plan import Member, Plan
 from peers.device.compute import Pace
 from peers.mesh_view import MeshView
 from peers.node.agent import Agent
@@ -56,11 +56,27 @@ def goes_on_with_peers(logged: list[Mapping[str, Any]]) -> bool:
     return bool(backs) and all(back["with_peers"] and back["next_step"] > 0 for back in backs)
 
 
-FIRST = [(how, False) for how in ("sees no way", "is of another version", "has no memory", "hangs")]
+def changed(plan: Plan, **fields: Any) -> Plan:
+    """With these in all stages."""
+    return replace(
+        plan,
+        pipelines=tuple(replace(p, stages=tuple(replace(s, **fields) for s in p.stages)) for p in plan.pipelines),
+    )
 
 
-@pytest.mark.parametrize(("how", "hurried"), [*FIRST, ("is of another version", True), ("hangs", True)])
-def test_a_sick_coordinator_does_not_end_a_run_for_which_the_owner_sees_a_way(
+LIES: dict[str, Callable[[Plan], Plan]] = {
+    "rounds": lambda plan: changed(plan, codec_out="int8", codec_back="int8"),
+    "takes another batch": lambda plan: replace(plan, micro_batch=2 * plan.micro_batch),
+    "has peers that nobody knows": lambda plan: changed(plan, members=(Member("12D3KooWnobody", plan.micro_batch),)),
+    "computes with other threads": lambda plan: replace(plan, threads=plan.threads + 1),
+}
+FIRST = [(how, False) for how in ("sees no way", "is of another version", "has no memory", "hangs", *LIES)]
+
+
+@pytest.mark.parametrize(
+    ("how", "hurried"), [*FIRST, *((how, True) for how in ("is of another version", "hangs", "rounds"))]
+)
+def test_a_sick_or_dishonest_coordinator_does_not_end_a_run_for_which_the_owner_sees_a_way(
     tmp_path: Path, how: str, hurried: bool
 ) -> None:
     """To one whose clock has leapt ahead the others' records have expired: it sees one device. The first plan, or the next."""
@@ -78,7 +94,10 @@ def test_a_sick_coordinator_does_not_end_a_run_for_which_the_owner_sees_a_way(
             if agent.peer_id == storm.here.agents[sick or ""].peer_id and request.hurried == hurried:
                 if how == "hangs":
                     await asyncio.Event().wait()
-                raise errors[how]
+                if how in errors:
+                    raise errors[how]
+                plan, notes = await usual(agent, request)
+                return LIES[how](plan), notes
             return await usual(agent, request)
 
         def hear(report: Report) -> None:
