@@ -26,7 +26,7 @@ from peers.cli.local import Children
 from peers.cli.session import Screen, configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.view import View, view_for
-from peers.node import JoinOptions, Mesh, join
+from peers.node import JoinOptions, Mesh, Result, join
 
 __all__ = ["run_demo"]
 
@@ -44,19 +44,32 @@ def run_demo(peers: int, steps: int | None, *, ui: bool = False, as_json: bool) 
     module_job = load_job(_job_file())
     job = module_job if steps is None else Job(**{**vars(module_job), "steps": steps})
     current: list[Mesh] = []
+    pages: list[asyncio.Event] = []  # that are left open until Ctrl-C
 
     def polite() -> bool:
-        return any(mesh.stop() for mesh in current)
+        for page in pages:
+            page.set()
+        return bool(pages) or any(mesh.stop() for mesh in current)
 
     with tempfile.TemporaryDirectory(prefix="meshcee-demo-") as folder:
         view = view_for(as_json=as_json, console=console)
-        ok = run_async(_demo(job, peers, Path(folder), console, view, current, ui=ui, as_json=as_json), polite)
+        ok = run_async(
+            _demo(job, peers, Path(folder), console, view, current, pages if ui else None, as_json=as_json), polite
+        )
     if not ok:
         raise MeshceeError("the mesh and the plain eager loop disagree; please report the lines above")
 
 
 async def _demo(
-    job: Job, count: int, folder: Path, console: Screen, view: View, current: list[Mesh], *, ui: bool, as_json: bool
+    job: Job,
+    count: int,
+    folder: Path,
+    console: Screen,
+    view: View,
+    current: list[Mesh],
+    pages: list[asyncio.Event] | None,
+    *,
+    as_json: bool,
 ) -> bool:
     console.print(f"meshcee demo: {count} peer processes on this machine train a character GPT on the Python")
     console.print("standard library's source text; the owner feeds samples and computes nothing.\n")
@@ -67,7 +80,7 @@ async def _demo(
         home = Home(folder / "home")
         async with (
             join(JoinOptions(token=token, name="owner"), home) as mesh,
-            page_of(mesh, home, view.note, wanted=ui, token=token) as page,
+            page_of(mesh, home, view.note, wanted=pages is not None, token=token) as page,
         ):
             await mesh.agent.wait_for_devices(count)
             current.append(mesh)
@@ -87,7 +100,18 @@ async def _demo(
                         await page.hear(report.step, page.trace)
             finally:
                 current.clear()
-            result = mesh.result
+            same = await _compared(job, count, folder, console, mesh.result, training_s, as_json=as_json)
+            if pages is not None and console.is_terminal and len(mesh.result.losses) == job.steps:
+                console.print("\nThe page stays until Ctrl-C.")
+                pages.append(asyncio.Event())
+                await pages[0].wait()
+    return same
+
+
+async def _compared(
+    job: Job, count: int, folder: Path, console: Screen, result: Result, training_s: float, *, as_json: bool
+) -> bool:
+    """Whether the plain loop has the same losses and weights, told as well."""
     done = len(result.losses)
     if not done:
         return True

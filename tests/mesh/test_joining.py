@@ -47,10 +47,10 @@ class Terminal:
 
 
 @contextmanager
-def terminal(home: Path, *arguments: str) -> Iterator[Terminal]:
+def terminal(home: Path, *arguments: str, **variables: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "meshcee", *arguments]
-    env = environment(home, COLUMNS="500", TERM="dumb")
+    env = environment(home, COLUMNS="500", TERM="dumb", **variables)
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
     os.close(slave)
     try:

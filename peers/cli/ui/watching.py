@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import time
+import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -18,7 +21,7 @@ from peers.cli.ui.wishes import Wishes
 from peers.measure import Trace
 from peers.node import Mesh
 
-__all__ = ["Shown", "needs_ui", "page_of"]
+__all__ = ["Shown", "needs_ui", "on_a_desktop", "page_of"]
 
 
 def needs_ui() -> None:
@@ -27,6 +30,12 @@ def needs_ui() -> None:
         import aiohttp  # noqa: F401
     except ImportError as error:
         raise UsageError("a page needs a library that is not installed: pip install 'meshcee[ui]'") from error
+
+
+def on_a_desktop() -> bool:
+    """Whether a browser shows to who sits at this terminal: not over ssh, nor without a screen."""
+    here = sys.stdout.isatty() and "SSH_CONNECTION" not in os.environ
+    return here and (sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()))
 
 
 class Shown:
@@ -84,4 +93,6 @@ async def _served(
     source = MeshSource(mesh.agent, shown.run, listens=True)
     async with serving(Site(source, acts=lambda run: acts, clock=time.time)) as site:
         say(f"the page: {site.address}")
+        if on_a_desktop():
+            await asyncio.to_thread(webbrowser.open, site.address)
         yield
