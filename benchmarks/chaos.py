@@ -153,7 +153,8 @@ async def struck(arena: Arena, draw: random.Random, steps: int, kinds: Sequence[
     if outcome:
         return {"blows": done, "outcome": outcome}
     # The log of a second owner does not begin with what the first one knew: its copies are not judged.
-    past, later = (going_back(arena.log(name), arena.names) for name in arena.owners)
+    slept = any("suspended the owner" in blow for blow in done)
+    past, later = (going_back(arena.log(name), arena.names, slept=slept) for name in arena.owners)
     return {
         "blows": done,
         "outcome": judge(arena, steps, code, written, whole, past, await asyncio.to_thread(arena.orphans)),

@@ -20,6 +20,7 @@ from meshcee.events import Event
 __all__ = ["Back", "Past", "going_back"]
 
 TRIES = 2  # epochs that begin with copies which do not reach a member
+AHEAD = 3  # steps that members are fed before the first of them is reported: while the owner sleeps, they compute them
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Back:
         """Steps computed again."""
         return self.done - self.next_step
 
-    def wrong(self, every: int) -> str:
-        """What this should not have been, or nothing; `every` is k."""
+    def wrong(self, every: int, ahead: int = 0) -> str:
+        """What this should not have been, or nothing; `every` is k, `ahead` steps more may have no copy."""
         where = f"after {self.done} steps the run went back to {self.next_step}"
         if self.with_peers and self.next_step != self.held:
             return f"{where} of peers, who held {self.held}"
-        if self.with_peers and not (self.far or self.anew) and self.again > every + 1:
+        if self.with_peers and not (self.far or self.anew) and self.again > every + 1 + ahead:
             return f"{where}, with copies every {every} steps at most"
         if not self.with_peers and self.sure is not None and self.sure > self.next_step:
             return f"{where} of the disk, though peers held {self.sure}"
@@ -69,22 +70,23 @@ class Back:
 @dataclass
 class Past:
     """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next, or from
-    whole ones to a hand-over.
+    whole ones to a hand-over. `ahead`: of an owner that slept, whose members go on with what they were fed.
     """
 
     every: int = 0
+    ahead: int = 0
     backs: list[Back] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[str]:
-        return [wrong for back in self.backs if (wrong := back.wrong(self.every))]
+        return [wrong for back in self.backs if (wrong := back.wrong(self.every, self.ahead))]
 
 
-def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> Past:
+def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str], *, slept: bool = False) -> Past:
     """`entries` are the lines of the log, from debug upwards, `names` those of the peers by id, as far as the log does not tell:
-    who joins with the id of one that is gone has another name from then on.
+    who joins with the id of one that is gone has another name from then on. `slept`: the owner was suspended.
     """
-    past, asked, made, kept, handed, in_peace = Past(), 0, 0, 0, 0, True
+    past, asked, made, kept, handed, in_peace = Past(ahead=AHEAD if slept else 0), 0, 0, 0, 0, True
     names = dict(names)
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}

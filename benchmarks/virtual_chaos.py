@@ -543,7 +543,8 @@ async def one(
         outcome = f"{type(error).__name__}: {error}"
     if activations.doubled:
         outcome = f"two plans in one epoch: {activations.doubled}"
-    past = going_back(logged, storm.names if storm is not None else {})
+    slept = storm is not None and any("owner suspended" in blow for blow in storm.done)
+    past = going_back(logged, storm.names if storm is not None else {}, slept=slept)
     # The log of a second owner does not begin with what the first one knew; and where members are in doubt, so is the disk.
     knows = not work.job.audit and not (standby and storm is not None and storm.owner != "owner")
     if outcome == "equal" and past.wrong and knows:

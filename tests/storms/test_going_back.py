@@ -133,6 +133,16 @@ def test_copies_in_the_making_are_dropped_by_a_hand_over() -> None:
     assert "with copies every 4 steps at most" in wrong
 
 
+def test_members_go_on_with_what_they_were_fed_while_the_owner_sleeps() -> None:
+    """Seed 8805092 of the virtual chaos: it slept before it could tell keepers of the copies that it had asked for."""
+    story = (*COPIED, asked(12), lost("a"), went(14, 8, with_peers=True))
+    assert read(*story).wrong == ["after 14 steps the run went back to 8, with copies every 4 steps at most"]
+    assert going_back(story, NAMES, slept=True).wrong == []
+    story = (*COPIED, asked(12), asked(15), lost("a"), went(17, 8, with_peers=True))
+    (wrong,) = going_back(story, NAMES, slept=True).wrong
+    assert wrong == "after 17 steps the run went back to 8, with copies every 4 steps at most"
+
+
 def test_copies_in_another_region_count_when_no_others_are_left_and_their_keepers_are_members() -> None:
     region = (whole(4, "ab", "bc", event="far copies"), *COPIED)
     assert read(*region, lost("a"), went(11, 8, with_peers=True)).wrong == []
