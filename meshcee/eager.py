@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import inspect
 import json
 import sys
 import time
@@ -138,7 +139,7 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
             if job.collate is not None:
                 batches.append(_tensors(collated(job.collate, samples, job.seed, step, start)))
             else:
-                batches.append((_collate([s[0] for s in samples]), _collate([s[1] for s in samples])))
+                batches.append(_pair(model, samples))
         total, losses = 0.0, []
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
             with seeded(job.seed, step, micro):
@@ -296,6 +297,23 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 def _as(dtype: torch.dtype, tree: Any) -> Any:
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype == other else t, tree)
+
+
+def _pair(model: nn.Module, samples: list[Any]) -> tuple[Any, Any]:
+    """Of rows that are dicts x is their columns, each one tensor, and y the label, else all columns again."""
+    if not isinstance(samples[0], Mapping):
+        return _collate([s[0] for s in samples]), _collate([s[1] for s in samples])
+    x, y = (
+        {k: None if v is None else torch.stack([torch.as_tensor(s[k]) for s in samples]) for k, v in samples[0].items()}
+        for _ in range(2)
+    )
+    label = next((name for name in ("labels", "label") if name in x), None)
+    if label is None:
+        return x, y
+    parameters = inspect.signature(model.forward).parameters
+    if label not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        del x[label]
+    return x, y[label]
 
 
 def _collate(items: list[Any]) -> Any:

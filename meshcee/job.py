@@ -310,6 +310,8 @@ class Job:
     loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
+               Or data[i] is a dict of columns, each one tensor: `model(**row)`, without the label if forward has no parameter
+               for it. y is the column "labels", or else "label", or else all columns.
                Or iterable: `iter(data)` gives samples, which are read in order; its end begins the next data epoch.
                Or At(...): a set that a peer reads where it is
     collate    list of samples -> (x, y), each with one row a sample, as a DataLoader's collate_fn; a sample may then be anything
@@ -479,8 +481,8 @@ class Job:
     def _check_stream(self) -> None:
         if not hasattr(self.data, "__iter__") or hasattr(self.data, "__next__"):
             raise UsageError(
-                "data must be map-style, with len(data) and data[i] -> (x, y), or iterable: an object whose iter() begins anew, "
-                "such as a torch IterableDataset, and no iterator, which can be read once"
+                "data must be map-style, with len(data) and data[i] -> (x, y) or a dict, or iterable: an object whose iter() "
+                "begins anew, such as a torch IterableDataset, and no iterator, which can be read once"
             )
         if isinstance(self.data, DataLoader) and self.data.batch_size is not None:
             raise UsageError(

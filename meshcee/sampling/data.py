@@ -1,12 +1,14 @@
 """How a list of samples becomes the named raw inputs of a program, and an output its tensors.
 
 The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors, or are None; a leaf's name is its path
-("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position.
+("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position. Rows that are dicts
+become a pair here, and `call_model` alone looks at what a model takes of them: so whoever reads samples needs no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,11 @@ from meshcee.sampling.order import NO_STEP, collated, read
 __all__ = ["batch_of", "batched", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
 
 Collate = Callable[[list[Any]], Any]
+LABELS = ("labels", "label")  # columns that are the target of a row: the first that is there
+
+
+class Row(dict[str, Any]):
+    """x of rows that are dicts: all of their columns."""
 
 
 def batch_of(
@@ -74,17 +81,33 @@ def _tensors(tree: Any, path: str) -> Any:
         raise UsageError(f"Job.collate gives {path} as a {type(tree).__name__}, which is no tensor: {error}") from error
 
 
-def stack(samples: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Samples (x, y) -> one (x, y) whose tensors have a new first dimension."""
+def stack(samples: Sequence[Any]) -> tuple[Any, Any]:
+    """Samples (x, y), or rows that are dicts -> one (x, y) whose tensors have a new first dimension."""
     if not samples:
         raise UsageError("a micro-batch needs at least one sample")
+    if all(isinstance(sample, Mapping) for sample in samples):
+        return _columns(samples)
     for sample in samples:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
-            what = f"a dict of {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "something else"
             raise UsageError(
-                f"data[i] must be a pair (x, y), and is {what:.200}; Job(collate=FUNCTION) makes (x, y) of a list of such samples"
+                f"data[i] must be a pair (x, y) or a dict of columns, and is a {type(sample).__name__}; Job(collate=FUNCTION) "
+                "makes (x, y) of a list of such samples"
             )
     return _stack([s[0] for s in samples], "x"), _stack([s[1] for s in samples], "y")
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Row, Any]:
+    """x is all columns, each one tensor. y is the label, or all columns where there is none. They share no memory."""
+    first = rows[0]
+    if other := {key for row in rows for key in row.keys() ^ first.keys()}:
+        raise UsageError(f"rows differ in their columns: not all have {', '.join(sorted(map(str, other))):.200}")
+    label = next((name for name in LABELS if name in first), None)
+
+    def column(name: str, path: str) -> torch.Tensor | None:
+        return _tensor([row[name] for row in rows], path, ", or take this column out of the rows")
+
+    x = Row({name: column(name, f"x.{name}") for name in first})
+    return x, {name: column(name, f"y.{name}") for name in first} if label is None else column(label, "y")
 
 
 def _stack(items: Sequence[Any], path: str) -> Any:
@@ -93,12 +116,18 @@ def _stack(items: Sequence[Any], path: str) -> Any:
         return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
     if isinstance(first, tuple | list):
         return tuple(_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first)))
+    return _tensor(items, path)
+
+
+def _tensor(items: Sequence[Any], path: str, advice: str = "") -> torch.Tensor | None:
     if all(item is None for item in items):
         return None
     try:
         return torch.stack([torch.as_tensor(item) for item in items])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"samples cannot be stacked at {path}: {error}; pad them to one shape in data[i]") from error
+        raise UsageError(
+            f"samples cannot be stacked at {path}: {error}; pad them to one shape in data[i]{advice}"
+        ) from error
 
 
 def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:
@@ -134,19 +163,38 @@ def varying(rows: Sequence[Mapping[str, torch.Tensor]]) -> frozenset[tuple[str, 
 def rebuild(tree: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
     """A tree like `tree` with other tensors at its leaves."""
     if isinstance(tree, Mapping):
-        return {k: rebuild(v, f"{path}.{k}", tensors) for k, v in tree.items()}
+        found = {k: rebuild(v, f"{path}.{k}", tensors) for k, v in tree.items()}
+        return Row(found) if isinstance(tree, Row) else found
     if isinstance(tree, tuple | list):
         return tuple(rebuild(v, f"{path}.{i}", tensors) for i, v in enumerate(tree))
     return None if tree is None else tensors[path]
 
 
 def call_model(model: Any, x: Any) -> Any:
-    """`model(x)`, `model(*x)` or `model(**x)`."""
+    """`model(x)`, `model(*x)` or `model(**x)`; of rows without the label, if forward has no parameter for it."""
+    if isinstance(x, Row):
+        x = _taken(model, x)
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, tuple | list):
         return model(*x)
     return model(x)
+
+
+def _taken(model: Any, row: Row) -> dict[str, Any]:
+    """What forward takes of these columns. UsageError where one that is no label has no parameter."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return row
+    unknown = [name for name in row if name not in parameters]
+    label = next((name for name in LABELS if name in row), None)
+    if unknown and unknown != [label]:
+        names = ", ".join(str(name) for name in unknown if name != label)
+        raise UsageError(
+            f"data[i] is a dict, so its columns go to the model by name, and forward of {type(model).__name__} has no parameter "
+            f"{names:.200}: take that out of the rows, or Job(collate=FUNCTION) makes (x, y) of a list of them"
+        )
+    return {name: value for name, value in row.items() if name in parameters}
 
 
 def tensors_of(output: Any) -> list[tuple[tuple[Any, ...], torch.Tensor]]:

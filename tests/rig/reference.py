@@ -6,6 +6,7 @@ The idea: this loop is the definition of "exactly"; nothing of the capture or th
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,6 +50,20 @@ def stacked(items: list[Any]) -> Any:
     if isinstance(items[0], tuple):
         return tuple(stacked([i[k] for i in items]) for k in range(len(items[0])))
     return None if items[0] is None else torch.stack([torch.as_tensor(i) for i in items])
+
+
+def paired(model: nn.Module, samples: list[Any]) -> tuple[Any, Any]:
+    """(x, y) of pairs; or of dicts their columns, without a label that forward does not take, and that label, else all of them."""
+    if not isinstance(samples[0], dict):
+        x, y = map(stacked, zip(*samples))
+        return x, y
+    columns = {key: torch.stack([torch.as_tensor(row[key]) for row in samples]) for key in samples[0]}
+    takes = inspect.getfullargspec(model.forward)
+    for label in ("labels", "label"):
+        if label in columns:
+            x = {k: v for k, v in columns.items() if k != label or takes.varkw or k in takes.args + takes.kwonlyargs}
+            return x, columns[label].clone()
+    return columns, mapped(columns, torch.clone)
 
 
 def mapped(x: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -117,7 +132,7 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
             p.data = weights[name].to(p.dtype)  # as AveragedModel's, which do not lie as strided parameters do
         for first in range(0, count, size):
             samples = read(job.eval_data, range(first, min(first + size, count)), job.seed)
-            x, y = map(stacked, zip(*samples))
+            x, y = paired(model, samples)
             output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
             found = {"loss": job.loss(output, y).item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
             sums = {n: sums.get(n, 0.0) + value * len(samples) for n, value in found.items()}
@@ -212,7 +227,7 @@ def reference(
     for step, samples in enumerate(samples_of(job, steps)):
         losses, total = [], 0.0
         parts = [samples[i : i + micro_size] for i in range(0, len(samples), micro_size)]
-        batches = [tuple(map(stacked, zip(*part))) for part in parts]
+        batches = [paired(model, part) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
         for micro, (x, y) in enumerate(mapped(pair, lambda t: t.to(device)) for pair in batches):
             with seeded(job.seed, step, micro):

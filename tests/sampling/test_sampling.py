@@ -151,3 +151,19 @@ def test_a_collate_may_change_its_samples() -> None:
     assert torch.equal(everything, torch.arange(8.0).reshape(4, 2))
     assert not sample["list"]
     assert not sample["array"].any()
+
+
+def test_rows_that_are_dicts_are_a_pair() -> None:
+    rows = [{"ids": [i, 2], "mask": None, "label": i} for i in range(3)]
+    x, y = batched(rows, 0)
+    assert x == {"ids": x["ids"], "mask": None, "label": x["label"]}
+    assert x["ids"].tolist() == [[0, 2], [1, 2], [2, 2]]
+    assert y.tolist() == x["label"].tolist() == [0, 1, 2]
+    assert y.data_ptr() != x["label"].data_ptr(), "what forward writes there is not the target"
+    assert batched([row | {"labels": 9} for row in rows], 0)[1].tolist() == [9, 9, 9]
+    y = batched([{"ids": row["ids"]} for row in rows], 0)[1]
+    assert y["ids"].tolist() == x["ids"].tolist()
+    with pytest.raises(UsageError, match="rows differ in their columns: not all have mask"):
+        batched([rows[0], {"ids": [1, 2], "label": 1}], 0)
+    with pytest.raises(UsageError, match=r"must be a pair .* and is a dict"):
+        batched([(1, 2), rows[0]], 0)

@@ -41,6 +41,13 @@ def make():
     print("opened")
     return Scans()
 
+class Rows(Scans):
+    def __getitem__(self, i):
+        image, label = super().__getitem__(i)
+        return {**image, "label": label}
+
+rows = Rows
+
 def fails():
     return open("/nowhere/at/all")
 
@@ -101,6 +108,15 @@ async def test_a_set_in_a_process_gives_the_bits_that_it_gives_here(file: Path) 
             # It ends: so does the epoch, and the next one has another process.
             with pytest.raises(PeerLostError, match="the process that reads dataset 'scans' ended with status 3"):
                 await scans.batch(7, 2, [14], LAYOUT)
+
+
+async def test_rows_that_are_dicts_are_read_alike_at_their_place(file: Path) -> None:
+    async with opened(f"scans={file}:rows") as scans:
+        wanted = inputs_of(batch_of(Scans(), [5, 39], 7, 2))
+        wanted["x.label"] = wanted["y"]  # which a model may take too
+        found = await scans.batch(7, 2, [5, 39], {**LAYOUT, "x.label": LAYOUT["y"]})
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 async def test_a_late_answer_to_who_has_gone_is_never_another_ones_samples(

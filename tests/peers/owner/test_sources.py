@@ -32,6 +32,7 @@ from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
 from tests.peers.owner import test_recovery as recovery
 from tests.rig.mesh_fixture import train
+from tests.rig.reference import reference
 from tests.rig.streams import Counted, Plain, sample_of
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
@@ -104,6 +105,96 @@ async def test_dicts_of_columns_padded_to_each_micro_batch_train_as_in_the_plain
     assert random.getstate() == state
     assert_is(trained, words_of())
     assert [r.step for r in trained.reports if r.metrics] == [6, 13, STEPS - 1]
+
+
+class Scaled(nn.Module):
+    """Computes its own loss where it is given labels, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.drop, self.out = nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 5)
+
+    def scores(self, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        h = torch.tanh(self.hidden(x if scale is None else x * scale.unsqueeze(1)))
+        found: torch.Tensor = self.out(self.drop(h))
+        return found
+
+
+class Scores(Scaled):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.scores(x, scale)
+
+
+class OwnLoss(Scaled):
+    def forward(self, x: torch.Tensor, *, labels: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x, scale)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "scores": scores}
+
+
+class Wrapped(OwnLoss):
+    def forward(self, *args: Any, **columns: Any) -> Any:
+        return super().forward(*args, **columns)
+
+
+def row_of(number: int, label: str = "label", *without: str) -> dict[str, Any]:
+    row = sample_of(number)
+    found = {"x": row["x"], "scale": 1.0 + number % 3, label: row["label"]}
+    return {key: value for key, value in found.items() if key not in without}
+
+
+class Rows:
+    """Read anew each time, as each is augmented."""
+
+    def __init__(self, count: int, *how: str) -> None:
+        self.count, self.how = count, how
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return row_of(i, *self.how)
+
+
+def distance(output: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(output.sum(1), row["x"].sum(1) * row["scale"])
+
+
+def own_loss(output: Any, labels: torch.Tensor) -> Any:
+    return output["loss"]
+
+
+KINDS: dict[str, tuple[type[nn.Module], Any, Rows, Any]] = {
+    "a label": (Scores, nn.functional.cross_entropy, Rows(96), weight),
+    "labels that forward does not take": (Scores, nn.functional.cross_entropy, Rows(96, "labels"), weight),
+    "labels that forward takes": (OwnLoss, own_loss, Rows(96, "labels"), weight),
+    "labels that forward takes among others": (Wrapped, own_loss, Rows(96, "labels", "scale"), None),
+    "no label": (Scores, distance, Rows(96, "label", "label"), None),
+}
+
+
+def rows_of(kind: str, **changes: Any) -> Job:
+    model, loss, data, weighs = KINDS[kind]
+    torch.manual_seed(0)
+    settings = {"model": model(), "loss": loss, "data": data, "weight": weighs, "collate": None, "steps": 5}
+    return job_of(**{**settings, "eval_data": Rows(20, *data.how), "eval_every": 2, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_rows_that_are_dicts_train_as_in_the_plain_loop(kind: str) -> None:
+    trained = await train(rows_of(kind), 2, MICRO)
+    expected = reference(rows_of(kind))
+    assert trained.losses == expected.totals
+    assert all(torch.equal(trained.state[name], tensor) for name, tensor in expected.state.items())
+    assert [(r.step, r.metrics) for r in trained.reports if r.metrics] == expected.metrics
+    assert plain(rows_of(kind)).losses == expected.totals
+
+
+async def test_rows_that_are_dicts_are_read_by_other_processes_and_from_streams_alike(tmp_path: Path) -> None:
+    job = rows_of("a label", workers=2)
+    assert_is(await train(job, 2, MICRO), rows_of("a label"))
+    stream = {"data": Counted(1000, row_of), "steps": STEPS}
+    await run(Home(tmp_path), rows_of("a label", **stream), until=11)
+    assert_is(await run(Home(tmp_path), rows_of("a label", **stream), resume="last"), rows_of("a label", **stream))
 
 
 async def struck(job: Job, home: Home) -> Result:
@@ -218,7 +309,18 @@ async def test_the_limit_is_the_data_where_reading_takes_longest(data: Any, coll
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"collate": None}, r"data\[i\] must be a pair .* a dict of ids, label; Job\(collate=FUNCTION\) makes"),
+        (
+            {"data": [1.0] * 96, "collate": None},
+            r"must be a pair .* or a dict of columns, and is a float; Job\(collate=F",
+        ),
+        (
+            {"data": [{"ids": [1], "text": "one"}] * 96, "collate": None},
+            r"x.text: .* or take this column out of the rows",
+        ),
+        (
+            {"data": [{"ids": [1], "kind": 3, "label": 4}] * 96, "collate": None},
+            "forward of Words has no parameter kind:",
+        ),
         ({"collate": lambda rows: padded(rows)[0]}, r"Job.collate of samples 1 to \d of data returned a dict; it must"),
         ({"collate": lambda rows: (torch.zeros(1), torch.zeros(1))}, r"makes of \d samples x of shape \(1,\)"),
         ({"collate": lambda rows: ("text", 1)}, "gives x as a str, which is no tensor"),
