@@ -24,7 +24,7 @@ from meshcee.files import Trouble, disk
 
 __all__ = ["logger"]
 
-FIGURES = ("loss", "lr", "norm", "samples_per_s", "step_s")
+FIGURES = ("loss", "lr", "norm", "samples_per_s", "tokens_per_s", "step_s", "bound_share", "crossed_bytes")
 MOST_ROWS = 10_000  # that wait for a disk
 
 

@@ -45,9 +45,10 @@ class Measured:
     def from_json(cls, data: Any) -> Measured:
         """Raises UsageError on anything else."""
         try:
-            return cls(
-                codec_of(str(data["codec"])).name, float(data["error"]), int(data["raw_bytes"]), int(data["wire_bytes"])
-            )
+            sizes = int(data["raw_bytes"]), int(data["wire_bytes"])
+            if min(sizes) < 0:
+                raise ValueError("sizes are not negative")
+            return cls(codec_of(str(data["codec"])).name, float(data["error"]), *sizes)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"this is not what a coder measured: {error!r:.200}") from error
 

@@ -40,6 +40,10 @@ def _metrics(report: Report) -> str:
     return "  ".join(f"eval {name} {value:.4f}" for name, value in report.metrics.items())
 
 
+def _tokens(report: Report) -> str:
+    return "" if report.tokens_per_s is None else f"  {report.tokens_per_s:.0f} tokens/s"
+
+
 class View(Protocol):
     """Shows the plan once, then reports. Lifetime is `with`."""
 
@@ -108,7 +112,7 @@ class LineView(_Base):
         self._last_s = now_s
         self._console.print(
             f"step {report.step + 1:>5}/{report.steps}  loss {report.loss:.4f}  {report.samples_per_s:8.1f} samples/s"
-            f"  ETA {_duration(report.eta_s)}  limit: {report.limit}  {_metrics(report)}".rstrip(),
+            f"{_tokens(report)}  ETA {_duration(report.eta_s)}  limit: {report.limit}  {_metrics(report)}".rstrip(),
             highlight=False,
             soft_wrap=True,
         )
@@ -152,7 +156,8 @@ class RichView(LineView):
             self._task,
             total=report.steps,
             completed=report.step + 1,
-            figures=f"loss {report.loss:.4f}  {report.samples_per_s:.1f} samples/s  ETA {_duration(report.eta_s)}",
+            figures=f"loss {report.loss:.4f}  {report.samples_per_s:.1f} samples/s{_tokens(report)}"
+            f"  ETA {_duration(report.eta_s)}",
             limit=printable(report.limit),
         )
         if report.metrics:

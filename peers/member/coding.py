@@ -45,6 +45,7 @@ class Coding:
     ) -> None:
         self._spans = spans or Spans()
         self._coders = {kind: Coder(codec) for kind, codec in out.items() if codec != "none"}
+        self._counters = {kind: Coder(codec) for kind, codec in out.items() if codec == "none"}  # of bytes alone
         self._accepted = {kind: accepted(codec) for kind, codec in arriving.items() if codec != "none"}
         self._compute = compute
         self._seed, self._stage = seed, stage
@@ -60,18 +61,19 @@ class Coding:
         `step` and the header's micro-batch seed it.
         """
         coder, staging = self._coders.get(kind), self._compute.staging
+        counter = coder or self._counters.get(kind)
         to_host = torch.Tensor.cpu if staging is None else staging.to_host
 
         def encode(index: int, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-            if coder is None or index >= len(coded) or not coded[index]:
+            if counter is None or index >= len(coded) or not coded[index]:
                 return None
             micro = header["micro"]
             seed = noise_seed(self._seed, step, micro, self._stage, index) if kind == messages.B else None
-            return coder.encode(tensor, seed)
+            return counter.encode(tensor, seed)
 
         def work() -> Frame:
             start_s = time.perf_counter()
-            meta, payloads = tensors.pack(values, encode if coder is not None else None, to_host)
+            meta, payloads = tensors.pack(values, encode if counter is not None else None, to_host)
             if coder is not None:
                 self._tell("encode", kind, header, start_s)
             return Frame(kind, {**header, "tensors": meta}, payloads)
@@ -113,6 +115,6 @@ class Coding:
     def take(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Since the last call: seconds of encoding and decoding, and per direction what was measured."""
         seconds, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        measured = {kind: coder.take() for kind, coder in self._coders.items()}
+        measured = {kind: coder.take() for kind, coder in (self._coders | self._counters).items()}
         used = {kind: of.to_json() for kind, of in measured.items() if of.raw_bytes}
         return seconds if self._coders or self._accepted else {}, used

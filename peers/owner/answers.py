@@ -31,7 +31,15 @@ BUSY = 0.7  # of a step: who is busy for so long bounds it
 
 @dataclass(frozen=True)
 class Report:
-    """One committed step. They count from 0, as `range(steps)` does. `loss` is the weighted sum over micro-batches in order."""
+    """One committed step. They count from 0, as `range(steps)` does. `loss` is the weighted sum over micro-batches in order.
+
+    `tokens_per_s` is what Job.weight adds up to over the step, a second: tokens, where it counts them. None without a weight, and
+    where the loss is a sum, which needs none.
+    `bound_share` is `plan.predicted.lower_bound_s / step_s`: 1 were all devices busy all the time, as they were profiled, and links
+    free. None where the plan has no prediction, as one of your own.
+    `crossed_bytes` are activations and gradients that went from stage to stage, as their senders counted them behind the codec. The
+    frames around them, inputs, copies of the state, and sums between pipelines or within groups are not in it.
+    """
 
     step: int
     steps: int
@@ -42,6 +50,9 @@ class Report:
     limit: str  # what bounds the speed, in words
     norm: float | None = None  # of all gradients before clipping, where the job clips
     lr: float | None = None  # of the parameters that no pattern of the optimizer's groups names
+    tokens_per_s: float | None = None
+    bound_share: float | None = None
+    crossed_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
     observed: Observed = field(default_factory=Observed)

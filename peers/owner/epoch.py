@@ -550,6 +550,7 @@ class Owner:
             now_s = time.perf_counter()
             step_s, last_s = now_s - last_s, now_s
             self._watch.stepped(step_s)
+            weight, predicted = feed.weighed.pop(answers.round.step, None), self.plan.predicted
             mean_s = (now_s - started_s) / (answers.round.step + 1 - feed.start)
             held = Report(
                 step=answers.round.step,
@@ -561,6 +562,9 @@ class Owner:
                 limit=answers.limit(self.plan, self._names, step_s),
                 norm=next((a["norm"] for a in answers.applied.values() if a.get("norm") is not None), None),
                 lr=next((group.get("lr") for group in reversed(answers.round.hyper)), None),
+                tokens_per_s=None if weight is None else weight / step_s,
+                bound_share=None if predicted is None else predicted.lower_bound_s / step_s,
+                crossed_bytes=sum(found.wire_bytes for found in answers.codecs.values()),
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
                 observed=answers.as_planned(self.plan, reads_ahead=self._job.workers > 0),
             )

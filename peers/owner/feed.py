@@ -117,6 +117,7 @@ class Feed:
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self.steering = steering or Steering(job)
         self.supply: Supply | None = None  # of training, where the data is elsewhere
+        self.weighed: dict[int, float] = {}  # of steps that are fed: what Job.weight adds up to
         self._reported = -1  # the last step that was
         self._was_reported = asyncio.Event()
 
@@ -250,6 +251,7 @@ class Feed:
         total = sum(own)
         if not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
+        self.weighed[step] = total
         return tuple(w / total for w in own)
 
 

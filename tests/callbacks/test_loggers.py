@@ -30,7 +30,21 @@ from tests.rig.job_file import JOB
 
 REPORTS = [
     Report(0, 3, 2.5, 0.1, 80.0, 1.0, "", lr=0.01),
-    Report(1, 3, 2.0, 0.2, 40.0, 1.0, "", lr=0.01, norm=1.5, metrics={"loss": 2.25, "accuracy": 0.5}),
+    Report(
+        1,
+        3,
+        2.0,
+        0.2,
+        40.0,
+        1.0,
+        "",
+        lr=0.01,
+        norm=1.5,
+        metrics={"loss": 2.25, "accuracy": 0.5},
+        tokens_per_s=320.0,
+        bound_share=0.75,
+        crossed_bytes=4096,
+    ),
     Report(2, 3, 1.5, 0.1, 80.0, 1.0, "", lr=0.001),
 ]
 FIRST = {"loss": 2.5, "lr": 0.01, "samples_per_s": 80.0, "step_s": 0.1}
@@ -39,7 +53,10 @@ SECOND = {
     "lr": 0.01,
     "norm": 1.5,
     "samples_per_s": 40.0,
+    "tokens_per_s": 320.0,
     "step_s": 0.2,
+    "bound_share": 0.75,
+    "crossed_bytes": 4096.0,
     "eval/loss": 2.25,
     "eval/accuracy": 0.5,
 }
@@ -90,7 +107,8 @@ def test_csv_has_a_line_for_each_step(tmp_path: Path, resumed: int) -> None:
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert [row["step"] for row in rows] == ["0", "1", "2"]
-    assert list(rows[0]) == ["step", "loss", "lr", "norm", "samples_per_s", "step_s", "eval/loss", "eval/accuracy"]
+    figures = ["loss", "lr", "norm", "samples_per_s", "tokens_per_s", "step_s", "bound_share", "crossed_bytes"]
+    assert list(rows[0]) == ["step", *figures, "eval/loss", "eval/accuracy"]
     assert [{k: float(v) for k, v in row.items() if v and k != "step"} for row in rows[:2]] == [FIRST, SECOND]
 
 

@@ -66,7 +66,14 @@ def test_names_and_limits_of_others_pass_through_the_views_of_a_run(kind: type[L
     best, _ = a_plan()
     shown, out = screen()
     report = SimpleNamespace(
-        step=0, steps=2, loss=1.0, samples_per_s=1.0, eta_s=1.0, limit=f"link to {name}", metrics={name: 1.0}
+        step=0,
+        steps=2,
+        loss=1.0,
+        samples_per_s=1.0,
+        tokens_per_s=None,
+        eta_s=1.0,
+        limit=f"link to {name}",
+        metrics={name: 1.0},
     )
     with kind(shown) as view:
         view.plan(best, dict.fromkeys(best.peers, name))

@@ -109,7 +109,10 @@ async def test_an_error_names_peers() -> None:
 
 def reports(count: int) -> list[Any]:
     figures = {"loss": 2.5, "samples_per_s": 10.0, "eta_s": 61.0, "limit": "compute of anna", "metrics": {}}
-    return [SimpleNamespace(step=step, steps=count, **figures) for step in range(count)]
+    return [
+        SimpleNamespace(step=step, steps=count, tokens_per_s=512.4 if step else None, **figures)
+        for step in range(count)
+    ]
 
 
 def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
@@ -123,6 +126,7 @@ def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
     assert out.getvalue().splitlines()[0] == (
         "step     1/4  loss 2.5000      10.0 samples/s  ETA 1:01  limit: compute of anna"
     )
+    assert "10.0 samples/s  512 tokens/s  ETA 1:01" in out.getvalue().splitlines()[1]
     bar = RichView(terminal)
     begun = out.tell()
     with bar:
@@ -132,7 +136,7 @@ def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
     shown = out.getvalue()[begun:]
     assert "captured gpt\n" in shown
     assert "4/4" in shown
-    assert "loss 2.5000  10.0 samples/s  ETA 1:01" in shown
+    assert "loss 2.5000  10.0 samples/s  512 tokens/s  ETA 1:01" in shown
     assert isinstance(view_for(as_json=False, console=terminal), LineView)
 
 

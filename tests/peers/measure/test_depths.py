@@ -196,6 +196,7 @@ def test_figures_of_links_that_make_no_sense_are_refused(seen: Any) -> None:
         {"codecs": 1},
         {"codecs": {"f": 1}},
         {"codecs": {"b": {"codec": "int8"}}},
+        {"codecs": {"f": {"codec": "none", "error": 0.0, "raw_bytes": 8, "wire_bytes": -8}}},
         {"norm": "1"},
         {"norm": [1.0]},
     ],

@@ -15,7 +15,8 @@ from meshcee.capture import capture
 from meshcee.codec import CODECS, noise_seed
 from meshcee.errors import NonFiniteLossError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer
-from meshcee.plan import Plan
+from meshcee.plan import Plan, Predicted
+from meshcee.sampling import draw
 from peers.device.compute import Compute
 from peers.member.coding import Coding
 from peers.transport.base import Frame
@@ -189,10 +190,27 @@ async def test_fewer_bytes_cross_the_links() -> None:
         trained = await run(make_job(steps=1), codec, codec)
         measured = trained.reports[0].codecs
         sizes[codec] = sum(m.wire_bytes for boundary, m in measured.items() if boundary[0] == "1")
-        assert set(measured) == (set() if codec == "none" else {"0->1", "1->2", "1->0", "2->1"})
-        assert all(0 < m.error <= CODECS[codec].budget for m in measured.values())
+        assert set(measured) == {"0->1", "1->2", "1->0", "2->1"}
+        assert all((m.error > 0) == (codec != "none") and m.error <= CODECS[codec].budget for m in measured.values())
+        assert trained.reports[0].crossed_bytes == 2 * sizes[codec], "two boundaries of the same size"
     blocks = 2 * MICROS * -(-MICRO * WIDTH // 64)  # activations and gradients of the middle stage
-    assert sizes == {"none": 0, "bf16": 2 * MICROS * MICRO * WIDTH * 2, "int8": blocks * 66, "int4": blocks * 34}
+    numbers = 2 * MICROS * MICRO * WIDTH
+    assert sizes == {"none": numbers * 4, "bf16": numbers * 2, "int8": blocks * 66, "int4": blocks * 34}
+
+
+async def test_a_report_tells_tokens_and_the_share_of_the_bound() -> None:
+    job = make_job(weight=lambda y: float((y % 3 > 0).sum()), steps=2)
+    predicted = Predicted(step_s=1.0, samples_per_s=1.0, lower_bound_s=0.001)
+    trained = await train(job, 2, MICRO, adapt=lambda plan: replace(plan, predicted=predicted))
+    for step, report in enumerate(trained.reports):
+        tokens = sum(
+            (int(y) % 3 > 0) for _, y in (job.data[i] for i in draw(job.seed, len(job.data), job.batch_size, step))
+        )
+        assert report.tokens_per_s == tokens / report.step_s > 0
+        assert report.bound_share == 0.001 / report.step_s
+        assert report.to_json()["bound_share"] == report.bound_share
+    (report,) = (await train(make_job(steps=1), 1, MICRO)).reports
+    assert (report.tokens_per_s, report.bound_share, report.crossed_bytes) == (None, None, 0)
 
 
 async def test_the_guard_steps_back_and_the_neighbours_follow(monkeypatch: pytest.MonkeyPatch) -> None:
