@@ -96,10 +96,13 @@ def train(
     wait: bool = True,
     on_wait: Callable[[str], None] = lambda text: None,
     callbacks: Sequence[Callback | Callable[[Control, Report], object] | str] = (),
+    keep_best: str | None = None,
+    early_stop: int | None = None,
 ) -> Result:
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
     `join`, `local`, `compute`, `device` and `keeps` are those of `meshcee.join`, all others those of its `mesh.train`.
+    `keep_best` says `keeps=True` too.
     Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
@@ -110,7 +113,8 @@ def train(
     async def main() -> Result:
         measures = plan is None or job.adapt  # else nobody asks for figures
         count = local if join or local else 1
-        async with _joined(join, local=count, compute=compute, device=device, measures=measures, keeps=keeps) as mesh:
+        keep = keeps or keep_best is not None
+        async with _joined(join, local=count, compute=compute, device=device, measures=measures, keeps=keep) as mesh:
             async for report in mesh.train(
                 job,
                 captured=found,
@@ -124,6 +128,8 @@ def train(
                 wait=wait,
                 on_wait=on_wait,
                 callbacks=callbacks,
+                keep_best=keep_best,
+                early_stop=early_stop,
             ):
                 if on_report is not None:
                     on_report(report)

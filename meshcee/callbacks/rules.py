@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import structlog
@@ -19,7 +19,7 @@ from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
 from meshcee.events import Event
 
-__all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau"]
+__all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau", "rules"]
 
 log = structlog.get_logger()
 RULE: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -166,3 +166,27 @@ class ReduceOnPlateau(_OnMetric):
     def on_evaluate(self, run: Control, report: Any) -> None:
         if self._tell(report.step + 1, self._value(report.metrics)):
             run.scale_lr(self._factor, least=self._min_lr)
+
+
+def rules(
+    keep_best: str | None, early_stop: int | None, metrics: Collection[str], *, saves: bool
+) -> tuple[Callback, ...]:
+    """What train(keep_best="loss", early_stop=3) stands for, in a job whose evaluations have these metrics.
+
+    UsageError where evaluations have no such metric, where it is no loss, and where nothing is saved.
+    """
+    metric = keep_best or "loss"
+    if metric not in metrics:
+        known = ", ".join(sorted(metrics)) or "none: give the job eval_data, and eval_every"
+        raise UsageError(
+            f"keep_best and early_stop look at {metric!r:.80} of evaluations, and the metrics of these are {known}"
+        )
+    if not metric.endswith("loss"):
+        raise UsageError(
+            f"keep_best is for a loss, of which less is better; for another metric: callbacks=[meshcee.KeepBest({metric!r:.80}, "
+            "mode='max'), meshcee.EarlyStop(...)]"
+        )
+    if keep_best is not None and not saves:
+        raise UsageError("keep_best saves, and this run has no folder: join a mesh, or say keeps=True")
+    kept: tuple[Callback, ...] = () if keep_best is None else (KeepBest(metric),)
+    return kept if early_stop is None else (*kept, EarlyStop(metric, patience=early_stop))

@@ -196,6 +196,8 @@ class Mesh:
         on_wait: Callable[[str], None] | None = None,
         after: str = "",
         callbacks: Sequence[Callback | Callable[[Control, Report], object] | str] = (),
+        keep_best: str | None = None,
+        early_stop: int | None = None,
     ) -> AsyncIterator[Report]:
         """Train, on exactly `stages` stages if given; yields one report a step. `resume` goes on with a run of this machine.
 
@@ -206,6 +208,8 @@ class Mesh:
         It also hears, once a minute, where the job's data is when a read of it does not return.
         `after` is the owner, gone, whose run `resume` names: both are what `stand_by` returns.
         `callbacks` hear of plans, steps, evaluations, checkpoints, losses and the end, and may steer the run.
+        `keep_best="loss"` is the callback KeepBest("loss"). `early_stop=3` is EarlyStop of that metric, or of the loss, with this
+        patience in evaluations.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
         self.agent.members.check_own("own", "offers no jobs")
@@ -214,6 +218,11 @@ class Mesh:
         self._reports = reports = asyncio.Queue[Report | MeshceeError | None](maxsize=64)
         self._early = early = deque[Report | MeshceeError | None]()
         listening, story = called(callbacks), None
+        if keep_best is not None or early_stop is not None:
+            from meshcee.callbacks.rules import rules
+
+            metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
+            listening = (*listening, *rules(keep_best, early_stop, metrics, saves=self._home is not None))
         if self._home is not None:
             from peers.owner.story import Story
 

@@ -60,13 +60,14 @@ async def run(
     stages: int = 3,
     until: int | None = None,
     resume: str | None = None,
+    **more: Any,
 ) -> tuple[Result, list[Any]]:
     """Train in this process; `until` abandons the run, as a crash would, once that step is reported and a checkpoint is there."""
     found = []
     try:
         async with join(JoinOptions(local=stages), home) as mesh:
             async for report in mesh.train(
-                job, captured=captured_job(), stages=stages, callbacks=callbacks, resume=resume
+                job, captured=captured_job(), stages=stages, callbacks=callbacks, resume=resume, **more
             ):
                 found.append(report)
                 if report.step == until:
@@ -298,6 +299,41 @@ async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None
     assert len(found) <= 3, "the two newest, and the best"
     saved, expected = found[3].weights(found[3].names), plain(job_of(), 3, MICRO)
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.module.named_parameters())
+
+
+async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
+    def spoil(run: Control, report: Any) -> None:
+        if not report.step:
+            run.set_lr(3.0, step=2)
+
+    job, by_words, by_callbacks = job_of(eval_every=2, checkpoint_every=2), Home(tmp_path / "a"), Home(tmp_path / "b")
+    result, reports = await run(job, [spoil], by_words, keep_best="loss", early_stop=2)
+    both = [spoil, meshcee.KeepBest("loss"), meshcee.EarlyStop("loss", patience=2)]
+    expected, _ = await run(job, both, by_callbacks)
+    assert result.stopped
+    assert [report.step for report in reports if report.metrics] == [1, 3, 5]
+    assert_same(result, expected.losses, expected.state_dict)
+    kept, wanted = (
+        {found.next_step for found in CheckpointStore(home.run("last").checkpoints).complete()}
+        for home in (by_words, by_callbacks)
+    )
+    assert kept == wanted
+    assert 2 in kept, "the best"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "says"),
+    [
+        ({"eval_data": None}, {"early_stop": 3}, "metrics of these are none: give the job eval_data"),
+        ({}, {"keep_best": "accuracy"}, "look at 'accuracy' of evaluations, and the metrics of these are loss"),
+        ({"metrics": {"f1": lambda output, y: 1.0}}, {"keep_best": "f1"}, r"KeepBest\('f1', mode='max'\)"),
+        ({}, {"keep_best": "loss"}, "keep_best saves, and this run has no folder"),
+        ({}, {"early_stop": 0}, "patience is a number of evaluations"),
+    ],
+)
+async def test_what_they_cannot_do_is_told_before_the_first_step(changes: Any, asked: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        await run(job_of(**changes), [], **asked)
 
 
 async def test_the_best_state_is_still_the_best_when_the_run_is_resumed(tmp_path: Path) -> None:
