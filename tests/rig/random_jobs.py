@@ -84,6 +84,7 @@ class Drawn:
     pace: float  # flops a second
     order: str  # of the data: "shuffled", a sampler of ORDERS, or a stream of STREAMS
     stored: bool  # its weights are in a file
+    columns: bool  # a sample is a dict of columns, its label one of them
 
 
 def draw(seed: int) -> Drawn:
@@ -144,6 +145,7 @@ def draw(seed: int) -> Drawn:
         pace=r.choice([1e4, 1e5, 1e6]),
         order=r.choice([*ORDERS, *STREAMS]) if r.random() < 0.4 else "shuffled",
         stored=r.random() < 0.1,
+        columns=inputs == "dict" and r.random() < 0.5,
     )
 
 
@@ -237,7 +239,7 @@ class Samples:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, i: int) -> tuple[Any, Tensor]:
+    def __getitem__(self, i: int) -> Any:
         drawn, chance = self.drawn, torch.Generator().manual_seed(self.first + i)
         words, length = drawn.inputs in ("words", "dict"), drawn.length
         x = torch.randint(0, WORDS, (length,), generator=chance) if words else torch.randn(length, 3, generator=chance)
@@ -247,6 +249,8 @@ class Samples:
         if drawn.augmented:
             x = (x + int(torch.randint(0, WORDS, ()))) % WORDS if words else x + 0.1 * torch.randn(length, 3)
         second = torch.randn(2, generator=chance)
+        if drawn.columns and not drawn.collated:
+            return {"x": x, "second": second, "labels": y}
         return {"tuple": (x, second), "dict": {"x": x, "second": second}}.get(drawn.inputs, x), y
 
 
