@@ -1,7 +1,7 @@
 """TRL's SFTTrainer prepares, and `meshcee.hf.Trainer` trains: questions and answers, of which the answers alone are learned.
 
 The idea: SFTTrainer makes tokens and labels of a dataset, an adapter of a `peft_config`, and has a collator that pads. It is never
-asked to train. The model and its tokenizer are made here and nothing is downloaded. Wants `pip install 'meshcee[hf]' trl`.
+asked to train. The model and its tokenizer are made here and nothing is downloaded. Wants `pip install 'meshcee[sft]'`.
 """
 
 from __future__ import annotations

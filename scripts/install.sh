@@ -15,6 +15,6 @@ echo "Installing into .venv with $("$python" --version); a minute or two, most o
 # torch first and alone: where an index or a folder offers a build for the CPU only, this request takes it, and what is
 # installed later is satisfied with it.
 .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
-.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,examples]'
+.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,examples,log]'
 touch "$stamp"
 echo "Installed." >&2

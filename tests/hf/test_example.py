@@ -40,7 +40,7 @@ def test_the_example_trains_an_adapter_that_loads_back(
 def test_what_trl_has_prepared_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the plain loop. Its labels count in answers alone; its collator pads each micro-batch."""
     for library in ("transformers", "peft", "accelerate", "trl"):
-        pytest.importorskip(library, reason="trl is in no extra")
+        pytest.importorskip(library, reason="the sft extra is not installed")
     from meshcee.hf import Trainer
 
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
