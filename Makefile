@@ -8,7 +8,7 @@ TEST_LIMIT_S ?= 1500
 WORKERS ?= 2
 export PYTHON
 
-.PHONY: help demo test test-all lint types contracts bench check docs reference wheel clean
+.PHONY: help demo test test-all lint types contracts bench check docs reference wheel newest clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ reference: $(STAMP)  ## write docs/reference/ from the code
 
 wheel: $(STAMP)  ## build the wheel and test it in an empty environment
 	@scripts/wheel_test.sh
+
+newest:  ## every example with the newest libraries that pip finds; ARGS=FOLDER keeps their environment
+	@scripts/newest.sh $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

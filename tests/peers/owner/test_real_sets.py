@@ -1,0 +1,138 @@
+"""Sets of `datasets` and loaders of torchdata as `data`: trained as in the plain loop, and gone on with where a run was stopped.
+
+The idea: tests/rig/streams.py stands in for these libraries everywhere else. This file says that they are like that. `make newest`
+has both.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from meshcee.files.home import Home
+from meshcee.job import Job
+from meshcee.sampling.order import generators_put_back, seed_generators
+from meshcee.sampling.stream import READ_AGAIN, UNUSED
+from tests.peers.owner.test_sources import MICRO, assert_is, job_of, run, struck, texts, words_of
+from tests.rig.mesh_fixture import train
+from tests.rig.streams import Counted, sample_of
+
+pytestmark = [pytest.mark.usefixtures("quick_planning"), pytest.mark.filterwarnings("ignore")]  # of the libraries
+
+ROWS = 1000  # more than a run reads
+
+
+@pytest.fixture(name="hub")
+def _hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    library = pytest.importorskip("datasets", reason="the data extra is not installed")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    library.disable_progress_bars()
+    return library
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """The same each time."""
+    with generators_put_back():
+        seed_generators(0, 0, 0)
+        return [sample_of(number) for number in range(count)]
+
+
+def augmented(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"x": [one + random.random() / 10 + float(torch.randn(())) / 10 for one in row["x"]]}
+
+
+def streamed(hub: Any, folder: Path) -> Any:
+    """A file of JSON lines, read as it is needed; what `map` does to a row is drawn anew for each sample."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(ROWS)))
+    found = hub.load_dataset(
+        "json", data_files=str(file), split="train", streaming=True, cache_dir=str(folder / "cache")
+    )
+    return found.map(augmented)
+
+
+def shuffled(hub: Any, folder: Path) -> Any:
+    return streamed(hub, folder).shuffle(seed=5, buffer_size=50)
+
+
+def of_columns(hub: Any, folder: Path) -> Any:
+    """A table in memory, whose rows are dicts of columns."""
+    return hub.Dataset.from_list(texts())
+
+
+def transformed(hub: Any, folder: Path) -> Any:
+    """One that draws when it is read."""
+    table = hub.Dataset.from_list(rows(96))
+    return table.with_transform(lambda rows: rows | {"x": [augmented({"x": x})["x"] for x in rows["x"]]})
+
+
+async def stopped_and_gone_on_with(tmp_path: Path, job: Any) -> list[str]:
+    """What was logged by the owner that goes on; `job()` makes the job anew, as another process would."""
+    home = Home(tmp_path / "home")
+    await run(home, job(), until=11)
+    with capture_logs() as logged:
+        assert_is(await run(home, job(), resume="last"), job())
+    return [entry["event"] for entry in logged]
+
+
+async def test_a_stream_of_datasets_goes_on_by_its_own_state(hub: Any, tmp_path: Path) -> None:
+    def job() -> Job:
+        return job_of(data=streamed(hub, tmp_path))
+
+    assert_is(await train(job(), 3, MICRO), job())
+    assert not {READ_AGAIN, UNUSED} & {*await stopped_and_gone_on_with(tmp_path, job)}
+
+
+async def test_a_stream_of_datasets_outlives_a_member(hub: Any, tmp_path: Path) -> None:
+    assert_is(
+        await struck(job_of(data=streamed(hub, tmp_path)), Home(tmp_path / "home")),
+        job_of(data=streamed(hub, tmp_path)),
+    )
+
+
+async def test_a_shuffle_buffer_of_datasets_is_read_again(hub: Any, tmp_path: Path) -> None:
+    told = await stopped_and_gone_on_with(tmp_path, lambda: job_of(data=shuffled(hub, tmp_path)))
+    assert {READ_AGAIN, UNUSED} <= {*told}
+
+
+@pytest.mark.parametrize("make", [of_columns, transformed])
+async def test_a_table_of_datasets_trains_and_goes_on(hub: Any, tmp_path: Path, make: Any) -> None:
+    """Columns of dicts by `collate`, padded to each micro-batch; and rows that are drawn when they are read."""
+
+    def job() -> Job:
+        data = make(hub, tmp_path)
+        return words_of(data=data) if make is of_columns else job_of(data=data)
+
+    assert_is(await train(job(), 3, MICRO), job())
+    assert READ_AGAIN not in await stopped_and_gone_on_with(tmp_path, job)
+
+
+def loader(data: Any, **options: Any) -> Any:
+    library = pytest.importorskip("torchdata.stateful_dataloader", reason="the data extra is not installed")
+    return library.StatefulDataLoader(data, batch_size=None, **options)
+
+
+async def test_a_loader_of_torchdata_goes_on_by_its_own_state(tmp_path: Path) -> None:
+    def job() -> Job:
+        return job_of(data=loader(Counted(ROWS)))
+
+    assert_is(await train(job(), 3, MICRO), job())
+    assert not {READ_AGAIN, UNUSED} & {*await stopped_and_gone_on_with(tmp_path, job)}
+
+
+async def test_a_loader_that_shuffles_trains_as_in_the_plain_loop_and_goes_on(tmp_path: Path) -> None:
+    await stopped_and_gone_on_with(tmp_path, lambda: job_of(data=loader(rows(96), shuffle=True)))
+
+
+@pytest.mark.slow  # each process that reads imports torch
+async def test_a_loader_with_processes_goes_on_by_its_own_state(tmp_path: Path) -> None:
+    def job() -> Job:
+        return job_of(data=loader(Counted(ROWS), num_workers=2, multiprocessing_context="spawn"))
+
+    assert not {READ_AGAIN, UNUSED} & {*await stopped_and_gone_on_with(tmp_path, job)}
