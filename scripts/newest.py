@@ -81,15 +81,8 @@ def main() -> int:
     print(f"{'python':28} {sys.version.split()[0]}", flush=True)
     examples = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
     commands = {f"examples/{path.name}": command_of(path) for path in examples}
-    commands["tests"] = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(str(ROOT / test) for test in TESTS),
-    ]
+    tests = [str(ROOT / test) for test in TESTS]
+    commands["tests"] = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     failed = 0
     for name, command in commands.items():
         with tempfile.TemporaryDirectory() as folder:
