@@ -37,6 +37,7 @@ def briefly(example: str) -> None:
         return train(replace(job, steps=STEPS), **options)
 
     meshcee.train = few_steps
+    sys.argv = [example]
     runpy.run_path(example, run_name="__main__")
 
 
@@ -50,7 +51,7 @@ def command_of(example: Path) -> list[str]:
 def ran(name: str, command: list[str], folder: str) -> bool:
     """Whether it ended well; one line that says so, and what it had written where it did not."""
     began_s = time.monotonic()
-    environment = {**os.environ, "MESHCEE_HOME": str(Path(folder) / "home")}
+    environment = {**os.environ, "MESHCEE_HOME": str(Path(folder) / "home"), "OMP_NUM_THREADS": "1"}
     with (Path(folder) / "output").open("w+") as output:
         try:
             code = subprocess.run(
