@@ -133,11 +133,3 @@ async def test_a_loader_of_torchdata_goes_on_by_its_own_state(tmp_path: Path) ->
 def test_a_loader_that_shuffles_is_told_of() -> None:
     """Its order comes of a generator of its own, so nobody can seed it. Rows are given as they are: a Job shuffles them."""
     assert not repeats(job_of(data=loader(rows(96), shuffle=True)), keeps=False)
-
-
-@pytest.mark.slow  # each process that reads imports torch
-async def test_a_loader_with_processes_goes_on_by_its_own_state(tmp_path: Path) -> None:
-    def job() -> Job:
-        return job_of(data=loader(Counted(ROWS), num_workers=2, multiprocessing_context="spawn"))
-
-    assert not {READ_AGAIN, UNUSED} & {*await stopped_and_gone_on_with(tmp_path, job)}
