@@ -31,14 +31,17 @@ def run_doctor(token: str | None, *, as_json: bool) -> None:
     configure_logging(as_json=as_json, level="error")
     if token is not None:
         Token.parse(token)  # what is no token is the user's to mend, and no fact of the machine
+    begun_s = time.monotonic()
     findings = judge(asyncio.run(_gather(token, Home())))  # without uvloop, which may be what is missing
+    took_s = time.monotonic() - begun_s
     if as_json:
         for finding in findings:
             print(dumps({"finding": _plain(finding)}), flush=True)
         counts = Counter[str](finding.level for finding in findings)
-        print(dumps({"result": {"meshcee": __version__, **{level: counts[level] for level in MARKS}}}), flush=True)
+        result = {"meshcee": __version__, "seconds": round(took_s, 1), **{level: counts[level] for level in MARKS}}
+        print(dumps({"result": result}), flush=True)
     else:
-        show(findings, Screen())
+        show(findings, took_s, Screen())
     if bad := [finding for finding in findings if finding.error is not None]:
         names = ", ".join(dict.fromkeys(finding.what for finding in bad))
         assert bad[0].error is not None
@@ -50,8 +53,8 @@ def _plain(finding: Finding) -> dict[str, Any]:
     return data | {"exit_code": finding.error.exit_code if finding.error is not None else 0}
 
 
-def show(findings: Sequence[Finding], console: Screen) -> None:
-    """For people: a table in a terminal, else lines; a mend stands below what it mends."""
+def show(findings: Sequence[Finding], took_s: float, console: Screen) -> None:
+    """For people: a table in a terminal, else lines; a mend stands below what it mends. Last, what it comes to, and the seconds."""
     group = ""
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("group", "mark", "what", "detail"):
@@ -71,9 +74,17 @@ def show(findings: Sequence[Finding], console: Screen) -> None:
                 console.print(f"{'':<13} -> {finding.mend}", soft_wrap=True)
     if console.is_terminal:
         console.print(table)
+    console.print(_sum(findings, took_s))
+
+
+def _sum(findings: Sequence[Finding], took_s: float) -> str:
+    """In one sentence."""
     counts = Counter[str](finding.level for finding in findings)
+    if not counts["bad"] and not counts["warn"]:
+        rest = f", and nobody could look at {counts['unknown']}" if counts["unknown"] else ""
+        return f"all is well: {counts['ok']} findings{rest}, in {took_s:.1f} s"
     told = [f"{counts[level]} {word}" for level, word in (("bad", "bad"), ("warn", "to look at"), ("ok", "well"))]
-    console.print(f"{', '.join(told)}, {counts['unknown']} unknown")
+    return f"{', '.join(told)}, {counts['unknown']} unknown, in {took_s:.1f} s"
 
 
 async def _gather(token: str | None, home: Home) -> Facts:

@@ -297,15 +297,31 @@ def test_names_of_others_are_shown_and_not_obeyed(
 ) -> None:
     peers = replace(BEN, name=name, answers=False), replace(ANNA, name=name, measured_by=0)
     findings = judge(replace(GOOD, mesh=Mesh(ROOT, peers, name)))
-    show(findings, Screen())
+    show(findings, 9.8, Screen())
     out = capsys.readouterr().out
     assert not {c for c in out if not c.isprintable()} - {"\n"}
     assert len([line for line in out.splitlines() if "-> " in line]) == 3
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     assert Screen().is_terminal
-    show(findings, Screen())
+    show(findings, 9.8, Screen())
     assert "\x1b[2J" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "all is well: 24 findings, in 9.8 s"),
+        ({"mesh": None}, "all is well: 20 findings, and nobody could look at 2, in 9.8 s"),
+        ({"folders": (Folder("home", "/a", 0),)}, "1 bad, 0 to look at, 22 well, 0 unknown, in 9.8 s"),
+        ({"mesh": None, "files": (256, 4096)}, "0 bad, 1 to look at, 19 well, 2 unknown, in 9.8 s"),
+    ],
+)
+def test_the_last_line_says_whether_all_is_well_and_what_it_took(
+    change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(judge(replace(GOOD, **change)), 9.8, Screen())
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 # -- what looks at the machine
@@ -446,6 +462,7 @@ def test_the_command_finds_this_machine_fit_for_a_mesh(
     *findings, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     told = {(one["finding"]["group"], one["finding"]["what"]): one["finding"] for one in findings}
     assert last["result"]["bad"] == 0
+    assert last["result"]["seconds"] > 0
     assert told["exactness", "self-test"]["level"] == "ok"
     assert told["software", "p2pd"]["level"] == "ok"
     assert told["mesh", "clock"]["level"] == "unknown"
