@@ -108,6 +108,8 @@ class PeerRecord(Record):
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any], signer: str, what: str) -> Self:
+        if isinstance(device := body.get("device"), Mapping):  # an older peer's
+            body = {**body, "device": {"fingerprints": (), **device}}
         found = super().from_wire({"datasets": None, **body}, signer, what)
         if found.name.startswith("12D3KooW"):
             raise ProtocolError(f"{what} has the 'name' {found.name!r}: only ids begin with 12D3KooW; take another")

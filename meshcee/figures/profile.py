@@ -20,6 +20,7 @@ from meshcee.figures.versions import Versions
 
 __all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
 
+MAX_FINGERPRINTS = 8  # of one device
 Cores = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
@@ -47,6 +48,8 @@ class DeviceProfile:
     cores: Cores = 0  # of the host
     threads_said: bool = False  # by its user: so many at most, whoever else is on the host
     memory_said: bool = False
+    # What its kernels give for the same numbers (peers/device/kernels.py): names and digits. (): an older peer.
+    fingerprints: Annotated[tuple[tuple[ShortText, ShortText], ...], Meta(max_length=MAX_FINGERPRINTS)] = ()
 
     def __post_init__(self) -> None:
         _positive(memory_bytes=self.memory_bytes, speed_flops_per_s=self.speed_flops_per_s, threads=self.threads)

@@ -2,7 +2,8 @@
 
 from peers.device.compute import Compute, Pace, one_thread
 from peers.device.graphs import Graphs
-from peers.device.profile import measure_device, resolve_device
+from peers.device.kernels import fingerprints
+from peers.device.profile import kernel_class, measure_device, resolve_device
 from peers.device.this_host import capability, cores, host_id, quiet, versions
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "Pace",
     "capability",
     "cores",
+    "fingerprints",
     "host_id",
+    "kernel_class",
     "measure_device",
     "one_thread",
     "quiet",

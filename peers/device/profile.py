@@ -13,10 +13,12 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.figures import DeviceProfile
+from meshcee.figures.kernels import KernelClass
 from peers.device.compute import Compute
+from peers.device.kernels import fingerprints
 from peers.device.this_host import capability, cores, quiet, versions
 
-__all__ = ["measure_device", "resolve_device"]
+__all__ = ["kernel_class", "measure_device", "resolve_device"]
 
 SIZES_OF_A_CPU, SIZES_OF_A_GPU, LONG_S = (256,), (1024, 2048, 4096), 0.005
 MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
@@ -55,6 +57,14 @@ def _device_name(device: torch.device) -> str:
         return device.type
 
 
+def kernel_class(device: torch.device, threads: int) -> KernelClass:
+    """Of a device of this machine, as `class_of` says it of its profile; `threads` of a CPU."""
+    build = str(torch.__version__)
+    if device.type == "cpu":
+        return KernelClass("cpu", capability(), build, threads)
+    return KernelClass(device.type, _device_name(device), build, 0)
+
+
 def _timed_speed(device: torch.device) -> float:
     """FLOP/s of a product, an addition and a nonlinearity.
 
@@ -89,6 +99,7 @@ async def measure_device(
     """Profile this device, when no other peer of its host measures; an emulated one reports the speed that it is paced to."""
     async with quiet() if host else nullcontext():
         speed = await compute.run(_timed_speed, compute.device)
+        told = await compute.run(fingerprints, compute.device)
     if compute.pace is not None:
         speed = min(speed, compute.pace.claimed_flops_per_s or compute.pace.speed_flops_per_s)
     return DeviceProfile(
@@ -103,4 +114,5 @@ async def measure_device(
         cores=cores(),
         threads_said=threads_said,
         memory_said=memory_bytes is not None,
+        fingerprints=told,
     )

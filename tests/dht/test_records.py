@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
@@ -115,7 +115,7 @@ def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
 def test_each_field_is_checked(record: Record) -> None:
     """What a device has beside its five figures may be left out; an older peer says nothing of datasets, nor claims a run."""
-    optional = ("capability", "versions", "host", "cores", "threads_said", "memory_said", "threads")
+    optional = ("capability", "versions", "host", "cores", "threads_said", "memory_said", "threads", "fingerprints")
     check_every_field(
         msgpack.unpackb(msgpack.packb(record.to_wire())),
         lambda wire: record.from_wire(wire, ME.peer_id, "a record"),
@@ -128,10 +128,21 @@ def test_each_field_is_checked(record: Record) -> None:
     )
 
 
+def test_a_device_of_an_older_peer_tells_no_fingerprints() -> None:
+    told = RECORDS[0].to_wire()
+    del told["device"]["fingerprints"]
+    found = PeerRecord.from_wire(told, ME.peer_id, "a record")
+    assert found.device is not None
+    assert found.device.fingerprints == ()
+
+
 @pytest.mark.parametrize(
     ("record", "changes"),
     [
         (RECORDS[0], {"name": "x" * 129}),
+        (RECORDS[0], {"device": {**asdict(DEVICE), "fingerprints": [["product", "\x1b[2J"]]}}),
+        (RECORDS[0], {"device": {**asdict(DEVICE), "fingerprints": [["product", "0" * 65]]}}),
+        (RECORDS[0], {"device": {**asdict(DEVICE), "fingerprints": [["product", "0"]] * 9}}),
         (RECORDS[0], {"name": "\x1b[2J"}),
         (RECORDS[0], {"name": OTHER.peer_id}),
         (RECORDS[0], {"addresses": ["127.0.0.1:80"]}),

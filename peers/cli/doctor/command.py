@@ -150,6 +150,6 @@ def _exactness(device: Device | Unseen) -> Exactness | Unseen:
     def test() -> Exactness:
         from peers.cli.doctor.exactness import self_test
 
-        return self_test(device.threads)
+        return self_test(device.threads, device.cores)
 
     return _seen(test)

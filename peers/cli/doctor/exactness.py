@@ -1,29 +1,27 @@
-"""The self-test: a small model trained on stages beside the plain loop, and fingerprints of three kernels.
+"""The self-test: a small model trained on stages beside the plain loop, and fingerprints of three kernels on each device.
 
-The idea: `meshcee.check` does the first. The second computes each kernel twice from the same numbers: two machines of one kernel
-class print the same fingerprints.
+The idea: `meshcee.check` does the first. The second computes each kernel twice, as a peer does that tells its fingerprints to the
+mesh. So they can be compared with those of every peer of the same kernel class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from meshcee.equality import check
-from meshcee.equality.watch import digest
 from meshcee.errors import MeshceeError
-from meshcee.figures.kernels import KernelClass
 from meshcee.job import Job, Optimizer
-from peers.cli.doctor.facts import Exactness
-from peers.device import capability
+from peers.cli.doctor.facts import Exactness, Kernels
+from peers.device import Compute, fingerprints, kernel_class
 
-__all__ = ["KERNELS", "a_job", "fingerprints", "self_test"]
+__all__ = ["a_job", "self_test"]
 
 STEPS, STAGES = 2, (1, 2)
-CHARS = 8  # of a fingerprint that is shown
+MOST_THREADS = 64
 
 
 def a_job() -> Job:
@@ -47,38 +45,34 @@ def a_job() -> Job:
     )
 
 
-def _product(drawn: torch.Generator) -> torch.Tensor:
-    return torch.randn(256, 384, generator=drawn) @ torch.randn(384, 256, generator=drawn)
-
-
-def _attention(drawn: torch.Generator) -> torch.Tensor:
-    query, key, value = (torch.randn(2, 4, 128, 32, generator=drawn) for _ in range(3))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def _softmax(drawn: torch.Generator) -> torch.Tensor:
-    return torch.randn(64, 1000, generator=drawn).softmax(-1)
-
-
-KERNELS: Mapping[str, Callable[[torch.Generator], torch.Tensor]] = {
-    "product": _product,
-    "attention": _attention,
-    "softmax": _softmax,
-}
-
-
-def fingerprints() -> dict[str, str]:
-    return {name: digest(kernel(torch.Generator().manual_seed(0))).hex()[:CHARS] for name, kernel in KERNELS.items()}
-
-
-def self_test(threads: int) -> Exactness:
-    """On the processor, with so many threads, whatever thread this is called in."""
+def self_test(threads: int, most_threads: int) -> Exactness:
+    """The model on the processor with so many threads, whatever thread this is called in; kernels on each device, and on the
+    processor with every number of threads up to `most_threads`, as peers of its class may have any."""
+    kernels = asyncio.run(_kernels(threads, most_threads))
     torch.set_num_threads(threads)
-    kernels = str(KernelClass("cpu", capability(), str(torch.__version__), threads))
-    first, again = fingerprints(), fingerprints()
-    prints = {name: (first[name], again[name]) for name in KERNELS}
     try:
         checked = check(a_job(), STAGES, STEPS)
     except MeshceeError as error:
-        return Exactness(kernels, "", str(error), prints)
-    return Exactness(kernels, checked.differs, "", prints)
+        return Exactness("", str(error), kernels)
+    return Exactness(checked.differs, "", kernels)
+
+
+async def _kernels(threads: int, most_threads: int) -> tuple[Kernels, ...]:
+    """The first is that of the processor as peers here would use it."""
+    counts = dict.fromkeys((threads, *range(1, min(most_threads, MOST_THREADS) + 1)))
+    found = [await _of("cpu", count) for count in counts]
+    found += [await _of(f"cuda:{n}", threads) for n in range(torch.cuda.device_count())]
+    return (*found, await _of("mps", threads)) if torch.backends.mps.is_available() else tuple(found)
+
+
+async def _of(name: str, threads: int) -> Kernels:
+    """As a peer's device thread computes them."""
+    torch.set_num_threads(threads)
+    device = torch.device(name)
+    what = str(kernel_class(device, threads))
+    try:
+        async with Compute(name) as compute:
+            first, again = [dict(await compute.run(fingerprints, device)) for _ in range(2)]
+    except (RuntimeError, MeshceeError) as error:  # what a driver that is broken raises
+        return Kernels(name, what, {}, str(error).partition("\n")[0])
+    return Kernels(name, what, {kernel: (first[kernel], again[kernel]) for kernel in first})

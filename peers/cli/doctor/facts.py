@@ -17,6 +17,7 @@ __all__ = [
     "Facts",
     "Folder",
     "Guards",
+    "Kernels",
     "Memory",
     "Mesh",
     "Neighbour",
@@ -126,18 +127,30 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Exactness:
-    """The self-test: what differs from the plain loop, and fingerprints of three kernels, each computed twice."""
+class Kernels:
+    """Fingerprints by kernel, each computed twice: of a device, and of a CPU with a number of threads."""
 
-    kernels: str
+    device: str
+    of: str  # the kernel class
+    prints: Mapping[str, tuple[str, str]]
+    problem: str = ""  # why they could not be computed
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """The self-test: what differs from the plain loop on the processor, and what kernels of each device give."""
+
     differs: str
     error: str
-    prints: Mapping[str, tuple[str, str]]
+    kernels: tuple[Kernels, ...]
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A peer of the mesh. `answers` is None where nobody has dialled; `measured_by` counts peers of other machines."""
+    """A peer of the mesh. `answers` is None where nobody has dialled; `measured_by` counts peers of other machines.
+
+    kernels, prints  its kernel class, and the fingerprints that it tells; {}: none
+    """
 
     name: str
     here: bool
@@ -145,6 +158,8 @@ class Neighbour:
     addresses: tuple[str, ...]
     answers: bool | None = None
     measured_by: int = 0
+    kernels: str = ""
+    prints: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -25,8 +25,10 @@ from peers.cli.doctor.facts import (
     Facts,
     Folder,
     Guards,
+    Kernels,
     Memory,
     Mesh,
+    Neighbour,
     Network,
     Package,
     Pass,
@@ -52,6 +54,7 @@ SPINS_LONGER = 100  # times what meshcee sets itself
 SOON_S = 86400.0
 MOST_CHARS = 400
 MOST_PASSES = 4
+MOST_NAMED = 8
 LIMITING = ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "MKL_NUM_THREADS", "MESHCEE_THREADS")
 PINNING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 MENDS_PACKAGE = {"p2pd": "pip install --force-reinstall --no-deps hivemind"}
@@ -107,7 +110,7 @@ def judge(facts: Facts) -> list[Finding]:
         *_group("guards", "worker", facts.guards, _guards),
         *_group("membership", "certificates", facts.passes, lambda found: _passes(found, facts.now, facts.mesh)),
         *_group("processes", "meshcee", facts.processes, _processes),
-        *_group("exactness", "self-test", facts.exactness, _exactness),
+        *_group("exactness", "self-test", facts.exactness, lambda found: _exactness(found, facts.mesh)),
     ]
     return [_clean(finding) for finding in found]
 
@@ -487,7 +490,7 @@ def _processes(found: tuple[Process, ...]) -> Iterator[Finding]:
 # -- exactness
 
 
-def _exactness(test: Exactness) -> Iterator[Finding]:
+def _exactness(test: Exactness, mesh: Mesh | Refused | None) -> Iterator[Finding]:
     rest = "run it again without other load, and if it repeats reinstall torch, then test the memory and the processor"
     if test.error:
         yield _bad(
@@ -501,10 +504,42 @@ def _exactness(test: Exactness) -> Iterator[Finding]:
         yield _bad("exactness", "self-test", f"not equal to the plain loop: {test.differs}", rest, errors.UnequalError)
     else:
         yield _ok("exactness", "self-test", "2 steps on 1 and 2 stages equal the plain loop bit for bit")
-    for name, (first, again) in test.prints.items():
+    known = [peer for peer in mesh.peers if peer.prints] if isinstance(mesh, Mesh) else []
+    for kernels in test.kernels:
+        alike = [peer for peer in known if peer.kernels == kernels.of]
+        if alike or kernels.device != "cpu" or kernels is test.kernels[0]:  # else nobody asks for so many threads
+            yield _kernels(kernels, alike, rest)
+
+
+def _kernels(kernels: Kernels, alike: Sequence[Neighbour], rest: str) -> Finding:
+    """Beside what peers of the same kernel class tell: there the bits are the same."""
+    what = "kernels" if kernels.device == "cpu" else f"kernels of {kernels.device}"
+    if kernels.problem:
+        detail = f"they could not be computed: {kernels.problem}"
+        mend = f"see whether nvidia-smi lists the card, or lend another device than {kernels.device} (--device cpu)"
+        return _bad("exactness", what, detail, mend, errors.UnequalError)
+    for name, (first, again) in kernels.prints.items():
         if first != again:
             detail = f"{name} computed twice from the same numbers gave {first} and {again}"
-            yield _bad("exactness", "kernels", detail, rest, errors.UnequalError)
-    if test.prints and all(a == b for a, b in test.prints.values()):
-        told = ", ".join(f"{name} {first}" for name, (first, _) in test.prints.items())
-        yield _ok("exactness", "kernels", f"{told}, on {test.kernels}")
+            return _bad("exactness", what, detail, rest, errors.UnequalError)
+    ours = {name: first for name, (first, _) in kernels.prints.items()}
+    others = [peer for peer in alike if any(ours.get(name, told) != told for name, told in peer.prints.items())]
+    if others:
+        name = next(name for name, told in others[0].prints.items() if ours.get(name, told) != told)
+        names = ", ".join(peer.name for peer in others[:MOST_NAMED])
+        detail = (
+            f"{name} is {ours[name]} here and {others[0].prints[name]} on {others[0].name}, and both are {kernels.of}; "
+            f"{len(others)} of {_count(len(alike), 'peer')} of that class differ ({names})"
+        )
+        if 2 * len(others) < len(alike):
+            one = others[0].name
+            mend = f"run meshcee doctor on {one}; until it agrees: meshcee drain {shlex.quote(one)} --join LINE"
+            return _warn("exactness", what, detail, mend)
+        build = shlex.quote(re.sub(r"[^0-9.].*", "", kernels.of.partition("torch ")[2]))
+        mend = (
+            f"pip install --force-reinstall torch=={build} here and there; until they agree, let one of the two leave"
+        )
+        return _bad("exactness", what, detail, mend, errors.UnequalError)
+    told = ", ".join(f"{name} {first}" for name, first in ours.items()) or "no fingerprints"
+    like = f", as {_count(len(alike), 'peer')} of that class" if alike else ""
+    return _ok("exactness", what, f"{told}, on {kernels.of}{like}")

@@ -105,20 +105,13 @@ def _p2pd() -> Package:
 def device() -> Device:
     import torch
 
-    from meshcee.figures.kernels import KernelClass
-    from peers.device import capability, cores, resolve_device
+    from peers.device import cores, kernel_class, resolve_device
 
-    chosen, build = resolve_device("auto"), str(torch.__version__)
-    kind, threads = chosen.partition(":")[0], torch.get_num_threads()
+    chosen, threads = resolve_device("auto"), torch.get_num_threads()
     cuda = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-    kernels = (
-        KernelClass("cpu", capability(), build, threads)
-        if kind == "cpu"
-        else KernelClass(kind, cuda[0] if cuda else "", build, 0)
-    )
     return Device(
         chosen,
-        str(kernels),
+        str(kernel_class(torch.device(chosen), threads)),
         threads,
         cores(),
         _quota(),

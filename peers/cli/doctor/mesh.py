@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from dht import dialable
 from meshcee.errors import unwrap
+from meshcee.figures.kernels import class_of
 from meshcee.files import Home
 from peers.cli.doctor.facts import Mesh, Neighbour, Refused
 from peers.device import host_id
@@ -42,17 +43,19 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
 def neighbours(agent: Agent) -> tuple[Neighbour, ...]:
     """Peers that lend a device, as their records and those of links tell."""
     known, here = agent.directory.peers, host_id(agent.mesh_key.secret)
-    hosts = {peer: record.device.host for peer, record in known.items() if record.device is not None}
     measured = {(by, to) for by, record in agent.directory.links.items() for to, _ in record.links}
+    devices = {peer: record.device for peer, record in known.items() if record.device is not None}
     return tuple(
         Neighbour(
             known[peer].name,
-            host == here,
-            record.device.versions if (record := known[peer]).device is not None else None,
+            device.host == here,
+            device.versions,
             known[peer].addresses,
-            measured_by=sum((other, peer) in measured for other, of in hosts.items() if of != host),
+            measured_by=sum((other, peer) in measured for other, of in devices.items() if of.host != device.host),
+            kernels=str(class_of(device)),
+            prints=dict(device.fingerprints),
         )
-        for peer, host in sorted(hosts.items(), key=lambda item: (known[item[0]].name, item[0]))
+        for peer, device in sorted(devices.items(), key=lambda item: (known[item[0]].name, item[0]))
     )
 
 

@@ -30,6 +30,7 @@ from peers.cli.doctor.facts import (
     Facts,
     Folder,
     Guards,
+    Kernels,
     Memory,
     Mesh,
     Neighbour,
@@ -42,6 +43,7 @@ from peers.cli.doctor.facts import (
 )
 from peers.cli.doctor.judge import Finding, judge
 from peers.cli.session import SETTINGS, Screen
+from peers.device import fingerprints, kernel_class, kernels
 from peers.node import JoinOptions
 from peers.node.admission import Membership
 from peers.node.assemble import InProcess
@@ -52,10 +54,12 @@ NOW = 1_800_000_000.0
 ROOT = "12D3KooWroot"
 OURS = Versions("0.1.0", "2.13.0+cpu", "3.11.7")
 DEVICE = Device("cpu", "cpu AMD AVX512, torch 2.13.0+cpu, 2 threads", 2, 2, environment=SETTINGS)
+CPU = Kernels("cpu", DEVICE.kernels, {"product": ("a3", "a3"), "softmax": ("8a", "8a")})
 NETWORK = Network({"TCP": "", "UDP": ""}, {"0.0.0.0:0": ""}, "", "vm", "")
 GUARDS = Guards(("one thread", "namespaces", "landlock", "seccomp"), (), (), "", 1000)
 BEN = Neighbour("ben", False, OURS, ("/ip4/192.0.2.2/tcp/4001/p2p/x",), True)
 ANNA = Neighbour("anna", True, OURS, ("/ip4/192.0.2.1/tcp/4001/p2p/y",), None, 1)
+ALIKE = replace(BEN, kernels=CPU.of, prints={"product": "a3", "softmax": "8a"})
 MESH = Mesh(ROOT, (ANNA, BEN))
 GOOD = Facts(
     now=NOW,
@@ -69,7 +73,7 @@ GOOD = Facts(
     guards=GUARDS,
     passes=(Pass(ROOT, "own", NOW + 5 * 86400, "/home/a/.meshcee/identities/0.key.x.member"),),
     processes=(Process(7, "meshcee peer"), Process(8, "p2pd")),
-    exactness=Exactness(DEVICE.kernels, "", "", {"product": ("a3", "a3"), "softmax": ("8a", "8a")}),
+    exactness=Exactness("", "", (CPU, replace(CPU, of="cpu AMD AVX512, torch 2.13.0+cpu, 1 thread"))),
     mesh=MESH,
 )
 
@@ -200,17 +204,35 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "kill 41 42",
     ),
     "unequal self-test": (
-        {"exactness": Exactness("cpu", "step 1: the loss", "", {})},
+        {"exactness": Exactness("step 1: the loss", "", ())},
         "bad",
         "self-test",
         "reinstall torch",
     ),
-    "uncaptured self-test": ({"exactness": Exactness("cpu", "", "no export", {})}, "bad", "self-test", "torch"),
+    "uncaptured self-test": ({"exactness": Exactness("", "no export", ())}, "bad", "self-test", "torch"),
     "kernels that waver": (
-        {"exactness": Exactness("cpu", "", "", {"product": ("a", "b")})},
+        {"exactness": Exactness("", "", (replace(CPU, prints={"product": ("a", "b")}),))},
         "bad",
         "kernels",
         "memory",
+    ),
+    "other bits than a peer of the same class": (
+        {"mesh": replace(MESH, peers=(replace(BEN, kernels=CPU.of, prints={"product": "a3", "softmax": "ff"}),))},
+        "bad",
+        "kernels",
+        "--force-reinstall torch==2.13.0",
+    ),
+    "a peer with other bits than its class": (
+        {"mesh": replace(MESH, peers=(ALIKE, ALIKE, replace(ALIKE, name="carl", prints={"product": "ff"})))},
+        "warn",
+        "kernels",
+        "meshcee drain carl",
+    ),
+    "a card that does not compute": (
+        {"exactness": Exactness("", "", (CPU, Kernels("cuda:1", "cuda H100", {}, "CUDA error")))},
+        "bad",
+        "kernels of cuda:1",
+        "nvidia-smi",
     ),
     "blocked direct path": (
         {"mesh": replace(MESH, peers=(ANNA, replace(BEN, answers=False)))},
@@ -419,10 +441,27 @@ def test_kernels_that_waver_and_steps_that_differ_are_seen(monkeypatch: pytest.M
 
     job = replace(exactness.a_job(), data=Others())
     monkeypatch.setattr(exactness, "a_job", lambda: job)
-    monkeypatch.setattr(exactness, "KERNELS", {"product": lambda drawn: torch.full((1,), float(next(count)))})
-    found = exactness.self_test(torch.get_num_threads())
+    monkeypatch.setattr(kernels, "KERNELS", {"product": lambda draw: torch.full((1,), float(next(count)))})
+    found = exactness.self_test(torch.get_num_threads(), 1)
     assert found.differs
-    assert len(set(found.prints["product"])) == 2
+    assert all(len(set(one.prints["product"])) == 2 for one in found.kernels)
+
+
+def test_the_processor_is_fingerprinted_with_every_number_of_threads_that_a_peer_may_have() -> None:
+    before = torch.get_num_threads()
+    found = exactness.self_test(before, 2)
+    assert torch.get_num_threads() == before
+    ours = [str(kernel_class(torch.device("cpu"), threads)) for threads in dict.fromkeys((before, 1, 2))]
+    assert [one.of for one in found.kernels if one.device == "cpu"] == ours
+    assert all(first == again for one in found.kernels for first, again in one.prints.values())
+
+
+def test_fingerprints_are_shown_beside_those_of_peers_of_the_same_class_only() -> None:
+    other = replace(ALIKE, kernels="cpu Intel AVX2, torch 2.13.0+cpu, 2 threads", prints={"product": "ff"})
+    silent = replace(ALIKE, prints={})  # an older peer
+    findings = judge(replace(GOOD, mesh=replace(MESH, peers=(ALIKE, other, silent))))
+    (told,) = (one.detail for one in findings if one.what == "kernels")
+    assert told == f"product a3, softmax 8a, on {CPU.of}, as 1 peer of that class"
 
 
 async def test_peers_of_other_machines_are_dialled_once_at_what_they_announce() -> None:
@@ -449,6 +488,8 @@ async def test_neighbours_are_the_peers_that_lend_a_device() -> None:
         found = mesh.neighbours(observer)
     assert [peer.name for peer in found] == ["anna", "ben"]
     assert all(peer.versions is not None and not peer.here for peer in found)
+    ours = str(kernel_class(torch.device("cpu"), torch.get_num_threads())), dict(fingerprints(torch.device("cpu")))
+    assert [(peer.kernels, peer.prints) for peer in found] == [ours] * 2
 
 
 # -- the command

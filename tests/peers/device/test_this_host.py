@@ -15,7 +15,7 @@ import torch
 from meshcee.errors import PlanError
 from meshcee.figures.profile import DeviceProfile
 from peers.cli.session import spin_briefly
-from peers.device import this_host
+from peers.device import fingerprints, this_host
 from peers.device.compute import Compute
 from peers.device.profile import measure_device
 from peers.device.this_host import host_id, quiet
@@ -115,6 +115,8 @@ async def test_a_device_tells_its_class_and_its_host(folder: Path) -> None:
     assert found.threads_said
     assert not found.memory_said
     assert found.versions == this_host.versions()
+    assert [name for name, _ in found.fingerprints] == ["product", "attention", "softmax"]
+    assert found.fingerprints == fingerprints(torch.device("cpu"))
     assert found.capability.endswith(torch.backends.cpu.get_cpu_capability())
 
 
