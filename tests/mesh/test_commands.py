@@ -82,8 +82,10 @@ def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path)
     assert "3 peers" in told["mesh", "join"]["detail"]
     assert told["mesh", "reach"]["level"] == "unknown"  # nobody is on another machine
     assert told["processes", "meshcee"]["level"] == "ok"
-    (certificate,) = (one for (group, _), one in told.items() if group == "membership")
+    invite, certificate = (one for (group, _), one in told.items() if group == "membership")
+    assert "ends in 6 days" in invite["detail"]
     assert certificate["what"].startswith("mesh …")
+    assert "as 3 peers of that class" in told["exactness", "kernels"]["detail"]
 
 
 def test_status_shows_peers_links_and_the_coordinator(mesh: Peers) -> None:

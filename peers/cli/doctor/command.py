@@ -16,7 +16,7 @@ from dht import Token
 from meshcee import __version__
 from meshcee.files import Home, dumps
 from peers.cli.doctor import machine
-from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Mesh, Refused, Unseen
+from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Invite, Mesh, Refused, Unseen
 from peers.cli.doctor.judge import Finding, judge
 from peers.cli.session import Screen, configure_logging
 
@@ -29,10 +29,11 @@ MARKS = {"ok": ("ok", "green"), "warn": ("!", "yellow"), "bad": ("x", "red"), "u
 def run_doctor(token: str | None, *, as_json: bool) -> None:
     """Raises the error of the first finding that is bad, once all are printed."""
     configure_logging(as_json=as_json, level="error")
-    if token is not None:
-        Token.parse(token)  # what is no token is the user's to mend, and no fact of the machine
+    invite = (
+        Token.parse(token) if token is not None else None
+    )  # what is none is the user's to mend, and no fact of the machine
     begun_s = time.monotonic()
-    findings = judge(asyncio.run(_gather(token, Home())))  # without uvloop, which may be what is missing
+    findings = judge(asyncio.run(_gather(token, invite, Home())))  # without uvloop, which may be what is missing
     took_s = time.monotonic() - begun_s
     if as_json:
         for finding in findings:
@@ -87,7 +88,7 @@ def _sum(findings: Sequence[Finding], took_s: float) -> str:
     return f"{', '.join(told)}, {counts['unknown']} unknown, in {took_s:.1f} s"
 
 
-async def _gather(token: str | None, home: Home) -> Facts:
+async def _gather(token: str | None, invite: Token | None, home: Home) -> Facts:
     """Before this process starts helpers of its own, those of others are counted. The rest runs side by side."""
     processes = _seen(machine.processes)
     packages = await asyncio.to_thread(machine.packages)
@@ -111,6 +112,7 @@ async def _gather(token: str | None, home: Home) -> Facts:
         processes,
         exactness.result(),
         mesh.result(),
+        Invite(grant.root, grant.role, grant.expires_at) if invite is not None and (grant := invite.grant) else None,
     )
 
 

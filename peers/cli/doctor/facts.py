@@ -17,6 +17,7 @@ __all__ = [
     "Facts",
     "Folder",
     "Guards",
+    "Invite",
     "Kernels",
     "Memory",
     "Mesh",
@@ -118,6 +119,15 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Invite:
+    """What --join was given, as its signature says. `root` is the mesh."""
+
+    root: str
+    role: str
+    until: float
+
+
+@dataclass(frozen=True)
 class Process:
     """Another process of meshcee; `orphan` when it is a helper whose peer is gone."""
 
@@ -181,7 +191,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it. `mesh` is None without --join; `files` are the soft and the hard limit of open files."""
+    """All of it. `mesh` is None without --join, and so is `invite`, also in an open mesh.
+
+    files  the soft and the hard limit of open files
+    """
 
     now: float
     versions: Versions
@@ -196,3 +209,4 @@ class Facts:
     processes: tuple[Process, ...] | Unseen
     exactness: Exactness | Unseen
     mesh: Mesh | Refused | None = None
+    invite: Invite | None = None

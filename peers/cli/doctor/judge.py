@@ -25,6 +25,7 @@ from peers.cli.doctor.facts import (
     Facts,
     Folder,
     Guards,
+    Invite,
     Kernels,
     Memory,
     Mesh,
@@ -51,7 +52,8 @@ LEAST_DISK_BYTES, LITTLE_DISK_BYTES = GIB // 16, 5 * GIB  # an identity and a lo
 FEW_FILES, LEAST_FILES = 1024, 128  # a stream may take a dozen connections
 SLOW_LOOKUP_S = 2.0
 SPINS_LONGER = 100  # times what meshcee sets itself
-SOON_S = 86400.0
+SOON_S, LONGEST_S = 86400.0, 1e6 * 86400.0
+UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 MOST_CHARS = 400
 MOST_PASSES = 4
 MOST_NAMED = 8
@@ -108,6 +110,7 @@ def judge(facts: Facts) -> list[Finding]:
         _clock(facts.mesh),
         *_neighbours(facts.mesh),
         *_group("guards", "worker", facts.guards, _guards),
+        *_invite(facts.invite, facts.passes, facts.now),
         *_group("membership", "certificates", facts.passes, lambda found: _passes(found, facts.now, facts.mesh)),
         *_group("processes", "meshcee", facts.processes, _processes),
         *_group("exactness", "self-test", facts.exactness, lambda found: _exactness(found, facts.mesh)),
@@ -441,6 +444,33 @@ def _guards(guards: Guards) -> Iterator[Finding]:
         yield _warn("guards", "worker", detail, f"mend {names}, and join only owners whom you trust until then")
 
 
+def _invite(invite: Invite | None, passes: tuple[Pass, ...] | Unseen, now: float) -> Iterator[Finding]:
+    """A member of the mesh needs it no more."""
+    if invite is None:
+        return
+    what, ends = "invite", f"it makes a peer {invite.role} here, and {_ends(invite.until, now)}"
+    kept = [] if isinstance(passes, Unseen) else passes
+    if any(one.mesh == invite.root and not one.problem and one.until > now for one in kept):
+        yield _ok("membership", what, f"{ends}; this machine is a member already")
+    elif invite.until - now < SOON_S:
+        mend = (
+            "ask an admin for a new line (`meshcee invite`)"
+            if invite.until <= now
+            else "join with it before, once is enough"
+        )
+        yield _warn("membership", what, ends, mend)
+    else:
+        yield _ok("membership", what, ends)
+
+
+def _ends(until: float, now: float) -> str:
+    """When something ends, as a person says it."""
+    left_s = abs(until - now)
+    unit_s, unit = next((one for one in UNITS if left_s >= one[0]), UNITS[-1])
+    span = _count(int(left_s / unit_s), unit) if left_s < LONGEST_S else "very long"
+    return f"ends in {span}, on {_date(until)}" if until > now else f"has ended {span} ago, on {_date(until)}"
+
+
 def _passes(passes: tuple[Pass, ...], now: float, mesh: Mesh | Refused | None) -> Iterator[Finding]:
     if not passes:
         yield _ok("membership", "certificates", "none lie here yet: the first `meshcee peer` makes one")
@@ -452,16 +482,16 @@ def _passes(passes: tuple[Pass, ...], now: float, mesh: Mesh | Refused | None) -
         elif one.founded:
             yield _ok("membership", what, "this machine has founded it, and renews its own certificate")
         elif one.until <= now:
-            detail = f"the certificate to {one.role} has ended on {_date(one.until)}"
+            detail = f"the certificate to {one.role} {_ends(one.until, now)}"
             if joins:
                 yield _bad("membership", what, detail, new, errors.NotPermittedError)
             else:
                 yield _warn("membership", what, detail, f"{new}, or remove {one.file}")
         elif one.until - now < SOON_S:
             mend = "let an admin's peer run for an hour while yours does: it renews the certificate"
-            yield _warn("membership", what, f"the certificate to {one.role} ends on {_date(one.until)}", mend)
+            yield _warn("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}", mend)
         else:
-            yield _ok("membership", what, f"to {one.role}, until {_date(one.until)}")
+            yield _ok("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}")
     if len(passes) > MOST_PASSES:
         yield _ok("membership", "certificates", f"{len(passes) - MOST_PASSES} older ones lie here too")
 

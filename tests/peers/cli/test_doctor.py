@@ -30,6 +30,7 @@ from peers.cli.doctor.facts import (
     Facts,
     Folder,
     Guards,
+    Invite,
     Kernels,
     Memory,
     Mesh,
@@ -191,6 +192,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "mesh …KooWroot",
         "renews",
     ),
+    "invite that has ended": ({"invite": Invite("a", "own", NOW - 60)}, "warn", "invite", "meshcee invite"),
+    "invite that ends soon": ({"invite": Invite("a", "own", NOW + 3600)}, "warn", "invite", "join with it before"),
     "damaged membership": (
         {"passes": (replace(GOOD.passes[0], problem="it holds no certificate"),)},
         "warn",
@@ -296,6 +299,29 @@ def test_what_could_not_be_looked_at_is_unknown_and_says_why() -> None:
 
 def test_a_machine_that_founded_its_mesh_renews_its_own_certificate() -> None:
     assert problems(replace(GOOD, passes=(replace(GOOD.passes[0], until=0.0, founded=True),))) == []
+
+
+@pytest.mark.parametrize(
+    ("until", "said"),
+    [
+        (NOW + 5 * 86400, "ends in 5 days"),
+        (NOW + 86400, "ends in 1 day"),
+        (NOW + 86399, "ends in 23 hours"),
+        (NOW + 60, "ends in 1 minute"),
+        (NOW + 1, "ends in 0 minutes"),
+        (NOW, "has ended 0 minutes ago"),
+        (NOW - 7200, "has ended 2 hours ago"),
+        (1e300, "ends in very long"),
+    ],
+)
+def test_when_an_invite_ends_is_said_in_words(until: float, said: str) -> None:
+    findings = judge(replace(GOOD, invite=Invite("another mesh", "own", until)))
+    (told,) = (one.detail for one in findings if one.what == "invite")
+    assert f"{said}, on " in told
+
+
+def test_who_is_a_member_needs_its_invite_no_more() -> None:
+    assert problems(replace(GOOD, invite=Invite(ROOT, "own", NOW - 60))) == []
 
 
 @settings(max_examples=150, deadline=None)
